@@ -58,17 +58,18 @@ __all__ = [
 
 log = logging.getLogger("ray_ckpt")
 
-MAX_FOLDERS = 1000  # of a storage path that are searched for runs
-_MAX_NAMED_RUNS = 10  # in a hint
+MAX_FOLDERS = 1000  # folders of a storage path that are searched for runs
+_MAX_NAMED_RUNS = 10  # runs that a hint names
 
 
 class Catalog:
-    """A run's log, read once from its newest snapshot on. `path` is `<storage_path>/<run>` or its `ray_ckpt`.
+    """A run's log, read once, beginning with the newest snapshot. `path` is `<storage_path>/<run>` or its `ray_ckpt`.
 
     `path` may be a folder or a URL, like the training's storage path; `storage_options` are those of
-    RunOptions. `catalog[30]` is the newest live checkpoint of step 30; those on the current lineage come
-    first. If that checkpoint is in the cluster only and another one of step 30 is durable, `catalog[30]` is
-    the durable one, and a warning is logged. Iteration yields the live checkpoints in log order.
+    RunOptions. `catalog[30]` is the newest live checkpoint of step 30; checkpoints on the current lineage are
+    preferred. If this checkpoint is in the cluster only and another checkpoint of step 30 is durable,
+    `catalog[30]` is the durable checkpoint, and a warning is logged. Iteration yields the live checkpoints in
+    log order.
 
     Raise ConfigError if there is no run at `path` or `path` cannot be opened, StoragePathError if the log
     cannot be read, FormatError if the log is damaged.
@@ -77,7 +78,7 @@ class Catalog:
     def __init__(self, path: StoragePath, storage_options: Mapping[str, str] | None = None) -> None:
         run = _run_at(locate(path), storage_options)
         self._tier = RemoteTier(run / names.SERVICE_DIR, storage_options)
-        self._warned: set[str] = set()  # attempts for which a durable one was returned
+        self._warned: set[str] = set()  # attempts in whose place a durable checkpoint was returned
         self.refresh()
 
     @property
@@ -87,12 +88,12 @@ class Catalog:
 
     @property
     def path(self) -> Path | None:
-        """`where`, if it is a folder of this machine."""
+        """`where` as a Path, if the run is in a folder of this machine."""
         root = self._tier.root
         return root.folder if root.is_posix else None
 
     def refresh(self) -> None:
-        """Read the log again. If that fails, the catalog stays as it was."""
+        """Read the log again. If reading fails, the catalog is unchanged."""
         with readable(self._tier.root):
             listed = self._tier.log.list()
             # read after the listing, so every listed record must be found
@@ -138,30 +139,30 @@ class Catalog:
 
     @property
     def lineage(self) -> tuple[CheckpointInfo, ...]:
-        """The live checkpoints of the current session and of those that it continues, in log order."""
+        """The live checkpoints of the current session and of its ancestors, in log order."""
         return self._history.lineage()
 
     def list(self, *, all: bool = False) -> tuple[CheckpointInfo, ...]:
-        """Return the live checkpoints in log order; with `all` also those lost, retired or collected."""
+        """Return the live checkpoints in log order; with `all` also lost, retired and collected ones."""
         return tuple(self._history.checkpoints.values()) if all else self.checkpoints
 
     def find(self, step: int, *, all: bool = False) -> CheckpointView | None:
-        """Return the newest checkpoint of `step`; prefer live ones, then those on the current lineage."""
+        """Return the newest checkpoint of `step`; prefer live checkpoints, then the current lineage."""
         found = self._newest_last(c for c in self.list(all=all) if c.step == step)
         return self.view(found[-1]) if found else None
 
     def _newest_last(self, found: Iterable[CheckpointInfo]) -> Sequence[CheckpointInfo]:
-        """Sort checkpoints of one step so that the one to choose is the last."""
+        """Sort checkpoints of one step so that the preferred checkpoint is the last."""
         ends = self._history.branch_points()
         return sorted(found, key=lambda c: (c.state == "live", c.seq <= ends.get(c.id.session, -1), c.seq))
 
     def newest(self, level: Level = Level.LOCAL) -> CheckpointView | None:
-        """Return the newest checkpoint of the lineage that has reached `level`, None if there is none."""
+        """Return the newest checkpoint of the lineage that has reached `level`; None without such a checkpoint."""
         found = [c for c in self.lineage if c.level >= level]
         return self.view(found[-1]) if found else None
 
     def view(self, info: CheckpointInfo) -> CheckpointView:
-        """Return a view of a checkpoint; the store is read only if it was retired or lost."""
+        """Return a view of a checkpoint; the store is read only if the checkpoint was retired or lost."""
         there = _may_have_files(info)
         if there and info.state != "live":
             with readable(self._tier.root):
@@ -170,12 +171,12 @@ class Catalog:
         return self._view(info, there)
 
     def views(self, *, all: bool = False) -> tuple[CheckpointView, ...]:
-        """Return views of `list`. Folders of retired or lost checkpoints are listed in one request."""
+        """Return views of the checkpoints of `list`; list folders of retired or lost ones in one request."""
         known = self.list(all=all)
         return tuple(map(self._view, known, self._on_storage(known)))
 
     def _on_storage(self, known: Sequence[CheckpointInfo]) -> tuple[bool, ...]:
-        """Return whether the storage path has files of each; list it only if some were retired or lost."""
+        """Return for each checkpoint whether the storage path has its files; list it only for retired or lost ones."""
         folders: tuple[str, ...] = ()
         if any(_may_have_files(info) and info.state != "live" for info in known):
             with readable(self._tier.root):
@@ -199,7 +200,7 @@ class Catalog:
         )
 
     def _durable_instead(self, view: CheckpointView) -> CheckpointView:
-        """Return `view` if it has files; otherwise a live durable checkpoint of its step if there is one."""
+        """Return `view` if it has files; otherwise a live durable checkpoint of the same step, if any."""
         same = (c for c in self.checkpoints if c.step == view.info.step and c.level is Level.DURABLE)
         durable = self._newest_last(same)
         if view.tier is not None or not durable:
@@ -260,18 +261,19 @@ class Catalog:
 
         checkpoints:
             One row per checkpoint in the log, whatever its `state`. `on_lineage` is true if the newest state
-            descends from the checkpoint, `on_storage` if the storage path has files of it; `tiers` lists
-            where it is according to the log. Durations that were not reported are null; `drain_s` lasts from
-            the commit until all of the checkpoint is on the storage path. `cuts` describes how its tensors
-            are cut (`tables.Cuts`) and is null without `steps`.
+            descends from the checkpoint, `on_storage` if the storage path has files of the checkpoint;
+            `tiers` lists the tiers that hold the checkpoint according to the log. Durations that were not
+            reported are null; `drain_s` lasts from the commit until the whole checkpoint is on the storage
+            path. `cuts` describes how the tensors are cut (`tables.Cuts`) and is null if `steps` is not
+            given.
         sessions:
-            One row per training group: its origin, its branch, its restore and its end.
+            One row per training group, with the group's origin, branch, restore and end.
         events:
             One row per record that is still in the log. A long log keeps the first record and those of the
             last day or two; the others exist only in snapshots.
         shards, slices:
             One row per file, or per saved slice, of the live durable checkpoints, from their manifests.
-            The slices of many checkpoints take much memory here; `write_parquet` needs little.
+            The slices of many checkpoints take much memory here; `write_parquet` needs little memory.
 
         `steps` selects live durable checkpoints; it does not apply to sessions and events. Without `steps`, a
         checkpoint that the run deletes in the meantime is left out, and the log is read again. Raise
@@ -310,7 +312,7 @@ class Catalog:
         return self.to_arrow(table, steps=steps).to_pandas()
 
     def events(self) -> pa.Table:
-        """Return the log, one row per record; fields that an op lacks are null. See `to_arrow`."""
+        """Return the log, one row per record; fields that the op of a record lacks are null. See `to_arrow`."""
         with readable(self._tier.root):
             seqs = (seq for seq in _seqs(self._tier.log.list()) if seq < self._base.next_seq)
             covered = read_covered(self._ahead(map(names.record_file, seqs)), self._base)
@@ -327,10 +329,10 @@ class Catalog:
 
         The folder is created, and existing files of these names are replaced when the new ones are complete.
         `shards` and `slices` cover the live durable checkpoints, or those of `steps`; `checkpoints` has
-        `cuts` for the same ones. Each manifest is read once, and memory does not grow with their number.
-        Without `steps`, a checkpoint that the run deletes in the meantime is left out, and the log is read
-        again. `progress(1)` is called after each checkpoint. Raise ConfigError if a step is not durable,
-        OSError, and the errors of `CheckpointView.fragments`.
+        `cuts` for the same checkpoints. Each manifest is read once, and memory does not grow with the number
+        of manifests. Without `steps`, a checkpoint that the run deletes in the meantime is left out, and the
+        log is read again. `progress(1)` is called after each checkpoint. Raise ConfigError if a step is not
+        durable, OSError, and the errors of `CheckpointView.fragments`.
         """
         chosen, cuts, out = self.durable(steps), {}, without_tilde(folder)
         out.mkdir(parents=True, exist_ok=True)
@@ -380,7 +382,7 @@ class Catalog:
     def durable(self, steps: Iterable[SupportsIndex] | None = None) -> tuple[CheckpointView, ...]:
         """Return the live durable checkpoints, or those of `steps`, in log order.
 
-        Raise ConfigError if a step has none.
+        Raise ConfigError if a step has no durable checkpoint.
         """
         wanted = None if steps is None else {operator.index(step) for step in steps}
         found = [c for c in self.checkpoints if c.level is Level.DURABLE]
@@ -411,7 +413,7 @@ def _cuts_of(views: Iterable[CheckpointView]) -> dict[str, tuple[str, ...]]:
 
 
 def _may_have_files(info: CheckpointInfo) -> bool:
-    """Return whether the checkpoint is on the storage path; one that is not live may be deleted already."""
+    """Return whether the storage path may have files; those of a checkpoint that is not live may be deleted."""
     return info.level is Level.DURABLE and info.state != "collected"
 
 
@@ -419,7 +421,7 @@ def _may_have_files(info: CheckpointInfo) -> bool:
 
 
 def find_runs(path: StoragePath, storage_options: Mapping[str, str] | None = None) -> tuple[Location, ...]:
-    """Return the folders of the runs directly below a storage path, by name; none if it does not exist.
+    """Return the folders of the runs directly below a storage path, by name; empty if the path does not exist.
 
     Only the first MAX_FOLDERS folders are searched, with one request each. Raise StoragePathError if the path
     cannot be read, ConfigError if it cannot be opened.
@@ -430,7 +432,7 @@ def find_runs(path: StoragePath, storage_options: Mapping[str, str] | None = Non
 
 
 def _run_at(location: Location, storage_options: Mapping[str, str] | None) -> Location:
-    """Return the folder of the run at `location`. Raise ConfigError if there is none."""
+    """Return the folder of the run at `location`. Raise ConfigError if it has no run."""
     with readable(location):
         files = open_store(location, storage_options)[0]
         if (run := _run_in(location, files)) is not None:

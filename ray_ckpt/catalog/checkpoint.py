@@ -1,4 +1,4 @@
-"""One checkpoint in the catalog: its facts from the log, its files, manifest and tensors.
+"""One checkpoint in the catalog: facts from the log, files, manifest and tensors.
 
 No file is trusted: each is compared with a digest that the root digest in the log proves.
 """
@@ -37,15 +37,15 @@ from ray_ckpt.texts import html_table, metrics_text, to_datetime
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, ProgressCallback
 from ray_ckpt.verify.content import Damage, verify_files
 
-REQUESTS_AT_A_TIME = 16  # for small files, because a bucket answers slowly
+REQUESTS_AT_A_TIME = 16  # requests for small files, in parallel because a bucket answers slowly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointView:
     """A checkpoint: its facts from the log and, once it is durable, its files.
 
-    `tier` is None if the storage path has no files of it; methods that read files then raise ConfigError.
-    Damage raises CorruptionError with the name of the file.
+    `tier` is None if the storage path has no files of the checkpoint; methods that read files then raise
+    ConfigError. Damage raises CorruptionError with the name of the file.
     """
 
     info: CheckpointInfo
@@ -58,11 +58,11 @@ class CheckpointView:
 
     @property
     def path(self) -> Path | None:
-        """`where`, if it is a folder of this machine."""
+        """`where` as a Path, if the checkpoint is in a folder of this machine."""
         return None if self.tier is None or not self.tier.root.is_posix else self._location(self.tier).folder
 
     def files(self) -> CheckpointFiles:
-        """Return the files without a request to the store. Raise ConfigError if there are none."""
+        """Return the files without a request to the store. Raise ConfigError if the checkpoint has no files."""
         if self.tier is None:
             there = "in the cluster only" if self.info.state == "live" else self.info.state
             raise ConfigError(
@@ -73,7 +73,7 @@ class CheckpointView:
         return files_on(self.tier, self.info.directory)
 
     def description(self) -> CheckpointDescription:
-        """Return its `checkpoint.json`, checked against the log."""
+        """Return the content of `checkpoint.json`, checked against the log."""
         return self._description(self.files())
 
     def fragments(self) -> tuple[Fragment, ...]:
@@ -81,7 +81,7 @@ class CheckpointView:
         return tuple(fragment for fragment, _ in self.each_fragment())
 
     def each_fragment(self) -> Iterator[tuple[Fragment, FileEntry]]:
-        """Yield each fragment with its file; only one fragment and the bytes of a few are in memory."""
+        """Yield each fragment with its file; memory holds one decoded fragment and the bytes of a few others."""
         files = self.files()
         listed = [f for f in self._description(files).files if is_fragment(f.name)]
         read = map_in_order(
@@ -113,7 +113,7 @@ class CheckpointView:
     def __getitem__(self, name: str) -> LazyTensor:
         """Return a tensor by its full name, such as `model.layers.0.weight`, to be read whole or in part.
 
-        Raise ConfigError, with similar names, if there is none of that name.
+        Raise ConfigError, with similar names, if no tensor has that name.
         """
         return self.tensors()[name]
 
@@ -124,7 +124,7 @@ class CheckpointView:
         return iter(self.tensors())
 
     def verify(self, progress: ProgressCallback | None = None) -> tuple[Damage, ...]:
-        """Return the damages of the files; empty if each byte is as it was saved."""
+        """Return the damages of the files; empty if every byte is as saved."""
         return verify_files(self.files(), root_digest=self.info.root_digest, progress=progress).damages
 
     def is_deleted(self) -> bool:
@@ -184,7 +184,7 @@ class CheckpointView:
 _DAMAGED = "Run `ray-ckpt verify` on the checkpoint, and restore another step."
 
 _LAST_TENSORS: WeakKeyDictionary[RemoteTier, tuple[str, SavedTensors]] = WeakKeyDictionary()
-# of each open run, the last attempt and its tensors: views are short-lived, and a manifest may be large
+# last attempt and its tensors of each open run: views are short-lived, and a manifest may be large
 
 
 def _phases_text(info: CheckpointInfo) -> str:
