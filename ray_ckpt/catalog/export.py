@@ -30,9 +30,9 @@ from ray_ckpt.format.shard import ITEMSIZE, MAX_HEADER_BYTES
 from ray_ckpt.storage.output_file import output_file, whole_file
 from ray_ckpt.types import ProgressCallback
 
-MAX_FILE_BYTES = 5 * 10**9  # tensor bytes in one file, except for a single larger tensor; as Hugging Face does
+MAX_FILE_BYTES = 5 * 10**9  # bytes of tensors per file, unless one tensor is larger; as Hugging Face does
 INDEX_FILE = "model.safetensors.index.json"
-_EXPORTED = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")  # files that an export writes
+_EXPORTED = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")  # files of an export
 METADATA = "__metadata__"  # the only key of a header that is not a tensor
 
 
@@ -181,7 +181,7 @@ def _write(path: Path, header: bytes, shard: Mapping[str, LazyTensor], progress:
     for lazy in shard.values():
         lazy.check()  # before space is allocated
     with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size_bytes)  # writing mapped memory raises SIGBUS if the disk is full
+        os.posix_fallocate(file.fileno(), 0, size_bytes)  # else a full disk raises SIGBUS on the mapped memory
         file.write(header)
     at = len(header)
     for lazy in shard.values():
@@ -209,7 +209,7 @@ def _file_name(index: int, count: int) -> str:
 
 @contextmanager
 def _temporary(out: Path) -> Iterator[Path]:
-    """Make a temporary folder in `out`, or beside `out` if that does not exist; delete the folder at the end."""
+    """Make a temporary folder in `out`, or beside a missing `out`; delete the folder at the end."""
     whole = out.absolute()
     place = whole if whole.is_dir() else whole.parent
     if not place.is_dir():

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 16 << 20  # bytes copied at a time: the size of a request to a bucket
 GAP_BYTES = 64 << 10  # largest gap between wanted bytes that is read, as another request would cost more
-SLICES_AT_A_TIME = 4  # threads, each with a block and the store's read-ahead; parallel because a store answers slowly
+SLICES_AT_A_TIME = 4  # threads, as a store answers slowly; each has a block and the store's read-ahead
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Index: TypeAlias = Any
@@ -43,7 +43,7 @@ Index: TypeAlias = Any
 
 
 class SavedTensors(Mapping[str, "LazyTensor"]):
-    """The tensors of one checkpoint by full name, such as `model.layers.0.weight`; construction reads nothing.
+    """Tensors of one checkpoint by full name, such as `model.layers.0.weight`. Construction reads nothing.
 
     `rows` is the checkpoint's manifest, proven by the log. If several ranks saved the same slice, it is read
     from the first file.
@@ -456,7 +456,7 @@ def _extent(shape: Sequence[int], box: Sequence[range]) -> int:
 
 
 def _buffers(blocks: Iterator[memoryview], sizes: Sequence[int]) -> Iterator[Bytes]:
-    """Yield the bytes of `blocks` in buffers of these sizes, each valid until the next buffer. Raise EOFError."""
+    """Yield the bytes of `blocks` in buffers of `sizes`, each valid until the next one. Raise EOFError."""
     buffer, cutter = np.empty(max(sizes), np.uint8), BlockCutter(blocks)
     for size in sizes:
         filled = 0

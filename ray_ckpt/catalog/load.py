@@ -159,7 +159,7 @@ class OpenedRun:
         return nearest_steps(self._durable_steps(), step, kind="durable")
 
     def _of_attempt(self, attempt: str) -> CheckpointView:
-        """Return the checkpoint that rank 0 chose; read the log again if the checkpoint is not in the log yet."""
+        """Return the checkpoint that rank 0 chose; read the log again if the log lacks it so far."""
         if attempt not in {info.id.attempt for info in self.catalog.checkpoints}:
             self.catalog.refresh()
         for info in self.catalog.checkpoints:
@@ -252,7 +252,7 @@ class _Saved:
         return {name: found.state for name, found in loaded.items()}
 
     def tensors(self, patterns: Collection[str], rank: int) -> dict[str, torch.Tensor]:
-        """Return whole tensors by their full names, sorted by name; where ranks differ, the tensors of `rank`."""
+        """Return whole tensors by their full names, sorted by name; where ranks differ, those of `rank`."""
         names = sorted({row.slice.key for row in self._rows if row.slice is not None})
         chosen = matching_tensors(patterns, names, f" of step {self.info.step}")
         tree = {name: TensorRef(name) for name in names if name in chosen}

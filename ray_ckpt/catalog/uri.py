@@ -69,7 +69,7 @@ class Origin:
     attempt: AttemptId
 
     def ticket(self, session: int, epoch: int) -> RestoreTicket:
-        """Return a ticket with which a rank reads the checkpoint. Raise the errors of `CheckpointUri.open`."""
+        """Return a ticket for a rank to read the checkpoint. Raise the errors of `CheckpointUri.open`."""
         run = open_run(
             Location.parse(self.storage.storage_path) / self.storage.run_name, dict(self.storage.options)
         )
@@ -88,7 +88,7 @@ class Origin:
 
 
 def find_origin(options: RunOptions, storage: RemoteRef) -> Origin | None:
-    """Return the checkpoint of another run from which a run without checkpoints starts, None if there is none.
+    """Return the checkpoint of another run from which a run without checkpoints starts, or None.
 
     The options of the storage path apply if both runs are in the same kind of store. Raise the errors of
     `CheckpointUri.open`.

@@ -383,7 +383,7 @@ def _takes_direct(path: Path) -> bool:
 
 
 def _speed(place: Path, size_bytes: int, stop: threading.Event) -> Finding:
-    """Measure writing a file as a shard is written, fsync included, and reading the file past the page cache."""
+    """Measure writing a file like a shard, fsync included, and reading the file past the page cache."""
     block = memoryview(os.urandom(min(size_bytes, IO_BLOCK_BYTES)))  # random, as some disks compress
 
     def blocks() -> Iterator[memoryview]:
@@ -464,7 +464,7 @@ def _cleaned(tier: RemoteTier, look: Callable[[RemoteTier], Finding]) -> Finding
 
 
 def _remove(tier: RemoteTier) -> None:
-    """Remove files as far as possible; errors are ignored because the check itself reports a failing store."""
+    """Remove files as far as possible; ignore errors, as the check itself reports a failing store."""
     with contextlib.suppress(OSError, CheckpointError):
         tier.files.delete([CLOCK_FILE, *(f"file-{number}" for number in range(SMALL_FILES))])
         if tier.root.is_posix:
