@@ -2,9 +2,10 @@
 
 Files are written under temporary names and renamed when all of them are complete and every byte has been
 compared with its digest; after an error no file is left. An existing folder is not replaced, only the files
-in it: the folder may be a mount, a link or a working directory. Hugging Face's layout: `model.safetensors`,
-or `model-00001-of-00002.safetensors` ... with `model.safetensors.index.json`, which names the file of each
-tensor; see https://huggingface.co/docs/safetensors and huggingface_hub.split_torch_state_dict_into_shards.
+in it: the folder may be a mount, a link or a working directory. In Hugging Face's layout, the files are
+`model.safetensors`, or `model-00001-of-00002.safetensors` ... with `model.safetensors.index.json`, which
+names the file of each tensor; see https://huggingface.co/docs/safetensors and
+huggingface_hub.split_torch_state_dict_into_shards.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def _write(path: Path, header: bytes, shard: Mapping[str, LazyTensor], progress:
     for lazy in shard.values():
         lazy.check()  # before space is allocated
     with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size_bytes)  # else a full disk raises SIGBUS on the mapped memory
+        os.posix_fallocate(file.fileno(), 0, size_bytes)  # else a full disk raises SIGBUS in mapped memory
         file.write(header)
     at = len(header)
     for lazy in shard.values():

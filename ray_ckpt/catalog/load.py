@@ -7,9 +7,9 @@
     run.load(into={"model": model, "optimizer": optimizer})  # in place, with their present sharding
 
 Every tensor is whole, however many ranks saved it. Only the byte ranges of the requested tensors are read,
-several at a time, and each range is compared with its digest from the manifest, which is verified by the log.
-Nothing is written, no code from the checkpoint is executed, and no cluster is needed. torch is imported when
-the first tensor is read.
+several at a time, and each range is compared with its digest from the manifest, which the root digest in the
+log verifies. Nothing is written, no code from the checkpoint is executed, and no cluster is needed. torch is
+imported when the first tensor is read.
 """
 
 from __future__ import annotations
