@@ -66,7 +66,7 @@ class TensorDiff:
     dtype_b: str | None = None
     shape_a: tuple[int, ...] | None = None
     shape_b: tuple[int, ...] | None = None
-    num_different: int | None = None  # elements whose bits differ; if the dtypes differ, elements whose values differ
+    num_different: int | None = None  # elements whose bits differ; for two dtypes, whose values differ
     norm_a: float | None = None  # L2 norm
     norm_b: float | None = None
     norm_diff: float | None = None  # of B - A

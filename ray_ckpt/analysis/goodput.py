@@ -24,8 +24,8 @@ time (`not_counted_s`).
 - Clocks of ranks and coordinators are assumed to agree; times that contradict the order of events are cut.
 
 **Estimated**, for a session without these facts (the session is at work, or its coordinator died with it).
-The estimate begins at the moment at which the session had its state, and ends at the last step, where these
-are known:
+The estimate covers the time from the moment at which the session had its state to the end of its last step,
+where these are known:
 
 - Between two commits all time counts as time of steps, without the stalls that the commits record.
 - From its opening to its first commit the session restored and then trained. The split uses the time per step
@@ -106,7 +106,7 @@ COLOURS: Mapping[str, str] = {
     "down_unknown": "#e1e6ea",
     "no_commit": "#7a5230",
 }
-"""Colours of goodput and badput in pictures: those of Okabe and Ito, for the colour-blind; greys for down time."""
+"""Colours of goodput and badput in pictures: those of Okabe and Ito, for the colour-blind; grey is down time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class Goodput:
 
     @property
     def lost(self) -> Seconds:
-        """All badput. Its bounds are closer than the sums of the causes' bounds, as time excluded from one is in another."""
+        """All badput. Its bounds are closer than the sums of the causes' bounds, as causes share the time."""
         p = self.productive
         return Seconds(self.wall_s - p.high, self.wall_s - p.estimate, self.wall_s - p.low)
 

@@ -1,4 +1,4 @@
-"""Functions of the commands that call the service of a Ray cluster: reaching the service, and printing its state.
+"""Functions of the commands that call the service of a Ray cluster: reach the service, print its state.
 
 Ray is imported with the first call, not before.
 """

@@ -128,7 +128,7 @@ def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:
     console.print(f"run {catalog.run_name}  uid {catalog.run_uid}  sessions {len(catalog.sessions)}")
     infos = catalog.list(all=all)
     left_out = max(0, len(infos) - MAX_ROWS)
-    shown = [info for info in infos[:left_out] if info.id.attempt == last]  # after a rollback, it may be much older than the others
+    shown = [info for info in infos[:left_out] if info.id.attempt == last]  # may be old after a rollback
     shown += infos[left_out:]
     if left_out:
         console.print(f"The last {MAX_ROWS} of {len(infos)} checkpoints; --json and --parquet have all.")

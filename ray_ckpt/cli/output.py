@@ -166,7 +166,7 @@ class FittedTable:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """Widths of a column: unfolded, the least without a broken usual word, and without a broken number or id."""
+    """Widths of a column: unfolded, and the least that breaks no usual word, or no number or id."""
 
     index: int
     width: int
@@ -239,5 +239,5 @@ def when_text(time_s: float, *, brief: bool = False) -> str:
     if to_datetime(time_s) is None:
         return "?"
     past_s = time.time() - time_s
-    ago = f"{age_text(past_s)} ago" if past_s >= 0 else f"in {age_text(-past_s)}"  # negative if the clock of the writer is ahead
+    ago = f"{age_text(past_s)} ago" if past_s >= 0 else f"in {age_text(-past_s)}"  # clocks differ
     return ago if brief else f"{ago}, {local_time_text(time_s)}"

@@ -118,7 +118,7 @@ def _check_owner(owner: str) -> None:
 
 
 def _is_over(path: str, options: Mapping[str, str], address: str | None) -> bool:
-    """Return whether no cluster is named and the run is finished by its log, so that no cluster is contacted."""
+    """Return whether no cluster is named and the log has the run as finished: no cluster is contacted."""
     if address is not None or os.environ.get("RAY_ADDRESS"):
         return False
     with contextlib.suppress(CheckpointError):  # perhaps only this machine cannot reach the store
