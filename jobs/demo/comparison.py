@@ -96,7 +96,7 @@ def compare_bits(table: Table, out: Path, runs: Path | Location, name: str) -> l
 
 
 def final_digests(run: str) -> dict[tuple[str, str], str]:
-    """Return the digest of every slice and state file of the last checkpoint: model, optimizer, RNG, data ..."""
+    """Return the digest of every slice and state file of the last checkpoint, including RNG and data."""
     rows = (row for fragment in Catalog(run)[STEPS].fragments() for row in fragment.rows)
     return {(row.file, row.label): row.digest for row in rows if row.kind != "header"}
 

@@ -94,7 +94,7 @@ class LocalCluster:
         kill_family(node.handle.all_processes["raylet"][0].process.pid)
         if wipe:
             shutil.rmtree(node.staging, ignore_errors=True)
-        self._cluster.remove_node(node.handle, allow_graceful=False)  # reaps the processes; otherwise actors would live on
+        self._cluster.remove_node(node.handle, allow_graceful=False)  # else actors would live on
 
     def shutdown(self) -> None:
         """Shut down at once, without waiting for actors to end."""

@@ -56,7 +56,7 @@ NODES = ("node-a", "node-b")
 REMOTE_EVERY = 2  # checkpoints; the newest one is often on the nodes only, and is lost with the nodes
 EVERY_STEPS = 10
 KILL_AFTER_STEP = 53
-DURABLE_STEP = 40  # the checkpoint of this step is in the bucket when the cluster is killed, that of step 50 is not
+DURABLE_STEP = 40  # its checkpoint is in the bucket when the cluster is killed; that of step 50 is not
 BUCKET = "checkpoints"
 START_S = 120.0  # time limit for the start of a cluster
 DURABLE_S = 60.0  # time limit for a drain of some MB
@@ -297,7 +297,7 @@ def compare(out: Path, storage_path: str, restores: Sequence[RankRestore], lost_
 
 
 def show(command: str, run: str) -> int:
-    """Run `ray-ckpt` on a run in the bucket, from this process, which is in no cluster; return the exit code."""
+    """Run `ray-ckpt` on a run in the bucket from this process, outside any cluster; return the exit code."""
     arguments = ["ray-ckpt", command, run]
     console.print(f"[bold]$ {shlex.join(arguments)}[/]")
     return subprocess.run([sys.executable, "-m", "ray_ckpt.cli", *arguments[1:]]).returncode

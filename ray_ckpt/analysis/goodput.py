@@ -106,7 +106,7 @@ COLOURS: Mapping[str, str] = {
     "down_unknown": "#e1e6ea",
     "no_commit": "#7a5230",
 }
-"""Colours of goodput and badput in pictures: those of Okabe and Ito, for the colour-blind; grey is down time."""
+"""Colours of goodput and badput in pictures: from Okabe and Ito, for the colour-blind; greys for down."""
 
 
 @dataclass(frozen=True, slots=True)

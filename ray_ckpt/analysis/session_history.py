@@ -14,7 +14,7 @@ CLOCK_SLACK_S = 1.0  # by which clocks of coordinators may differ; times in the 
 
 
 class Commit(NamedTuple):
-    """A commit; `lag_s` is the time since its step's end, `stall_s` the time for which training was held up."""
+    """A commit; `lag_s` is the time since its step's end, `stall_s` the time that training waited."""
 
     time_s: float
     step: int
@@ -130,7 +130,7 @@ def session_histories(
 
 
 def _until(history: SessionHistory, opened_s: float) -> SessionHistory:
-    """Return the history, closed at the next session's opening, or at the last event of a finished session."""
+    """Return the history, closed at the next opening, or at the last event if the session finished."""
     is_over = history.cause == "finished"
     return replace(history, ended_s=min(history.ended_s, opened_s) if is_over else opened_s)
 

@@ -74,7 +74,7 @@ class _Lineage:
         return "*" if info.id.attempt == self._newest else "+" if info.id.attempt in self._live else ""
 
     def chains(self, shown: Sequence[SessionInfo]) -> dict[int | None, list[SessionInfo]]:
-        """Return the sessions of `shown`, by the session under which each is drawn; None stands for the run itself.
+        """Return the sessions of `shown`, by the session under which each is drawn; None is the run itself.
 
         Sessions are in log order. Several sessions may have continued from checkpoints of one session: the
         session on the lineage, else the last session, is drawn beside it; the others are drawn as branches

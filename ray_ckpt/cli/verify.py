@@ -205,7 +205,7 @@ class _Target:
     """None for a folder that is not in a run."""
 
     def is_deleted(self) -> bool:
-        """Return whether the checkpoint is deleted by the run's current log; False if the log is unreadable."""
+        """Return whether the checkpoint is deleted in the run's current log; False if it is unreadable."""
         with contextlib.suppress(CheckpointError):
             return self.view is not None and self.view.is_deleted()
         return False

@@ -107,7 +107,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """Facts of a run: `checkpoints` has all of the log, in log order, `lineage` the live ones on the lineage."""
+    """Facts of a run: `checkpoints` are all in the log, in log order, `lineage` the live ones on the lineage."""
 
     run_name: str
     run_uid: str
@@ -190,7 +190,7 @@ class RunReport:
 
     @cached_property
     def _stepped_after(self) -> Sequence[int | None]:
-        """For each interruption, the first one from it on after which a session did a step; None without one."""
+        """For each interruption, the first one from there on after which a session did a step, or None."""
         found: list[int | None] = []
         first: int | None = None
         for number, each in reversed(list(enumerate(self.goodput.interruptions))):
@@ -210,7 +210,7 @@ class RunReport:
         assert last.recovery is not None
         old, times = self.goodput.spans[number], self.goodput.spans[stepped]
         passed = self.goodput.spans[number : stepped + 1]
-        gaps_s = [later.opened_s - earlier.closed_s for earlier, later in pairwise(passed)]  # time not counted
+        gaps_s = [later.opened_s - earlier.closed_s for earlier, later in pairwise(passed)]  # not counted
         down_s = each.opened_at_s - old.last_s - gaps_s[0]
         # from the first session without a step until the last such session was down
         between_s = times.last_s - each.opened_at_s - sum(gaps_s[1:])
@@ -239,7 +239,7 @@ class RunReport:
 
     @property
     def newest_step(self) -> int:
-        """Step from which a restart would continue, perhaps a step of another run; 0 for a start from scratch."""
+        """Step from which a restart would continue, perhaps of another run; 0 for a start from scratch."""
         if self.lineage:
             return self.lineage[-1].step
         return (self.sessions[-1].origin_step or 0) if self.sessions else 0

@@ -364,7 +364,7 @@ def _reached_text(info: CheckpointInfo, time_s: float) -> str:
 
 
 def reached_s(info: CheckpointInfo, level: Level) -> float | None:
-    """Return the Unix time at which a checkpoint reached a level by the log; None if it did not or is unknown."""
+    """Return the Unix time at which a checkpoint reached a level by the log, or None."""
     if level is Level.DURABLE:
         return info.durable_at_s if info.level is Level.DURABLE else None
     if level is Level.LOCAL:
