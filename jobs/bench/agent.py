@@ -1,4 +1,4 @@
-"""Costs of the service in addition to saves: CPU when idle, memory over many saves, the interpreter's lock."""
+"""Costs of the service in addition to saves: CPU when idle, memory over many saves, the GIL."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Fleet:
         self.open_group()
 
     def open_group(self) -> float:
-        """Return the CPU seconds until a new group on all nodes trains: choice of checkpoint, session, start."""
+        """Return the CPU seconds until a new group on all nodes trains, from the choice of checkpoint on."""
         width = RANKS_PER_NODE
         nodes = tuple(
             GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
@@ -129,7 +129,7 @@ class Fleet:
         return [*_mixed(stored, reports[:half]), seen, *_mixed(copied, reports[half:]), seen]
 
     def save(self) -> float:
-        """Return the CPU seconds of one save, from the first event to the retention decision after the commit."""
+        """Return the CPU seconds of one save, from its first event to the retention decision after it."""
         events = self.save_events()
         used_s = self._cpu_s(events, after_s=STEP_S / len(events))
         newest = self.machine.history.lineage()[-1]

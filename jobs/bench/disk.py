@@ -70,7 +70,7 @@ def fill(memory: mmap.mmap) -> None:
 
 
 def raw_write(path: Path, buffer: memoryview) -> float:
-    """Return the seconds to write and fsync `buffer` as a new file. `buffer` consists of aligned whole pages."""
+    """Return the seconds to write and fsync `buffer`, which has aligned whole pages, as a new file."""
     started_s = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     try:
@@ -83,7 +83,7 @@ def raw_write(path: Path, buffer: memoryview) -> float:
 
 
 def raw_read(path: Path, buffer: memoryview) -> float:
-    """Return the seconds to read a file into `buffer` of the same size, which consists of aligned whole pages."""
+    """Return the seconds to read a file into `buffer`, which has its size and aligned whole pages."""
     started_s = time.perf_counter()
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:

@@ -106,7 +106,7 @@ class Rank:
         return Stretch(seconds=time.perf_counter() - start_s, blocked_s=in_ckpt_s + waited_s)
 
     def settle(self) -> None:
-        """Wait until the last save is on the disk and in the log, so that no other stretch includes work of this save."""
+        """Wait until the last save is on the disk and in the log, so that it delays no other stretch."""
         self._ckpt.wait("local")
 
     def close(self) -> None:

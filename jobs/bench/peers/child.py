@@ -1,4 +1,4 @@
-"""The process of a peer, at the other end of `measure.py`. This module needs only torch and the standard library.
+"""The process of a peer, as started by `measure.py`. It needs only torch and the standard library.
 
 A script hands a `Peer` to `main`, which makes the state, connects to the bench's socket and serves its
 requests, one JSON object a line: `save`, `load` from disk, `load-memory`, `end`. The times are taken here,
@@ -87,7 +87,7 @@ class Session:
         self.saved: tuple[int, ...] = ()
 
     def save(self) -> dict[str, Any]:
-        """Return the seconds until the call returned, the state may change, the files are on stable storage."""
+        """Return the seconds until the call returned, the state may change, and the files are stable."""
         before = self._path()
         self.step += 1
         advance(self.live.model, self.live.optimizer)

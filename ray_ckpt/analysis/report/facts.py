@@ -107,7 +107,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """Facts of a run: `checkpoints` are all in the log, in log order, `lineage` the live ones on the lineage."""
+    """Facts of a run: `checkpoints` are all in the log, in log order; `lineage` are the live ones on it."""
 
     run_name: str
     run_uid: str
