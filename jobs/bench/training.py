@@ -19,7 +19,7 @@ from torch import nn
 import ray_ckpt
 from jobs.bench.state import make_state, tensors
 
-READY_S = 300.0  # time limit for the arena's memory; 2 GiB take some seconds where memory is touched for the first time
+READY_S = 300.0  # time limit for the arena's memory; touching 2 GiB for the first time takes seconds
 PIECE_BYTES = 16 << 20  # bytes of a large tensor for one thread at a time
 FAR_FUTURE_STEPS = 10**9  # an interval that never ends: the rows call `save` themselves
 
