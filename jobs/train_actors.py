@@ -57,7 +57,7 @@ def train_ddp(run: str, storage: str, steps: int) -> dict[str, Any]:
 
 
 def train_rank_zero(run: str, storage: str, steps: int) -> dict[str, Any]:
-    """Train with DDP; only rank 0 connects, as a process that holds all state, and sends the restored state."""
+    """Train with DDP; only rank 0 connects, as a process with all state, and sends the restored state."""
     rank = dist.get_rank()
     model, optimizer = build(seed=0)
     first = 1

@@ -172,7 +172,7 @@ def gradients_synced(model: nn.Module, wanted: bool) -> AbstractContextManager[N
 
 @torch.no_grad()
 def evaluate(model: nn.Module, held_out: Tensor, device: torch.device, data: DeviceMesh) -> Tensor:
-    """Return the mean loss over the held-out blocks, divided among the ranks of `data`. Uses no random number."""
+    """Return the mean loss over the held-out blocks, shared by the ranks of `data`. Uses no random number."""
     model.eval()
     inputs, targets = as_batch(held_out[data.get_local_rank() :: data.size()])
     loss = next_byte_loss(model, inputs.to(device), targets.to(device), reduction="sum")

@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_checks(workers: Mapping[str, int], args: argparse.Namespace, storage_path: str) -> int:
-    """Check each layout, with `workers` if given; return the exit code."""
+    """Check each layout in `workers` with its number of ranks; return the exit code."""
     differ = False
     for parallel, ranks in workers.items():
         found = check(parallel, ranks, args, storage_path)

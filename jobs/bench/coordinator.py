@@ -42,9 +42,7 @@ class Fleet:
         self.now_s = 0.0
         self.ticked_s = -math.inf
         self.step = 0
-        self.answers: deque[m.Event] = (
-            deque()
-        )  # answers of nodes and storage path; the log answers at once
+        self.answers: deque[m.Event] = deque()  # answers of nodes and storage path; the log answers at once
         self.handle(m.NodesSeen(live=frozenset(self.nodes)))
         self.handle(m.LogOpened(records=(), run_name="bench", fresh_uid=RUN_UID))
         self.open_group()

@@ -46,7 +46,7 @@ from ray_ckpt.storage.remote.tier import RemoteRef, open_store
 
 MAX_REPEAT = 3  # samples; seven clients move the shard in each round
 START_SAMPLES = 3  # samples of a program's start, with an empty file; the median counts
-CHECKSUMS = ("crc64nvme",)  # checksums measured in addition to the default of ray_ckpt, which uses them on Amazon's S3 only
+CHECKSUMS = ("crc64nvme",)  # measured besides the default of ray_ckpt, which uses it on Amazon's S3 only
 BUCKET = "bench"
 TMPFS = "/dev/shm"
 

@@ -84,7 +84,7 @@ def _within(name: str, what: str, grown: Sequence[int]) -> Row:
 
 @contextlib.contextmanager
 def watched_memory(pid: int) -> Iterator[list[int]]:
-    """Collect the growth of the process's own memory in bytes, per sample; complete at the end of the block."""
+    """Collect the growth of the process's own memory in bytes, per sample; complete at the end."""
     before, grown, over = own_bytes(pid), [0], threading.Event()
 
     def look() -> None:

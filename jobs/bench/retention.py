@@ -24,7 +24,7 @@ DISK_BYTES = 10**16  # disk is full, so that retention also has to free space
 
 
 def rows(context: Context, num_checkpoints: int = 0) -> Iterator[Row]:
-    """Measure one decision with every policy in use, and its effects."""
+    """Measure one decision from the history, with every policy in use, and the effects of the decision."""
     num_checkpoints = num_checkpoints or (QUICK_CHECKPOINTS if context.quick else NUM_CHECKPOINTS)
     log = LongLog(num_checkpoints)
     options = RunOptions(

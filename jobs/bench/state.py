@@ -93,7 +93,7 @@ def wipe(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Return one sum over the bits of each tensor, which is equal before a save and after a load of the save."""
+    """Return one sum over the bits of each tensor, which is equal before a save and after its load."""
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     found = tensors(model, optimizer)
     return tuple(int(each.view(-1).view(widths[each.itemsize]).sum()) for each in found)

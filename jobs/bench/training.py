@@ -21,7 +21,7 @@ from jobs.bench.state import make_state, tensors
 
 READY_S = 300.0  # time limit for the arena's memory; touching 2 GiB for the first time takes seconds
 PIECE_BYTES = 16 << 20  # bytes of a large tensor for one thread at a time
-FAR_FUTURE_STEPS = 10**9  # an interval that never ends: the rows call `save` themselves
+FAR_FUTURE_STEPS = 10**9  # an interval that is never reached: the rows call `save` themselves
 
 
 @contextmanager

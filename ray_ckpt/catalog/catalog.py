@@ -413,7 +413,7 @@ def _cuts_of(views: Iterable[CheckpointView]) -> dict[str, tuple[str, ...]]:
 
 
 def _may_have_files(info: CheckpointInfo) -> bool:
-    """Return whether the storage path may have files of a checkpoint; no request is sent to the store."""
+    """Return whether the storage path may have files of a checkpoint; a retired one may lack them."""
     return info.level is Level.DURABLE and info.state != "collected"
 
 
