@@ -39,7 +39,7 @@ class _Stderr(io.FileIO):
 
 
 def end_when_unread() -> None:
-    """End this process without a traceback if stdout cannot be written; continue if stderr cannot be.
+    """Make this process end without a traceback if stdout cannot be written, and continue without stderr.
 
     Writes during interpreter shutdown are included. Characters that the encoding lacks are written as
     escapes. A stream that is closed or replaced stays as it is.
