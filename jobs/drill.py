@@ -28,7 +28,7 @@ from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.location import locate
 from ray_ckpt.verify.drill import DrillReport
 
-MAX_MISSED = 3  # turns in a row without a drill, as no service has the run; then it ends
+MAX_MISSED = 3  # turns in a row without a drill because no service has the run; then the program ends
 S_PER_MIN = 60.0
 
 
@@ -97,7 +97,7 @@ def show(run_name: str, report: DrillReport, as_json: bool) -> None:
 def hold(
     key: str, draw: random.Random, step: int | None, max_bytes_per_s: float | None = None
 ) -> DrillReport:
-    """Hold one drill with a loss of nodes that hold copies now. Unavailable if there is nothing to lose."""
+    """Hold one drill with a loss of nodes that hold copies now. Raise Unavailable if there is no copy."""
     run = RunDrills(key, max_bytes_per_s=max_bytes_per_s)
     possible = scenarios(run.sources.live, run.sources.domains)
     if not possible:

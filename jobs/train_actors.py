@@ -31,7 +31,7 @@ WIDTH = 16
 
 
 class Rank:
-    """One process of a group."""
+    """An actor that is one process of a group."""
 
     def join(self, rank: int, world_size: int, port: int) -> None:
         """Become rank `rank` of torch.distributed; here all ranks are on one machine."""
@@ -44,7 +44,7 @@ class Rank:
 
 
 def train_ddp(run: str, storage: str, steps: int) -> dict[str, Any]:
-    """Every rank saves its share of what all have alike, and its own random state."""
+    """Train with DDP; every rank saves its share of the common state, and its own random state."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ray_ckpt.connect(run=run, storage_path=storage, rank=rank, world_size=world_size, every_steps=5)
     model, optimizer = build(seed=0)
@@ -57,7 +57,7 @@ def train_ddp(run: str, storage: str, steps: int) -> dict[str, Any]:
 
 
 def train_rank_zero(run: str, storage: str, steps: int) -> dict[str, Any]:
-    """Rank 0 connects alone, as one process that holds everything, and sends the restored state."""
+    """Train with DDP; only rank 0 connects, as a process with all state, and sends the restored state."""
     rank = dist.get_rank()
     model, optimizer = build(seed=0)
     first = 1
@@ -95,7 +95,7 @@ def train_single(run: str, storage: str, steps: int) -> dict[str, Any]:
 
 
 def train_part(run: str, storage: str, steps: int, part: str) -> dict[str, Any]:
-    """One of two groups with torch.distributed each for itself; a checkpoint holds both."""
+    """Train one of two groups, each with its own torch.distributed; a checkpoint holds both groups."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ray_ckpt.connect(
         run=run,
@@ -126,7 +126,7 @@ def build(*, seed: int, wrap: bool = True) -> tuple[nn.Module, torch.optim.Optim
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
-    """One step on data that are a function of the step and the rank."""
+    """Train one step on data that depend only on the step and the rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     data = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1000 * step + rank))
     loss: Tensor = (model(data) - data.sum(1, keepdim=True)).square().mean()
@@ -145,7 +145,7 @@ def weight_of(model: nn.Module) -> list[float]:
 
 
 def start_group(size: int) -> list[Any]:
-    """`size` actors that are ranks of one torch.distributed."""
+    """Start `size` actors that are the ranks of one torch.distributed group."""
     actors = [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(size)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

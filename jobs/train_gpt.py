@@ -69,12 +69,12 @@ def train_loop(config: dict[str, Any]) -> dict[str, Any]:
         seed=config["seed"],
     )
     held_out = cut_blocks(held_out_text, config["context"])[:EVAL_BLOCKS]
-    # From here on for dropout: other masks for other data, and the same for the same, on all tensor ranks.
+    # Seed for dropout: masks differ between data ranks and are equal on tensor ranks with the same data.
     torch.manual_seed(config["seed"] + mesh["data"].get_local_rank())
 
     ckpt = ray_ckpt.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
     steps = ckpt.steps(total=total)  # restores the newest checkpoint, if there is one
-    batches = iter(loader)  # so it starts at the restored position
+    batches = iter(loader)  # after the restore, so the loader starts at the restored position
     journal = Journal(config, rank, mesh["data"].size())
     result: dict[str, Any] = {"step": total, "loss": None}
     for step in steps:
@@ -104,7 +104,7 @@ def make_deterministic(seed: int) -> None:
 
 
 def build_mesh(config: dict[str, Any], device: torch.device) -> DeviceMesh:
-    """All ranks: along "data" they train on different batches, along "tensor" they share the work on one."""
+    """Build a mesh of all ranks: along "data" batches differ, along "tensor" ranks share one batch."""
     ranks, tensor = dist.get_world_size(), config["tensor"] if config["parallel"] == "2d" else 1
     if ranks % tensor:
         raise ValueError(f"{ranks} workers cannot be split into groups of {tensor} (--tensor)")
@@ -145,7 +145,7 @@ def train_step(
     accumulate: int,
     device: torch.device,
 ) -> Tensor:
-    """One optimizer step over `accumulate` micro-batches. Returns the mean loss over them and all ranks."""
+    """Run one optimizer step over `accumulate` micro-batches; return their mean loss over all ranks."""
     model.train()
     window_loss = torch.zeros((), device=device)
     for micro_batch in range(accumulate):
@@ -162,7 +162,7 @@ def train_step(
 
 
 def gradients_synced(model: nn.Module, wanted: bool) -> AbstractContextManager[None]:
-    """Let a backward pass add gradients over the ranks, as only the last one of a window has to."""
+    """Let a backward pass add gradients over the ranks if `wanted`; only the last of a step must."""
     if isinstance(model, DistributedDataParallel):
         return nullcontext() if wanted else model.no_sync()
     assert isinstance(model, FSDPModule)
@@ -172,12 +172,12 @@ def gradients_synced(model: nn.Module, wanted: bool) -> AbstractContextManager[N
 
 @torch.no_grad()
 def evaluate(model: nn.Module, held_out: Tensor, device: torch.device, data: DeviceMesh) -> Tensor:
-    """Mean loss over the held-out blocks, shared out over the ranks of `data`. Draws no random number."""
+    """Return the mean loss over the held-out blocks, shared by the ranks of `data`. Uses no random number."""
     model.eval()
     inputs, targets = as_batch(held_out[data.get_local_rank() :: data.size()])
     loss = next_byte_loss(model, inputs.to(device), targets.to(device), reduction="sum")
     if isinstance(model, FSDPModule):
-        model.reshard()  # without a backward the root would keep its full parameters
+        model.reshard()  # without a backward pass, the root would keep the full parameters
     dist.all_reduce(loss, group=data.get_group())
     return loss / held_out[:, 1:].numel()
 
@@ -186,7 +186,7 @@ class Journal:
     """The log of rank 0: a line now and then, and with `history` one JSON line per step.
 
     The hexadecimal loss of a JSON line lets two runs be compared bit for bit. A step that is repeated after a
-    restart has a line for each time.
+    restart has one line per repetition.
     """
 
     def __init__(self, config: dict[str, Any], rank: int, data_ranks: int) -> None:

@@ -24,8 +24,8 @@ from ray.train.torch import TorchConfig
 from jobs.train_gpt import PARALLEL, absolute, find_config_error, parse_args, positive, train_loop
 from ray_ckpt.train.check import ResumeCheck, check_resume
 
-WORKERS = {"ddp": 2, "fsdp2": 2, "2d": 4}  # the fewest that leave nothing out; 2d: two groups of two
-# A model that has every kind of layer and takes milliseconds a step; the start of the workers takes longer.
+WORKERS = {"ddp": 2, "fsdp2": 2, "2d": 4}  # the fewest that exercise everything; 2d: two groups of two
+# A model with every kind of layer and steps of milliseconds; the start of the workers takes longer.
 TINY = "--layers 2 --width 32 --heads 4 --context 32 --batch 2 --log-every 1000000 --eval-every 5"
 
 
@@ -46,7 +46,7 @@ def check(parallel: str, workers: int, args: argparse.Namespace, storage_path: s
 
 
 def start_ray(workers: int) -> None:
-    """Connect to the cluster at RAY_ADDRESS, or start one here for so many workers, even with fewer cores."""
+    """Connect to the cluster at RAY_ADDRESS, or start one here for `workers`, even with fewer cores."""
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False)
     else:
@@ -55,7 +55,7 @@ def start_ray(workers: int) -> None:
 
 
 def describe(parallel: str, found: ResumeCheck) -> dict[str, Any]:
-    """One line of --json."""
+    """Return one line of the output of --json."""
     difference = found.difference
     return {
         "parallel": parallel,
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_checks(workers: Mapping[str, int], args: argparse.Namespace, storage_path: str) -> int:
-    """Check each layout with so many workers. Returns the exit code."""
+    """Check each layout in `workers` with its number of ranks; return the exit code."""
     differ = False
     for parallel, ranks in workers.items():
         found = check(parallel, ranks, args, storage_path)

@@ -1,1 +1,1 @@
-"""Speed and size in numbers, each beside its limit. Run it with `python -m jobs.bench`."""
+"""Measurements of speed and size, each compared with a limit. Run them with `python -m jobs.bench`."""

@@ -1,9 +1,10 @@
-"""Measure speed, each number beside its limit: `python -m jobs.bench`.
+"""Measure speed and compare each number with a limit: `python -m jobs.bench`.
 
 The exit code is 1 if a row misses its target, 2 if a row failed. A row is the median of some samples; the
-spread (largest less smallest, over the median) shows how far to trust it. It is compared with a physical
-limit or a peer that was measured in turn with it, so compare ratios, also between runs, and numbers only
-within one. `--peers` adds other checkpoint libraries on the same state (`make bench` installs them).
+spread (largest less smallest, over the median) shows how far the median can be trusted. A row is compared
+with a physical limit or with a peer, measured in turn with the row. Ratios can therefore be compared between
+runs, numbers only within one run. `--peers` adds other checkpoint libraries on the same state (`make bench`
+installs them).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jobs.bench.row import Row, first_line, skipped
 from jobs.demo.s3_server import KINDS
 from ray_ckpt.preemption.cloud import METADATA_ENV
 
-ROWS: Mapping[str, str] = {  # name -> the module with its `rows(context)`, loaded when wanted
+ROWS: Mapping[str, str] = {  # name -> module with the function `rows(context)`, imported on use
     "limits": "jobs.bench.limits",
     "snapshot": "jobs.bench.snapshot",
     "small": "jobs.bench.small",
@@ -53,9 +54,9 @@ FAILED = "failed: "  # begins the text of rows that an error kept from being mea
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 1 if a row misses its reach; 2 if rows failed."""
+    """Return 0; 1 if a row misses its target; 2 if a row failed."""
     chosen = _parser().parse_args(arguments)
-    os.environ.setdefault(METADATA_ENV, "off")  # its agents are not to ask a cloud's service
+    os.environ.setdefault(METADATA_ENV, "off")  # agents must not query a cloud's metadata service
     chosen.folder.mkdir(parents=True, exist_ok=True)
     context = Context(
         size_bytes=min(chosen.size, QUICK_BYTES) if chosen.quick else chosen.size,
@@ -131,7 +132,7 @@ def _lazy(module: str) -> Callable[[Context], Iterator[Row]]:
 
 
 def _measured(groups: Mapping[str, Callable[[Context], Iterator[Row]]], context: Context) -> Iterator[Row]:
-    """All rows. A group that fails becomes a row with the first line of its error; the others go on."""
+    """Yield all rows. A failed group becomes a row with the first line of the error; others are measured."""
     for name, rows in groups.items():
         start_s = time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""Costs of the service beside the saves: idle cores, memory over many saves, the interpreter's lock."""
+"""Costs of the service in addition to saves: CPU when idle, memory over many saves, the GIL."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jobs.bench.context import Context
 from jobs.bench.row import Reference, Row, compared, measure
 from jobs.bench.training import Training, local_ray
 
-IDLE_S = 10.0  # watched per sample: 0.1 % of a core is one tick of the kernel's clock
-SAVES = 1000  # DESIGN's count for flat memory
-WARM_SAVES = 600  # before memory is looked at first: the log's first snapshot, which loads pyarrow, is over
-SMALL_BYTES = 1 << 20  # of state in each save; memory grows with the number of saves, not with their size
-COUNT_S = 0.5  # of counting in Python beside a capture
+IDLE_S = 10.0  # seconds per sample: 0.1 % of a core is one tick of the kernel's clock
+SAVES = 1000  # number of saves for which DESIGN requires flat memory
+WARM_SAVES = 600  # saves before the first look at memory: after the log's first snapshot, which loads pyarrow
+SMALL_BYTES = 1 << 20  # state per save; memory grows with the number of saves, not with their size
+COUNT_S = 0.5  # seconds of counting in Python during a capture
 
 
 def rows(context: Context) -> Iterator[Row]:
@@ -36,7 +36,7 @@ def rows(context: Context) -> Iterator[Row]:
 
 
 def _idle(context: Context) -> Row:
-    """CPU time of an agent with an open run and nothing to do, less that of an actor that does nothing."""
+    """Measure the CPU time of an idle agent with an open run, less that of an actor that does nothing."""
 
     @ray.remote(num_cpus=0)
     class Empty:
@@ -90,7 +90,7 @@ def _memory(context: Context, training: Training) -> Iterator[Row]:
 
 
 def _gil(context: Context, folder: Path) -> Row:
-    """Python code counts while captures run in the background, one after another."""
+    """Count in Python while captures run in the background, one after another."""
     training = Training(context.size_bytes, folder, "gil")
     training.wait_ready()
     training.save()
@@ -120,7 +120,7 @@ def _gil(context: Context, folder: Path) -> Row:
 
 
 def _count() -> float:
-    """How far Python counts in a second."""
+    """Return the number that Python code counts to in a second."""
     count, start_s = 0, time.perf_counter()
     while (taken_s := time.perf_counter() - start_s) < COUNT_S:
         for _ in range(1000):
@@ -145,5 +145,5 @@ def _cpu_s(watched: psutil.Process) -> float:
 
 
 def _private_bytes(watched: psutil.Process) -> int:
-    """Memory of the process alone: without arenas and libraries that it shares."""
+    """Return the private memory of the process, without shared arenas and libraries."""
     return int(watched.memory_full_info().uss)

@@ -1,6 +1,6 @@
 """Time to list a long run: a snapshot and the records after it, as files on disk.
 
-CPU time, since the system has the files in memory; on a slow store reading them comes on top.
+CPU time is measured, because the files are in the page cache; a slow store adds the time to read them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ray_ckpt.storage.log_store import CreateResult, PosixLogStore, create_recor
 
 NUM_CHECKPOINTS = 100_000
 QUICK_CHECKPOINTS = 2_000
-NUM_RECORDS = 1_000  # of them after the snapshot; then the next one is due
+NUM_RECORDS = 1_000  # records after the snapshot; then the next snapshot is due
 LIMIT_S = 1.0  # DESIGN section 7
 
 
 def rows(context: Context, num_checkpoints: int = 0, num_records: int = NUM_RECORDS) -> Iterator[Row]:
-    """`Catalog(path).list()` by a reader that has nothing yet, and then `to_arrow()`."""
+    """Measure `Catalog(path).list()` without a cache, and then `to_arrow()`."""
     num_checkpoints = num_checkpoints or (QUICK_CHECKPOINTS if context.quick else NUM_CHECKPOINTS)
     with context.temporary() as folder:
         run = folder / "bench"
@@ -52,7 +52,7 @@ def rows(context: Context, num_checkpoints: int = 0, num_records: int = NUM_RECO
 
 
 def _write_run(run: Path, num_checkpoints: int, num_records: int) -> None:
-    """Record 0, a snapshot, and a commit in each record after it."""
+    """Write record 0, a snapshot, and one commit per later record."""
     folder = run / names.SERVICE_DIR / names.LOG_DIR
     folder.mkdir(parents=True)
     store = PosixLogStore(folder)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-QUICK_BYTES = 64 << 20  # state in a quick run; more would not fit its minute on two cores
+QUICK_BYTES = 64 << 20  # state in a quick run, which must end within a minute on two cores
 QUICK_REPEAT = 2  # samples per row in a quick run; a median of two still shows their spread
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -20,9 +20,9 @@ class Context:
     """One run of the bench.
 
     `size_bytes` is the state that a save or a restore moves, `repeat` the samples of a row, and `folder` lies
-    on the disk to be measured. A `quick` run only shows that all rows work: everything is to be as small as
-    it can be. `server` is where the rows `remote` go: one of `s3_server.KINDS` is started for them, anything
-    else is a storage path on S3.
+    on the disk to be measured. A `quick` run only shows that all rows work, with everything as small as
+    possible. `server` is the server of the rows `remote`: one of `s3_server.KINDS`, which is started for
+    them, or a storage path on S3.
     """
 
     size_bytes: int
@@ -42,7 +42,7 @@ class Context:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "2GiB", "500 MB" or "4096". ValueError for anything else."""
+    """Parse "2GiB", "500 MB" or "4096" into bytes. Raise ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", text.strip().upper())
     if match is None or (size := int(float(match[1]) * UNITS[match[2]])) < 1:
         raise ValueError(f"{text!r} is no size; write 2GiB, 512MiB or a number of bytes")

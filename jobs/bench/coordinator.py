@@ -1,7 +1,8 @@
 """Cost of a save in the run machine, by the number of nodes: CPU time, without Ray and without a store.
 
-A `Fleet` sends a real RunMachine what `ray_ckpt.actors.coordinator.actor` would: time passes before events,
-in steps of CLOCK_S, and each effect that wants an answer gets one. Steps take a second and each one is saved.
+A `Fleet` sends a real RunMachine the events that `ray_ckpt.actors.coordinator.actor` would send: time passes
+before events, in steps of CLOCK_S, and each effect that requires an answer is answered. Every step takes a
+second and is saved.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SIZES = (100, 1_000, 10_000)  # nodes
 QUICK_SIZES = (100,)
 LIMIT_MS = 50.0  # DESIGN section 7: per commit, at LIMIT_NODES
 LIMIT_NODES = 1_000
-STEP_S = 1.0  # between saves; every rank reports its progress once a second
+STEP_S = 1.0  # interval between saves; every rank reports its progress once a second
 WARM_SAVES = 5  # saves before the first sample; after them each commit retires a checkpoint
 FILE_BYTES = 1 << 20
 RUN_UID = "0" * 32
@@ -41,15 +42,13 @@ class Fleet:
         self.now_s = 0.0
         self.ticked_s = -math.inf
         self.step = 0
-        self.answers: deque[m.Event] = (
-            deque()
-        )  # of the nodes and the storage path; those of the log come at once
+        self.answers: deque[m.Event] = deque()  # answers of nodes and storage path; the log answers at once
         self.handle(m.NodesSeen(live=frozenset(self.nodes)))
         self.handle(m.LogOpened(records=(), run_name="bench", fresh_uid=RUN_UID))
         self.open_group()
 
     def open_group(self) -> float:
-        """CPU seconds until a new group on all nodes trains: choice of its checkpoint, session, go."""
+        """Return the CPU seconds until a new group on all nodes trains, from the choice of checkpoint on."""
         width = RANKS_PER_NODE
         nodes = tuple(
             GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
@@ -88,7 +87,7 @@ class Fleet:
         return self.machine.plan
 
     def handle(self, event: m.Event, *, after_s: float = 0.0) -> None:
-        """Time passes, then the event happens."""
+        """Let time pass, then handle the event."""
         self.now_s += after_s
         todo = deque([event])
         if self.now_s - self.ticked_s >= CLOCK_S:
@@ -104,8 +103,8 @@ class Fleet:
     def save_events(self) -> list[m.Event]:
         """Return the events of all nodes while the next step is saved.
 
-        First all store, then all copies arrive, each in the order of the nodes: of all orders the one in
-        which the machine has to look longest for a copy that it still awaits.
+        First all nodes store, then all copies arrive, both in the order of the nodes: in this order the
+        machine searches longest for a copy that is still missing.
         """
         self.step += 1
         plan = self.plan
@@ -128,7 +127,7 @@ class Fleet:
         return [*_mixed(stored, reports[:half]), seen, *_mixed(copied, reports[half:]), seen]
 
     def save(self) -> float:
-        """CPU seconds of one save, from its first event until retention has decided after its commit."""
+        """Return the CPU seconds of one save, from its first event to the retention decision after it."""
         events = self.save_events()
         used_s = self._cpu_s(events, after_s=STEP_S / len(events))
         newest = self.machine.history.lineage()[-1]
@@ -136,7 +135,7 @@ class Fleet:
         return used_s
 
     def answer_all(self) -> float:
-        """CPU seconds for the answers to the requests of the machine so far, and their consequences."""
+        """Return the CPU seconds to answer all requests of the machine so far, and of the consequences."""
         used_s = 0.0
         while self.answers:
             events = list(self.answers)
@@ -145,7 +144,7 @@ class Fleet:
         return used_s
 
     def finish(self) -> float:
-        """CPU seconds to bring the newest checkpoint to the storage path."""
+        """Return the CPU seconds to drain the newest checkpoint to the storage path."""
         used_s = self._cpu_s([m.FinishRequested(token="finish")], after_s=0.0) + self.answer_all()
         assert self.machine.history.lineage()[-1].level is Level.DURABLE
         return used_s
@@ -158,7 +157,7 @@ class Fleet:
 
 
 def _mixed(events: Sequence[m.Event], others: Sequence[m.Event]) -> list[m.Event]:
-    """Both, each in its order and evenly spread."""
+    """Merge both sequences evenly; the order within each is kept."""
     placed = [(i / len(part), event) for part in (events, others) for i, event in enumerate(part)]
     return [event for _, event in sorted(placed, key=lambda pair: pair[0])]
 

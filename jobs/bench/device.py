@@ -1,4 +1,4 @@
-"""Snapshots from a GPU. It needs no Ray, only torch, the arena and the snapshot code.
+"""Snapshots from a GPU, without Ray: only torch, the arena and the snapshot code are needed.
 
 python -m jobs.bench.device --size 4GiB
 """
@@ -60,14 +60,14 @@ class DeviceRig:
         self._target = torch.empty(self.size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copied_s(self) -> float:
-        """Seconds of a snapshot until its arena is sealed."""
+        """Return the seconds of a snapshot until the arena is sealed."""
         started_s = self._synchronized_s()
         self._start()
         self._wait_sealed()
         return time.perf_counter() - started_s
 
     def blocked_s(self) -> float:
-        """Seconds for which a snapshot blocks the training."""
+        """Return the seconds for which a snapshot blocks the training."""
         started_s = self._synchronized_s()
         snapshot = self._start()
         taken_s = time.perf_counter() - started_s
@@ -77,14 +77,14 @@ class DeviceRig:
         return taken_s
 
     def plain_s(self) -> float:
-        """Seconds of one copy of as many bytes into pinned memory."""
+        """Return the seconds of one copy of the same number of bytes into pinned memory."""
         started_s = self._synchronized_s()
         self._target.copy_(self._source, non_blocking=True)
         torch.cuda.synchronize()
         return time.perf_counter() - started_s
 
     def check(self) -> None:
-        """Raise unless the last snapshot has every bit."""
+        """Raise an error unless the last snapshot is identical to the state."""
         if self._errors:
             raise self._errors[0]
         for live, view in zip(self._slices, self._arena.views, strict=True):

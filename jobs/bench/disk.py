@@ -1,10 +1,10 @@
-"""The local disk: a state to fsynced files and back, beside the plainest O_DIRECT loops that reach its speed.
+"""The local disk: a state to fsynced files and back, compared with plain O_DIRECT loops at the disk's speed.
 
 The raw loops move the same bytes in 8 MiB requests from four threads, to and from memory in huge pages, which
 was the fastest of all block sizes (1 to 32 MiB), thread counts (1 to 8) and kinds of memory that were tried.
-They hash nothing. The writes of ray_ckpt go from an arena in shared memory (4 KiB pages, as ranks share it),
-hash the file and each slice, rename, and fsync file and folder; its reads hash each block and copy it to
-where it belongs.
+The raw loops compute no hashes. The writes of ray_ckpt go from an arena in shared memory (4 KiB pages, as
+ranks share it), hash the file and each slice, rename, and fsync file and folder; the reads of ray_ckpt hash
+each block and copy it to its destination.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ray_ckpt.storage.local.disks import Disks
 RAW_BLOCK_BYTES = 8 << 20
 RAW_THREADS = 4
 PAGE_BYTES = 4096
-PIECE_BYTES = 1 << 20  # copied while the cache has it from the hash
-NUM_SLICES = 400  # of the state: parameters and two moments of a model of some hundred tensors
+PIECE_BYTES = 1 << 20  # bytes copied at a time, while they are in the CPU cache after hashing
+NUM_SLICES = 400  # slices of the state: parameters and two moments of a model with over 100 tensors
 RUN_UID = "0" * 32
 ATTEMPT = make_attempt(run_uid=RUN_UID, session=1, step=1, attempt=0)
 FILE = shard_file(0, 1)
@@ -41,7 +41,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def huge_buffer(size_bytes: int) -> memoryview:
-    """Warm, page-aligned memory in huge pages, where the system has them."""
+    """Return warm, page-aligned memory, in huge pages if the system has them."""
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -50,7 +50,7 @@ def huge_buffer(size_bytes: int) -> memoryview:
 
 
 def arena_buffer(size_bytes: int) -> memoryview:
-    """Warm shared memory, as a rank captures into."""
+    """Return warm shared memory like that into which a rank captures."""
     fd = os.memfd_create("ray_ckpt-bench", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, size_bytes)
@@ -62,7 +62,7 @@ def arena_buffer(size_bytes: int) -> memoryview:
 
 
 def fill(memory: mmap.mmap) -> None:
-    """Noise, which no disk can make smaller."""
+    """Fill `memory` with noise, which no disk can compress."""
     noise = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
     view: Bytes = np.frombuffer(memory, np.uint8)
     for at in range(0, len(view), len(noise)):
@@ -70,7 +70,7 @@ def fill(memory: mmap.mmap) -> None:
 
 
 def raw_write(path: Path, buffer: memoryview) -> float:
-    """Seconds to write `buffer`, which is page-aligned, to a new file and to fsync it. Whole pages only."""
+    """Return the seconds to write and fsync `buffer`, which has aligned whole pages, as a new file."""
     started_s = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     try:
@@ -83,7 +83,7 @@ def raw_write(path: Path, buffer: memoryview) -> float:
 
 
 def raw_read(path: Path, buffer: memoryview) -> float:
-    """Seconds to read a file of the size of `buffer`, which is page-aligned, into it. Whole pages only."""
+    """Return the seconds to read a file into `buffer`, which has its size and aligned whole pages."""
     started_s = time.perf_counter()
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
@@ -107,7 +107,7 @@ def _in_blocks(buffer: memoryview, move: Callable[[memoryview, int], int]) -> No
 
 
 def stored(disks: Disks, buffer: memoryview, num_slices: int = NUM_SLICES) -> float:
-    """Seconds until `buffer` is a durable file of a checkpoint, with the digests of it and of its slices."""
+    """Return the seconds until `buffer` is a durable checkpoint file with digests of file and slices."""
     disks.delete(RUN_UID, ATTEMPT.directory)
     step = -(-buffer.nbytes // num_slices)
     spans = [(at, min(step, buffer.nbytes - at)) for at in range(0, buffer.nbytes, step)]
@@ -117,7 +117,7 @@ def stored(disks: Disks, buffer: memoryview, num_slices: int = NUM_SLICES) -> fl
 
 
 def read_back(path: Path, target: memoryview) -> float:
-    """Seconds until the file is in `target`, which is warm, and its digest is known."""
+    """Return the seconds until the file is in `target`, which is warm, and the digest is computed."""
     into: Bytes = np.frombuffer(target, np.uint8)
     state, at = Digester(), 0
     started_s = time.perf_counter()
@@ -140,7 +140,7 @@ def rows(context: Context) -> Iterator[Row]:
             (folder / "raw").unlink(missing_ok=True)
             return raw_write(folder / "raw", raw)
 
-        plain_write()  # the first of each, for what is slow once
+        plain_write()  # the first call of each is slow and not measured
         stored(disks, arena)
         yield compared(
             "disk-write",

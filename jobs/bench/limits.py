@@ -30,7 +30,7 @@ PAGE = mmap.PAGESIZE
 class Limits:
     """Two warm buffers of `size_bytes` (whole pages) in huge pages, and a file of that size in `folder`.
 
-    Each method moves all of it once and returns the seconds. Buffers and file are gone when it is closed.
+    Each method moves all of it once and returns the seconds. `close` releases the buffers and the file.
     """
 
     def __init__(self, size_bytes: int, folder: Path) -> None:
@@ -45,17 +45,17 @@ class Limits:
             return _timed(partial(np.copyto, self._to, self._from))
         part = -(-self.size_bytes // threads)
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(abs, range(threads)))  # starts them
+            list(pool.map(abs, range(threads)))  # starts the threads
             starts = range(0, self.size_bytes, part)
             return _timed(lambda: list(pool.map(lambda at: self._copy(at, part), starts)))
 
     def write_s(self) -> float:
-        """To a new file on stable storage."""
+        """Return the seconds to write a new file to stable storage."""
         self.path.unlink(missing_ok=True)
         return raw_write(self.path, self._source)
 
     def read_s(self) -> float:
-        """From the disk, not from memory; of what `write_s` wrote."""
+        """Return the seconds to read the file of `write_s` from the disk, not from memory."""
         return raw_read(self.path, self._target)
 
     def close(self) -> None:
@@ -67,13 +67,13 @@ class Limits:
 
 
 def fresh_memory_s(size_bytes: int) -> float:
-    """Seconds until memory that is new to this process has been touched."""
+    """Return the seconds to touch memory that is new to this process."""
     with mmap.mmap(-1, size_bytes) as memory:
         pages: Bytes = np.frombuffer(memory, np.uint8)[::PAGE]
         try:
             return _timed(partial(pages.fill, 1))
         finally:
-            del pages  # or the memory could not be given back
+            del pages  # otherwise the memory could not be released
 
 
 def rows(context: Context) -> Iterator[Row]:

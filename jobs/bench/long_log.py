@@ -1,4 +1,4 @@
-"""The log of a long run: a training of years that nothing was retired of."""
+"""The log of a long run: a training of years without retired checkpoints."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ray_ckpt.types import Level
 
 RUN = "bench"
 RUN_UID = "0" * 32
-EVERY_S = 600.0  # between checkpoints
+EVERY_S = 600.0  # interval between checkpoints
 EVERY_STEPS = 100
 STEPS_PER_EPOCH = 10_000
-REMOTE_EVERY = 10  # each so many is durable
+REMOTE_EVERY = 10  # one checkpoint of this number is durable
 START_S = 1_790_000_000.0  # Unix time of its first record
 
 

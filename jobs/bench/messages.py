@@ -1,4 +1,4 @@
-"""Cost of Ray per message to an async actor, beside the cost of its content in the run machine."""
+"""Cost of Ray per message to an async actor, compared with the cost of the event in the run machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rows(context: Context) -> Iterator[Row]:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except Exception as error:  # whatever keeps Ray from starting here is the row's text
+    except Exception as error:  # the row shows the reason why Ray does not start
         yield skipped(
             "message", "a message to an async actor of Ray", f"Ray does not start: {first_line(error)}"
         )

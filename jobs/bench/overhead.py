@@ -1,10 +1,10 @@
-"""Cost of saving for a training that computes all the time: the GPT job of `jobs.train_gpt` on two ranks.
+"""Cost of saves in a training that is always computing: the GPT job of `jobs.train_gpt` on two ranks.
 
 The ranks are actors on a Ray of one node, and the whole service saves them. A stretch is ten steps with a
-save after the first of them, so that its copy and its writing fall into the others, or ten steps without.
-Blocked time is what the training loop spends in the Checkpointer, by its own clock, and what optimizer steps
-wait for captures. On a machine with as many cores as ranks the agent's hashing and writing take their time
-from the steps; that is in the clock on the wall only.
+save after the first of them, so that copying and writing happen during the other steps, or ten steps without
+a save. Blocked time is what the training loop spends in the Checkpointer, by its own clock, and the time that
+optimizer steps wait for captures. On a machine with one core per rank, the agent's hashing and writing slow
+down the steps; only the wall time includes this.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from jobs.model.text import ByteLoader, cut_blocks, read_text
 from jobs.train_gpt import build_mesh, build_model, make_deterministic, parse_args, train_step
 
 NUM_RANKS = 2
-# 8.8 million parameters: with AdamW's moments 105 MB of state in all. A micro-batch is some 30 GFLOP a rank.
+# 8.8 million parameters: with AdamW's moments 105 MB of state. A micro-batch takes about 30 GFLOP per rank.
 JOB = "--layers 7 --width 320 --heads 5 --context 128 --batch 4"
 SMALL_JOB = "--layers 1 --width 16 --heads 2 --context 16 --batch 1"
-CALL_S = 300.0  # for a stretch: ten steps of some 0.5 s on a machine that has much else to do
+CALL_S = 300.0  # time limit of a stretch: ten steps of about 0.5 s on a busy machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Ten steps of one rank, in seconds: all of it, and how long saving held the training up."""
+    """Ten steps of one rank, in seconds: the total, and the time for which saving blocked the training."""
 
     seconds: float
     blocked_s: float
@@ -62,7 +62,7 @@ class Rank:
             world_size=NUM_RANKS,
             staging=f"{folder}/staging",
             replicas=0,  # there is one node
-            every_steps=FAR_FUTURE_STEPS,  # stretches save by themselves
+            every_steps=FAR_FUTURE_STEPS,  # no automatic saves: the stretches call `save`
         )
         self._device = torch.device("cpu")
         self._model = build_model(config, self._device, build_mesh(config, self._device))
@@ -80,11 +80,11 @@ class Rank:
         self._step = 0
 
     def state_bytes(self) -> int:
-        """Parameters and moments of all ranks; there are moments after the first step only."""
+        """Return the bytes of parameters and moments of all ranks; moments exist after the first step."""
         return state_bytes(self._model, self._optimizer)
 
     def wait_ready(self) -> None:
-        """Until memory for saves is in place, so that none of it is made ready in a stretch."""
+        """Wait until memory for saves is ready, so that no stretch includes this preparation."""
         deadline_s = time.monotonic() + READY_S
         while self._ckpt.setup_s is None:
             if time.monotonic() > deadline_s:
@@ -92,7 +92,7 @@ class Rank:
             time.sleep(0.02)
 
     def stretch(self, *, saves: bool, accumulate: int) -> Stretch:
-        """Ten steps of `accumulate` micro-batches. RuntimeError if the save was left out."""
+        """Run ten steps of `accumulate` micro-batches. Raise RuntimeError if the save was skipped."""
         waited_s, in_ckpt_s, start_s = self._ckpt.stats.waited_s, 0.0, time.perf_counter()
         for place in range(STEPS_PER_SAVE):
             self._step += 1
@@ -106,7 +106,7 @@ class Rank:
         return Stretch(seconds=time.perf_counter() - start_s, blocked_s=in_ckpt_s + waited_s)
 
     def settle(self) -> None:
-        """Until the last save is on the disk and in the log, so that it is in no other stretch."""
+        """Wait until the last save is on the disk and in the log, so that it delays no other stretch."""
         self._ckpt.wait("local")
 
     def close(self) -> None:
@@ -122,8 +122,8 @@ class Group:
         self._accumulate = 1
 
     def make_ready(self, step_s: float) -> int:
-        """Warm everything up and let a step take at least `step_s`; the bytes of the group's state."""
-        self.stretch(saves=False)  # its first step makes the optimizer's state
+        """Warm up, make steps take at least `step_s`, and return the bytes of the group's state."""
+        self.stretch(saves=False)  # the first step makes the optimizer's state
         alone_s = seconds(self.stretch(saves=False)) / STEPS_PER_SAVE
         self._accumulate = max(1, math.ceil(step_s / alone_s))
         self._all("wait_ready")
@@ -131,7 +131,7 @@ class Group:
         return int(self._all("state_bytes")[0])
 
     def stretch(self, *, saves: bool) -> tuple[Stretch, ...]:
-        """Ten steps of the group, rank by rank."""
+        """Run ten steps on all ranks and return the stretch of each rank."""
         found = self._all("stretch", saves=saves, accumulate=self._accumulate)
         self._all("settle")
         return tuple(found)

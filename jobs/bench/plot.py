@@ -1,4 +1,4 @@
-"""The picture of a run: what rows reach of what they have to, and peers as multiples of the limits."""
+"""The picture of a run: rows relative to their targets, and peers as multiples of the limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {
 
 
 def write_plot(path: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> None:
-    """Write a PNG to `path`. ValueError if no row has anything to show."""
+    """Write a PNG to `path`. Raise ValueError if no row has a value to draw."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -48,7 +48,7 @@ def write_plot(path: Path, rows: Sequence[Row], facts: Mapping[str, Any]) -> Non
 
 
 def margin(row: Row) -> float:
-    """How much better than it has to be a row is: 1 is just reached, 2 is twice as good."""
+    """Return a row's ratio relative to its target: 1 just reaches the target, 2 is twice as good."""
     match = REACH.fullmatch(row.reach)
     assert match is not None and row.ratio
     return row.ratio / float(match[2]) if match[1] == ">=" else float(match[2]) / row.ratio
@@ -62,7 +62,7 @@ def _draw_reach(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _draw_peers(axis: Any, rows: Sequence[Row]) -> None:
-    """Kind by kind, the best first, so that peers stand beside each other."""
+    """Draw the peers grouped by kind of row, the best peer first."""
     kinds = list(KINDS)
     placed = sorted(rows, key=lambda row: (kinds.index(row.extra["kind"]), row.ratio or 0.0))
     names = [f"{row.extra['kind']}: {row.extra['peer']}  {row.median:.3g} {row.unit}" for row in placed]

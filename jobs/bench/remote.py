@@ -1,11 +1,11 @@
-"""The durable tier: a shard from staging to S3 and back, beside programs that copy the same file.
+"""The durable tier: a shard from staging to S3 and back, compared with programs that copy the same file.
 
-Ours is what an agent does in a drain (read around the page cache, hash, send in parts, compare sizes), and
-what a rank does in a restore (ranges, the digest of each row, into its memory). The others take turns with
-it at the same server. All have the settings that they come with and better ones, and the fastest counts.
-They read the file from the page cache and write to tmpfs. The time of a program for an empty file, most of
-it to start, is taken off its time, so that below some 256 MiB its numbers are noise. All share the cores with
-the server.
+ray_ckpt does the work of an agent in a drain (read around the page cache, hash, send in parts, compare sizes)
+and of a rank in a restore (read ranges into memory, verify the digest of each row). The programs take turns
+with ray_ckpt at the same server. Each client is measured with its default settings and with better ones, and
+the faster setting counts. The programs read the file from the page cache and write to tmpfs. The time of a
+program for an empty file, mostly its start, is subtracted, so that numbers below about 256 MiB are noise. All
+clients share the cores with the server.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from ray_ckpt.storage.local.files import read_blocks
 from ray_ckpt.storage.remote.tier import RemoteRef, open_store
 
 MAX_REPEAT = 3  # samples; seven clients move the shard in each round
-START_SAMPLES = 3  # of a program with an empty file; their median counts
-CHECKSUMS = ("crc64nvme",)  # of ours, beside what it does by itself: by default so on Amazon's S3 only
+START_SAMPLES = 3  # samples of a program's start, with an empty file; the median counts
+CHECKSUMS = ("crc64nvme",)  # measured besides the default of ray_ckpt, which uses it on Amazon's S3 only
 BUCKET = "bench"
 TMPFS = "/dev/shm"
 
@@ -87,7 +87,7 @@ def _place(server: str) -> Iterator[Location]:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Seconds that some work took, and CPU seconds of this process and of programs that have ended."""
+    """Wall seconds of some work, with the CPU seconds of this process and of ended child processes."""
 
     wall_s: float
     cpu_s: float
@@ -110,9 +110,9 @@ class Mover:
 
     name: str
     setting: str
-    prepare: Callable[[], None]  # not measured
+    prepare: Callable[[], None]  # its time is not measured
     move: Callable[[], None]
-    start: Usage = Usage(0.0, 0.0)  # taken off
+    start: Usage = Usage(0.0, 0.0)  # subtracted from each sample
     cpu_s: list[float] = field(default_factory=list)
 
     @property
@@ -120,7 +120,7 @@ class Mover:
         return f"{self.name}, {self.setting}"
 
     def sample(self) -> float:
-        """Seconds of a move."""
+        """Return the seconds of one move."""
         self.prepare()
         used = usage_of(self.move)
         self.cpu_s.append(used.cpu_s - self.start.cpu_s)
@@ -128,7 +128,7 @@ class Mover:
 
 
 class Rig:
-    """A place in a store, a cargo, and all who can move it."""
+    """A place in a store, a cargo, and the clients that can move the cargo."""
 
     def __init__(self, ref: RemoteRef, cargo: Cargo, folder: Path, tmpfs: Path) -> None:
         self._ref, self._tier, self._cargo, self._folder = ref, ref.open(), cargo, folder
@@ -142,7 +142,7 @@ class Rig:
     def upload_rows(
         self, peers: Sequence[ClientSetting], repeat: int, checksums: Sequence[str] = ()
     ) -> Iterator[Row]:
-        """Ours with its own setting and with those checksums."""
+        """Measure uploads of ray_ckpt with the default and with `checksums`, and uploads of the peers."""
         refs = {name: replace(self._ref, options=(("checksum", name),)) for name in checksums}
         own = {"default": self._ours, **{name: Ours(ref.open(), self._cargo) for name, ref in refs.items()}}
         yield from self._rows(
@@ -162,7 +162,7 @@ class Rig:
         peers: Sequence[ClientSetting],
         repeat: int,
     ) -> Iterator[Row]:
-        """Ours beside the best, then each peer; of each the setting that is the fastest."""
+        """Yield the row of ray_ckpt compared with the best peer, then each peer in its fastest setting."""
         ours = [self._mover(direction, "ray_ckpt", setting, client) for setting, client in own.items()]
         movers, missing = self._movers(direction, peers)
         samples, machine = watched({mover.label: mover.sample for mover in (*ours, *movers)}, repeat)
@@ -193,7 +193,7 @@ class Rig:
     def _movers(
         self, direction: Direction, peers: Iterable[ClientSetting]
     ) -> tuple[list[Mover], dict[str, str]]:
-        """Those that work, and why others do not."""
+        """Return the movers that work, and the reasons why other clients do not."""
         movers, missing = [], {}
         for peer in peers:
             try:
@@ -204,7 +204,7 @@ class Rig:
         return movers, missing
 
     def _mover(self, direction: Direction, name: str, setting: str, client: Client) -> Mover:
-        """Ready to be measured: it has moved every byte once. OSError."""
+        """Return a mover that is ready to be measured: it has moved every byte once. Raise OSError."""
         if direction == "upload":
             prepare = self._forget_object
             move = partial(client.upload, self._cargo.path, self._object)

@@ -1,7 +1,8 @@
 """Shard and clients of the rows `remote`: ray_ckpt, rclone, aws and s3fs, each with two settings.
 
-`default` is what it comes with, `tuned` the fastest of what was tried on two cores: parts of 8 to 64 MiB, 2
-to 20 at a time, with and without signatures and checksums of the bytes beyond those that S3 requires.
+`default` is the client's default setting, `tuned` the fastest of the settings that were tried on two cores:
+parts of 8 to 64 MiB, 2 to 20 at a time, with and without signatures and checksums of the bytes beyond those
+that S3 requires.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from ray_ckpt.restore.reader import FileSource, FlatSink, SourceReader
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import FileEntry, ManifestRow
 
-PROGRAM_S = 300.0  # for one copy; the slowest servers take 10 MB/s
-MAX_ERROR_CHARS = 200  # of a program's error in a row
+PROGRAM_S = 300.0  # time limit of one copy; the slowest servers accept 10 MB/s
+MAX_ERROR_CHARS = 200  # characters of a program's error in a row
 MIB = 1 << 20
 ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=1, attempt=0)
 FILE = shard_file(0, 1)
@@ -37,7 +38,7 @@ ByteArray: TypeAlias = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cargo:
-    """A shard in staging, as agent and manifest know it."""
+    """A shard in staging, as described by agent and manifest."""
 
     path: Path
     entry: FileEntry
@@ -45,7 +46,7 @@ class Cargo:
 
 
 def make_cargo(path: Path, size_bytes: int) -> Cargo:
-    """Noise, on the disk and in the page cache."""
+    """Write a file of noise, which is then on the disk and in the page cache."""
     memory = huge_buffer(size_bytes)
     with path.open("wb") as file:
         file.write(memory)
@@ -63,7 +64,7 @@ def make_cargo(path: Path, size_bytes: int) -> Cargo:
 
 
 class Client(Protocol):
-    """Moves one file. OSError in a line if that fails."""
+    """A client that moves one file. Methods raise OSError with a message of one line."""
 
     def upload(self, path: Path, to: Location) -> None: ...
 
@@ -71,7 +72,7 @@ class Client(Protocol):
 
 
 Make: TypeAlias = Callable[[Location, Path], Client]
-"""Of a place in the store, whose endpoint counts, and a folder for files of the client's own."""
+"""Arguments: a place in the store, which has the endpoint, and a folder for the client's own files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ class Ours:
         self._tier.put_file(ATTEMPT.directory, self._cargo.entry, path)
 
     def download(self, source: Location, path: Path) -> None:
-        """OSError if one digest is wrong."""
+        """Read the cargo. Raise OSError if a digest is wrong."""
         sources = {FILE: (FileSource(tier="remote", where=self._tier.where),)}
         reader = SourceReader(ATTEMPT, sources, credentials=None, remote=self._tier)
         reader.read(self._cargo.rows, self._sink)

@@ -1,6 +1,6 @@
-"""Memory while the durable tier is at work: of a process that uploads and reads, and of a real agent.
+"""Memory use of the durable tier: of a process that uploads and reads, and of a real agent.
 
-Counted is private memory of the process above that before; arenas are shared memory.
+The measured value is the growth of the process's private memory; arenas are shared memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jobs.bench.remote_clients import ATTEMPT, Cargo, Ours
 from jobs.bench.row import Reference, Row
 from ray_ckpt.storage.remote.tier import RemoteRef
 
-LIMIT_MB = 600.0  # DESIGN section 7, of an agent, above its arenas
-LOOK_S = 0.05  # between two looks
+LIMIT_MB = 600.0  # DESIGN section 7: memory of an agent in addition to its arenas
+LOOK_S = 0.05  # interval between two samples of memory
 
 
 def process_row(ref: RemoteRef, cargo: Cargo) -> Row:
@@ -34,7 +34,7 @@ def process_row(ref: RemoteRef, cargo: Cargo) -> Row:
         assert process.pid is not None
         with watched_memory(process.pid) as grown:
             here.send("go")
-            here.recv()  # EOFError if it has died
+            here.recv()  # raises EOFError if the process has died
     finally:
         process.kill()
         process.join()
@@ -46,7 +46,7 @@ def _carry(connection: Connection, ref: RemoteRef, cargo: Cargo) -> None:
     """Upload and read the cargo once, on a message of the parent process."""
     tier = ref.open()
     ours = Ours(tier, cargo)
-    tier.delete(ATTEMPT.directory)  # which also loads and opens all that is needed
+    tier.delete(ATTEMPT.directory)  # this call also imports modules and opens connections
     connection.send("ready")
     connection.recv()
     ours.upload(cargo.path, tier.root)
@@ -56,7 +56,7 @@ def _carry(connection: Connection, ref: RemoteRef, cargo: Cargo) -> None:
 
 def agent_row(storage_path: str, folder: Path, size_bytes: int) -> Row:
     """Measure an agent on a local Ray that writes a checkpoint to staging and drains it."""
-    from jobs.bench.agent import process  # Ray and torch, which the process above is not to load
+    from jobs.bench.agent import process  # imports Ray and torch, which the process above must not load
     from jobs.bench.training import Training, local_ray
 
     with local_ray(folder):
@@ -84,7 +84,7 @@ def _within(name: str, what: str, grown: Sequence[int]) -> Row:
 
 @contextlib.contextmanager
 def watched_memory(pid: int) -> Iterator[list[int]]:
-    """Bytes by which the process's own memory has grown, at each look; complete at the end."""
+    """Collect the growth of the process's own memory in bytes, per sample; complete at the end."""
     before, grown, over = own_bytes(pid), [0], threading.Event()
 
     def look() -> None:
@@ -102,6 +102,6 @@ def watched_memory(pid: int) -> Iterator[list[int]]:
 
 
 def own_bytes(pid: int) -> int:
-    """Memory of a process that is not shared memory."""
+    """Return the bytes of a process's memory that are not shared memory."""
     text = Path(f"/proc/{pid}/status").read_text()
     return 1024 * sum(map(int, re.findall(r"^Rss(?:Anon|File):\s+(\d+) kB$", text, re.MULTILINE)))

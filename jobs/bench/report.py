@@ -23,7 +23,7 @@ from jobs.bench.row import Row, spread
 
 __all__ = ["brief", "machine_facts", "print_table", "write_json", "write_plot", "write_results"]
 
-PIPED_WIDTH = 180  # columns of text for a file
+PIPED_WIDTH = 180  # characters per line if the output is not a terminal
 PACKAGES = ("ray_ckpt", "ray", "torch", "numpy", "pyarrow", "xxhash")
 Facts = Mapping[str, Any]
 HEADINGS = ("row", "what", "median", "spread", "beside", "ratio", "reach", "")
@@ -101,7 +101,7 @@ def write_results(path: Path, rows: Sequence[Row], facts: Facts, *, plot: Path |
 
 
 def brief(row: Row) -> str:
-    """Return one line for a person who waits for the row."""
+    """Return one line about the row, to be shown while the bench runs."""
     ratio = "" if row.ratio is None else f", {row.ratio:.2f} x {row.reference.name if row.reference else ''}"
     return f"{row.median:,.3g} {row.unit}{ratio}, {row.verdict}"
 
@@ -144,7 +144,7 @@ def _cpu_model() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """Kind of the file system that `folder` is on: the mount whose path is the longest that leads there."""
+    """Return the file system type of `folder`: that of the mount with the longest path above it."""
     mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
     return max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else "unknown file system"
 

@@ -1,8 +1,8 @@
-"""A whole restore of one rank, from the arena and from the local disk, into parameters that live already.
+"""A whole restore of one rank, from the arena and from the local disk, into existing parameters.
 
-Everything a Checkpointer does once it has its ticket: walk the items, plan, read, check each digest, put the
-rest of the state in place. The limits beside it only move bytes: a copy out of the same shared memory with as
-many threads, and O_DIRECT reads of the same file.
+Everything that a Checkpointer does after it has its ticket: walk the items, plan, read, check each digest,
+load the rest of the state. The limits compared with it only move bytes: a copy out of the same shared memory
+with as many threads, and O_DIRECT reads of the same file.
 """
 
 from __future__ import annotations
@@ -82,20 +82,20 @@ class Restoring:
         self._target = huge_buffer(len(self._shard))
         self._path = None if folder is None else folder / FILE
         if self._path is not None:
-            self._path.write_bytes(self._shard.data)  # in whole pages, as raw reads need them
+            self._path.write_bytes(self._shard.data)  # in whole pages, because raw reads need whole pages
             with self._path.open("rb") as file:
                 os.fsync(file.fileno())
 
     def arena_s(self) -> float:
-        """Seconds to restore from the arena."""
+        """Return the seconds to restore from the arena."""
         return self._restore("memory", f"/proc/{os.getpid()}/fd/{self._fd}")
 
     def disk_s(self) -> float:
-        """Seconds to restore from the file."""
+        """Return the seconds to restore from the file."""
         return self._restore("local", str(self._path))
 
     def memcpy_s(self) -> float:
-        """Seconds to copy the shard out of the arena with as many threads as a restore uses."""
+        """Return the seconds to copy the shard out of the arena, with the threads of a restore."""
         threads = num_threads("memory")
         into: Bytes = np.frombuffer(self._target, np.uint8)
         part = -(-len(self._shard) // threads)
@@ -105,12 +105,12 @@ class Restoring:
             return time.perf_counter() - started_s
 
     def raw_read_s(self) -> float:
-        """Seconds to read the file."""
+        """Return the seconds to read the file."""
         assert self._path is not None
         return raw_read(self._path, self._target)
 
     def check(self, restore: Callable[[], float]) -> None:
-        """AssertionError unless `restore` brings back every bit."""
+        """Raise AssertionError unless `restore` restores every bit."""
         before = fingerprint(self._model, self._optimizer)
         wipe(self._model, self._optimizer)
         restore()

@@ -20,11 +20,11 @@ from ray_ckpt.core.retention import (
 NUM_CHECKPOINTS = 100_000
 QUICK_CHECKPOINTS = 2_000
 LIMIT_S = 1.0  # the coordinator does nothing else meanwhile
-DISK_BYTES = 10**16  # full, so that space is looked for as well
+DISK_BYTES = 10**16  # disk is full, so that retention also has to free space
 
 
 def rows(context: Context, num_checkpoints: int = 0) -> Iterator[Row]:
-    """One decision with every policy in use, from the history on."""
+    """Measure one decision from the history, with every policy in use, and the effects of the decision."""
     num_checkpoints = num_checkpoints or (QUICK_CHECKPOINTS if context.quick else NUM_CHECKPOINTS)
     log = LongLog(num_checkpoints)
     options = RunOptions(

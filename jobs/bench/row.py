@@ -1,4 +1,4 @@
-"""One row of the bench: what was measured, how often, what it is compared with, and what it has to reach.
+"""One row of the bench: the measured quantity, its samples, its reference, and its target.
 
 A row is compared with a limit that is a plain number, or with something measured in the same run, its samples
 taken in turn with those of the row. The ratio is that of the medians, both in the row's unit. The row
@@ -22,10 +22,10 @@ REACH = re.compile(r"(<=|>=) (\d+(?:\.\d+)?)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """State of the machine while a row was measured; a busy one makes other numbers."""
+    """State of the machine while a row was measured; a busy machine changes the numbers."""
 
     cores: int
-    load: float  # processes that wanted a core, mean of the minute before
+    load: float  # mean number of runnable processes in the minute before
     cpu_share: float  # CPU time of this process over wall time; well below 1 for pure computing: disturbed
 
 
@@ -74,7 +74,7 @@ class Row:
 
     @property
     def spread(self) -> float | None:
-        """The largest sample less the smallest, over the median."""
+        """The largest sample less the smallest, divided by the median."""
         return spread(self.samples)
 
     @property
@@ -131,15 +131,15 @@ def spread(samples: tuple[float, ...]) -> float | None:
 
 
 def gb_per_s(seconds: Iterable[float], size_bytes: int) -> tuple[float, ...]:
-    """Gigabytes (10^9 bytes) per second of moves of `size_bytes`."""
+    """Convert seconds per move of `size_bytes` to gigabytes (10^9 bytes) per second."""
     return tuple(size_bytes / each / 1e9 for each in seconds)
 
 
 def interleaved(samplers: Mapping[str, Callable[[], float]], repeat: int) -> Mapping[str, tuple[float, ...]]:
-    """`repeat` rounds in which each sampler is called once, in the order given.
+    """Call each sampler once, in the given order, in each of `repeat` rounds.
 
-    A slow phase of the machine then falls on all of them. The caller prepares them before, slow first calls
-    included.
+    A slow phase of the machine then falls on all of them. The caller prepares the samplers before, including
+    slow first calls.
     """
     rounds = [[sample() for sample in samplers.values()] for _ in range(repeat)]
     return {name: tuple(one[place] for one in rounds) for place, name in enumerate(samplers)}
@@ -212,7 +212,7 @@ def first_line(error: BaseException) -> str:
 def watched(
     samplers: Mapping[str, Callable[[], float]], repeat: int
 ) -> tuple[Mapping[str, tuple[float, ...]], Machine]:
-    """`interleaved`, and what the machine was like meanwhile."""
+    """Return `interleaved` and the state of the machine in the meantime."""
     load, cpu_s, wall_s = os.getloadavg()[0], time.process_time(), time.perf_counter()
     samples = interleaved(samplers, repeat)
     cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s

@@ -1,4 +1,4 @@
-"""How fast the simulator plays: random schedules with all faults and the checks after each event."""
+"""Speed of the simulator: random schedules with all faults and with the checks after each event."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ from jobs.bench.training import Saves, local_ray
 
 NUM_TENSORS = 20_000
 QUICK_TENSORS = 500
-NUM_ELEMENTS = 1024  # of each
-LIMIT_US = 5.0  # for a tensor, in a warm save
-NUM_FIRST = 3  # saves before the samples: every buffer has been used then
+NUM_ELEMENTS = 1024  # elements of each tensor
+LIMIT_US = 5.0  # time per tensor in a warm save
+NUM_FIRST = 3  # saves before the samples, after which every buffer has been used
 
 
 def rows(context: Context) -> Iterator[Row]:

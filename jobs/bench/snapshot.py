@@ -19,10 +19,10 @@ from jobs.bench.context import Context
 from jobs.bench.row import Reference, Row, compared, measure, skipped
 from jobs.bench.training import Compute, SameBytes, Training, fill_gradients, local_ray, threads
 
-STEP_S = 0.5  # of a training step; DESIGN's limit on blocked time holds from there on
+STEP_S = 0.5  # duration of a training step, from which on DESIGN's limit on blocked time holds
 STEPS_PER_SAVE = 10
-BLOCKED_LIMIT = 2.0  # % of the time of those steps, as DESIGN has it
-MAX_PAIRS = 3  # of ten steps with and without a save; each takes ten seconds and more
+BLOCKED_LIMIT = 2.0  # % of the time of ten steps, as in DESIGN
+MAX_PAIRS = 3  # pairs of ten steps with and without a save; each pair takes ten seconds or more
 
 
 def rows(context: Context) -> Iterator[Row]:
@@ -91,7 +91,7 @@ def _overlapped(context: Context, folder: Path) -> Iterator[Row]:
             before_s = training.ckpt.stats.waited_s
             blocked_s = training.save()
             compute()
-            training.optimizer.step()  # without gradients: just the hook, which waits for the copy
+            training.optimizer.step()  # without gradients, only the hook runs, which waits for the copy
             blocked_s += training.ckpt.stats.waited_s - before_s
             training.settle()
             return blocked_s
@@ -139,7 +139,7 @@ def _overlapped(context: Context, folder: Path) -> Iterator[Row]:
 
 
 def _ten_steps(context: Context, training: Training, compute: Compute) -> Row:
-    """Wall-clock time of ten steps, with one save and without, in interleaved pairs."""
+    """Measure the wall time of ten steps with and without one save, in interleaved pairs."""
 
     def ten(*, with_save: bool) -> float:
         start_s = time.perf_counter()

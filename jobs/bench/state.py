@@ -1,4 +1,4 @@
-"""The state that all save and restore rows move: a GPT's parameters and AdamW's moments, of a wanted size.
+"""The state that all save and restore rows move: a GPT's parameters and AdamW's moments, of a given size.
 
 Twelve blocks, as many tensors as a real model of that depth has, and the skew of a real one: a few embeddings
 and matrices hold nearly all bytes, two thirds of the tensors are vectors. It needs torch only, so that
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 NUM_BLOCKS = 12
-WIDTH_STEP = 16  # widths are multiples of it
+WIDTH_STEP = 16  # widths are multiples of this number
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SEED = 20
 State = tuple[nn.Module, torch.optim.AdamW]
@@ -66,7 +66,7 @@ def make_state(size_bytes: int, dtype: torch.dtype = torch.float32, *, fill: boo
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """All of the state, in a fixed order."""
+    """Return all tensors of the state, in a fixed order."""
     for parameter in model.parameters():
         yield parameter.data
         yield from (value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
@@ -82,7 +82,7 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def advance(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Change one element of every tensor, the least work by which each save differs."""
+    """Change one element of every tensor, the least work that makes each save differ."""
     for tensor in tensors(model, optimizer):
         tensor.view(-1)[:1].add_(1)
 
@@ -93,14 +93,14 @@ def wipe(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """One sum over the bits of each tensor: equal before a save and after its load."""
+    """Return one sum over the bits of each tensor, which is equal before a save and after its load."""
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     found = tensors(model, optimizer)
     return tuple(int(each.view(-1).view(widths[each.itemsize]).sum()) for each in found)
 
 
 def _dimensions(num_parameters: int) -> tuple[int, int]:
-    """Width and rows of the embedding: blocks take about three quarters, the embedding the rest."""
+    """Return width and rows of the embedding; blocks take about three quarters, the embedding the rest."""
     ideal = math.sqrt(0.75 * num_parameters / (12 * NUM_BLOCKS))
     width = max(WIDTH_STEP, round(ideal / WIDTH_STEP) * WIDTH_STEP)
     blocks = NUM_BLOCKS * (12 * width * width + 13 * width) + 2 * width

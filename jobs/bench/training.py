@@ -1,4 +1,4 @@
-"""One rank on a local Ray with the whole service, for rows about what training notices."""
+"""One rank on a local Ray with the whole service, for rows about costs that the training pays."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch import nn
 import ray_ckpt
 from jobs.bench.state import make_state, tensors
 
-READY_S = 300.0  # for the arena's memory; 2 GiB take some seconds where memory is touched for the first time
-PIECE_BYTES = 16 << 20  # of a large tensor for one thread at a time
-FAR_FUTURE_STEPS = 10**9  # a cadence that never comes: the rows save when they want to
+READY_S = 300.0  # time limit for the arena's memory; touching 2 GiB for the first time takes seconds
+PIECE_BYTES = 16 << 20  # bytes of a large tensor for one thread at a time
+FAR_FUTURE_STEPS = 10**9  # an interval that is never reached: the rows call `save` themselves
 
 
 @contextmanager
@@ -59,7 +59,7 @@ class Saves:
         self.ckpt.restore()
 
     def wait_ready(self) -> float:
-        """Until the arena's memory is in place; returns the seconds that it took in the background."""
+        """Wait until the arena's memory is ready; return the seconds that this took in the background."""
         deadline_s = time.monotonic() + READY_S
         while (taken_s := self.ckpt.setup_s) is None:
             if time.monotonic() > deadline_s:
@@ -68,14 +68,14 @@ class Saves:
         return taken_s
 
     def save(self) -> float:
-        """Save the next step; returns the seconds that `save` took."""
+        """Save the next step; return the seconds that `save` took."""
         self.step += 1
         if not self.ckpt.save(self.step):
             raise RuntimeError("the save was skipped")
         return self.ckpt.stats.blocked_s[-1]
 
     def settle(self) -> None:
-        """Until the last save is on the disk and in the log."""
+        """Wait until the last save is on the disk and in the log."""
         self.ckpt.wait("local")
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Saves:
 
 
 class Training(Saves):
-    """A model with its AdamW."""
+    """A model with an AdamW optimizer."""
 
     def __init__(self, size_bytes: int, folder: Path, name: str, **options: Any) -> None:
         self.model, self.optimizer = make_state(size_bytes)
@@ -108,7 +108,7 @@ class Compute:
 
 
 def fill_gradients(model: nn.Module, *, share: float) -> None:
-    """Gradients for about `share` of the parameters, so that the optimizer has so much to do."""
+    """Fill gradients for about `share` of the parameters, so that the optimizer has this share of work."""
     wanted = share * sum(parameter.numel() for parameter in model.parameters())
     for parameter in model.parameters():
         if wanted > 0:
@@ -149,7 +149,7 @@ def _move(pieces: Sequence[tuple[int, int, int]]) -> None:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Training on so many cores, so that others are spare."""
+    """Limit torch to `count` threads, so that other cores are free."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,8 +1,8 @@
-"""Copying a shard to and from another process's warm memory, beside a bare socket with the same encryption.
+"""Copies of a shard to and from another process's warm memory, beside a socket with the same encryption.
 
-Each receiver is a process of its own that keeps what arrives in memory it has touched before; the product
-also computes the digest there, compares it and answers. Large sizes use a window of memory again and
-again, so that they cost time and not memory.
+Each receiver is a separate process that keeps the received data in memory that was touched before; the
+product also computes the digest there, compares it and answers. Large sizes reuse one window of memory, so
+that they take more time but not more memory.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from ray_ckpt.transport.sending import Outgoing, send_files
 from ray_ckpt.transport.server import PeerServer
 
 Bytes = npt.NDArray[np.uint8]
-END_S = 10.0  # for a receiver to end by itself
-WINDOW_BYTES = 256 << 20  # of warm memory at each end: larger than any cache, soon touched
-BLOCK_BYTES = 8 << 20  # of one call to a bare socket; larger ones are not faster
+END_S = 10.0  # time in which a receiver can end by itself
+WINDOW_BYTES = 256 << 20  # warm memory at each end: larger than any cache, quick to touch
+BLOCK_BYTES = 8 << 20  # bytes of one call to a bare socket; larger calls are not faster
 REACH = ">= 0.8"
-SHARDS = 4  # of a node whose ranks are copied together
+SHARDS = 4  # shards of a node, which are copied together
 RUN_UID = "0" * 32
 DIRECTORY = f"{1:012d}-{1:016x}"
 
@@ -94,7 +94,7 @@ class _Receiver:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._pipe.close()  # upon which it ends
+        self._pipe.close()  # ends the process
         self._process.join(END_S)
         self._process.kill()
 
@@ -108,7 +108,7 @@ class SocketPeer(_Receiver):
         if tls:
             context = ssl.create_default_context(cadata=self._keys.cert.decode())
             self._socket = context.wrap_socket(self._socket, server_hostname=SERVER_NAME)
-        self.send_s()  # windows grow, memory is touched
+        self.send_s()  # TCP windows grow, and memory is touched
 
     def __exit__(self, *exc: object) -> None:
         self._socket.close()
@@ -192,7 +192,7 @@ class FlightPeer(_Receiver):
 
 
 class _WarmMemory:
-    """Keeps what arrives in memory, one window for all streams, and gives the same noise out."""
+    """A store that keeps received data in one window for all streams, and sends noise from the window."""
 
     def __init__(self, size_bytes: int) -> None:
         self._window = _window(size_bytes)
@@ -209,7 +209,7 @@ class _WarmMemory:
 
 
 def _keep(request: wire.PutRequest, chunks: Iterable[Buffer], window: Bytes) -> None:
-    """Check the digest of what arrives and copy it to the window, round and round."""
+    """Check the digest of the received chunks and copy them to the window cyclically."""
     at = 0
     for chunk in checked(chunks, size_bytes=request.size_bytes, digest=request.digest, what="the shard"):
         data = np.frombuffer(memoryview(chunk), np.uint8)
@@ -219,7 +219,7 @@ def _keep(request: wire.PutRequest, chunks: Iterable[Buffer], window: Bytes) -> 
 
 
 def _blocks(window: memoryview, size_bytes: int) -> Iterator[memoryview]:
-    """So many bytes of the window, round and round."""
+    """Yield `size_bytes` bytes of the window, cyclically."""
     starts = cycle(range(0, window.nbytes, BLOCK_BYTES))
     while size_bytes:
         block = window[(start := next(starts)) : start + min(size_bytes, BLOCK_BYTES)]
@@ -228,7 +228,7 @@ def _blocks(window: memoryview, size_bytes: int) -> Iterator[memoryview]:
 
 
 def _window(size_bytes: int) -> Bytes:
-    """Warm memory."""
+    """Return warm memory of at most WINDOW_BYTES, filled with noise."""
     return np.resize(
         np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), min(size_bytes, WINDOW_BYTES)
     )
@@ -236,7 +236,7 @@ def _window(size_bytes: int) -> Bytes:
 
 def _server_context(keys: ServiceKeys) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    with tempfile.TemporaryDirectory() as folder:  # the standard library takes files only
+    with tempfile.TemporaryDirectory() as folder:  # the standard library accepts only files
         cert, key = Path(folder, "cert"), Path(folder, "key")
         cert.write_bytes(keys.cert)
         key.write_bytes(keys.key)

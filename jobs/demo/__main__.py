@@ -1,9 +1,10 @@
-"""The demo: train, lose a node in mid-run, go on, and compare with a run that lost nothing, bit for bit.
+"""The demo: train, lose a node during the run, continue, and compare bit for bit with a run without a loss.
 
     python -m jobs.demo
 
-It starts a Ray cluster of a head and three nodes on this machine, trains the GPT of `jobs.train_gpt` on two
-of them twice, kills one node in the second run and wipes its disk. Exit code 1 if anything differs.
+The demo starts a Ray cluster of a head and three nodes on this machine, trains the GPT of `jobs.train_gpt`
+twice on two of the nodes, kills one node in the second run and wipes the disk of that node. The exit code is
+1 if anything differs.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from ray_ckpt.format.records import Commit, LogRecord, Promote, Retired, Session
 from ray_ckpt.types import Level
 
 EVERY_STEPS = 5
-DURABLE_STEPS = 10  # every second checkpoint goes to the storage path and stays: enough to draw curves by
-KILL_AFTER_STEP = 43  # some steps after a checkpoint, so that the run has steps to repeat
+DURABLE_STEPS = 10  # every second checkpoint is durable and kept: enough points to draw curves
+KILL_AFTER_STEP = 43  # some steps after a checkpoint, so that the run must repeat steps
 STORMY = "gpt-with-failure"
 
 
 class Watch:
-    """Follows a run from outside: its steps through the history file, its checkpoints through the log."""
+    """A watch on a run from outside: steps through the history file, checkpoints through the log."""
 
     def __init__(self, cluster: LocalCluster, out: Path, name: str, trainer: threading.Thread) -> None:
         self.cluster = cluster
@@ -65,12 +66,12 @@ class Watch:
         return self._trainer.is_alive()
 
     def poll(self) -> list[str]:
-        """Return new log records as lines for a person."""
+        """Return new log records as lines to print."""
         self.step = max((line["step"] for line in read_history(self.history)), default=0)
         try:
             self.status = ray.get(coordinator().status.remote(self.spec.key), timeout=10)
         except (CheckpointError, ray.exceptions.RayError):
-            return []  # not open yet
+            return []  # the run is not open yet
         records = [r for r in self.status.records if r.seq >= self._seen]
         self._seen += len(records)
         return [line for r in records if (line := self.describe(r))]

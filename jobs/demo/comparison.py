@@ -1,4 +1,4 @@
-"""Shared by both demonstrations: watching a training, and comparing its run with one that lost nothing."""
+"""Code of both demonstrations: watch a training, and compare its run with a run that lost nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Followed(Protocol):
     def is_running(self) -> bool: ...
 
     def poll(self) -> list[str]:
-        """Brings `step` up to date; what is new, in lines for a person."""
+        """Update `step`; return the news as lines to print."""
         ...
 
 
@@ -54,7 +54,7 @@ def prepare(out: Path) -> None:
 
 
 def follow(watch: Followed, until: int = STEPS) -> None:
-    """Show progress until that step is done, or until the training has ended."""
+    """Show progress until step `until` is done or the training has ended."""
     columns = (
         TextColumn("  training"),
         BarColumn(30),
@@ -77,7 +77,7 @@ def bytes_by_tier(restores: Iterable[RankRestore]) -> dict[Tier, int]:
 
 
 def compare_bits(table: Table, out: Path, runs: Path | Location, name: str) -> list[str]:
-    """Compare the run of that name with the calm one: add the counts to the table, return the differences."""
+    """Compare the run `name` with the calm run: add the counts to the table, return the differences."""
     calm = {line["step"]: line["loss"] for line in read_history(out / f"{CALM}.jsonl")}
     stormy = read_history(out / f"{name}.jsonl")
     differing = [line["step"] for line in stormy if line["loss"] != calm[line["step"]]]
@@ -96,13 +96,13 @@ def compare_bits(table: Table, out: Path, runs: Path | Location, name: str) -> l
 
 
 def final_digests(run: str) -> dict[tuple[str, str], str]:
-    """Digest of every slice and state file of the last checkpoint: model, optimizer, schedule, RNG, data."""
+    """Return the digest of every slice and state file of the last checkpoint, including RNG and data."""
     rows = (row for fragment in Catalog(run)[STEPS].fragments() for row in fragment.rows)
     return {(row.file, row.label): row.digest for row in rows if row.kind != "header"}
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines written so far."""
+    """Return the complete lines that the file has so far."""
     if not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)

@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes on this machine, each with a staging folder of its own.
+"""A Ray cluster of several nodes on this machine; each node has its own staging folder.
 
-For the demo and the tests: nodes share one IP and one disk, but each has its raylet, its workers and its
-agent, and can be killed as a machine would die. Not for training.
+The cluster is for the demo and the tests, not for training. The nodes share one IP and one disk, but each
+node has its own raylet, workers and agent, and can be killed like a machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ray.cluster_utils import Cluster
 from ray_ckpt.config import STAGING_ENV
 from ray_ckpt.preemption.cloud import METADATA_ENV
 
-# A killed raylet is noticed after about 1 s, where the defaults take 14 s; set before the cluster starts.
+# A killed raylet is detected after about 1 s instead of 14 s; must be set before the cluster starts.
 FAST_FAILURE_DETECTION: Mapping[str, str] = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
@@ -32,8 +32,8 @@ FAST_FAILURE_DETECTION: Mapping[str, str] = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }
-NO_CLOUD: Mapping[str, str] = {METADATA_ENV: "off"}  # these nodes are no machines of one
-OBJECT_STORE_BYTES = 100 << 20  # control messages only
+NO_CLOUD: Mapping[str, str] = {METADATA_ENV: "off"}  # these nodes are not machines of a cloud
+OBJECT_STORE_BYTES = 100 << 20  # enough for control messages
 REAP_S = 10.0
 
 
@@ -56,7 +56,7 @@ class LocalCluster:
     ) -> None:
         for name, value in {**FAST_FAILURE_DETECTION, **NO_CLOUD}.items():
             os.environ.setdefault(name, value)
-        # As in an activated environment, as `ray start` is run: jobs call plain `python`.
+        # As in an activated environment, from which users run `ray start`: jobs call plain `python`.
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         self._root = root
         self._cpus = cpus
@@ -78,26 +78,26 @@ class LocalCluster:
 
     @property
     def dashboard(self) -> str:
-        """The address that `ray job submit` takes."""
+        """The address for `ray job submit`."""
         return f"http://{self._cluster.head_node.webui_url}"
 
     def add(self, name: str) -> LocalNode:
-        """Start one more node; it may have the name, and so the staging folder, of a dead one."""
+        """Start a node; its name, and therefore its staging folder, may be those of a dead node."""
         return self._add(name, cpus=self._cpus, dashboard=False)
 
     def name_of(self, node_id: str) -> str:
         return next((n.name for n in self.nodes.values() if n.node_id == node_id), node_id[:8])
 
     def kill(self, name: str, *, wipe: bool) -> None:
-        """Send SIGKILL to the raylet and all that it started; with `wipe` delete the staging folder too."""
+        """Send SIGKILL to the raylet and its descendants; with `wipe`, also delete the staging folder."""
         node = self.nodes.pop(name)
         kill_family(node.handle.all_processes["raylet"][0].process.pid)
         if wipe:
             shutil.rmtree(node.staging, ignore_errors=True)
-        self._cluster.remove_node(node.handle, allow_graceful=False)  # reaps, or its actors would live on
+        self._cluster.remove_node(node.handle, allow_graceful=False)  # else actors would live on
 
     def shutdown(self) -> None:
-        """At once: nothing waits for actors to end in good order."""
+        """Shut down at once, without waiting for actors to end."""
         ray.shutdown()
         pids = [node.handle.all_processes["raylet"][0].process.pid for node in self.nodes.values()]
         kill_families(pids)
@@ -127,7 +127,7 @@ class LocalCluster:
 
 
 def kill_family(pid: int) -> None:
-    """SIGKILL a process and all its descendants."""
+    """Send SIGKILL to a process and all its descendants."""
     kill_families([pid])
 
 

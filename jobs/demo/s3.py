@@ -1,10 +1,10 @@
-"""The demo with S3: train, lose the whole cluster and every disk of it, go on in a new one from the bucket.
+"""The demo with S3: train, lose the cluster with all its disks, continue in a new cluster from the bucket.
 
     python -m jobs.demo.s3
 
-It starts an S3 server on this machine and, in a process of its own, a Ray cluster with its trainer. This
-process and all that it has started are killed in mid-run, and every staging folder is deleted: only the
-bucket is left. Exit code 1 if the run then ends in anything but the state of one that lost nothing.
+The demo starts an S3 server on this machine and, in another process, a Ray cluster with a trainer. This other
+process and its descendants are killed during the run, and every staging folder is deleted, so that only the
+bucket is left. The exit code is 1 if the final state of the run differs from that of a run without a loss.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from ray_ckpt.types import Level, RankRestore
 
 STORMY = "gpt-cluster-lost"
 NODES = ("node-a", "node-b")
-REMOTE_EVERY = 2  # checkpoints; so the newest one is often on the nodes only, and lost with them
+REMOTE_EVERY = 2  # checkpoints; the newest one is often on the nodes only, and is lost with the nodes
 EVERY_STEPS = 10
 KILL_AFTER_STEP = 53
-DURABLE_STEP = 40  # of a checkpoint that is in the bucket by then; that of step 50 is not
+DURABLE_STEP = 40  # its checkpoint is in the bucket when the cluster is killed; that of step 50 is not
 BUCKET = "checkpoints"
-START_S = 120.0  # for a cluster
-DURABLE_S = 60.0  # for a drain of some MB
-LOOK_S = 1.0  # between two looks at the log in the bucket
+START_S = 120.0  # time limit for the start of a cluster
+DURABLE_S = 60.0  # time limit for a drain of some MB
+LOOK_S = 1.0  # interval between two reads of the log in the bucket
 
 
 class TrainingFailed(Exception):
@@ -69,14 +69,14 @@ class TrainingFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """A run has ended, and how its last group got its state."""
+    """A run has ended; the fields describe the restore of its last group."""
 
     name: str
     restores: tuple[RankRestore, ...]
 
 
 class Cluster:
-    """A cluster of a head and two nodes that trains runs one after another, all of it in another process."""
+    """A cluster of a head and two nodes, in another process, that trains one run after another."""
 
     def __init__(self, out: Path, storage_path: str, names: Sequence[str], log: Path) -> None:
         self.log = log
@@ -107,7 +107,7 @@ class Cluster:
         return name not in self.done
 
     def kill(self) -> None:
-        """Kill the process and all that it started with SIGKILL; later calls do nothing."""
+        """Kill the process and its descendants with SIGKILL; later calls do nothing."""
         pid, self._pid = self._pid, None
         if pid is not None:
             kill_family(pid)
@@ -144,7 +144,7 @@ def cluster(out: Path, storage_path: str, names: Sequence[str], log: Path) -> It
 
 
 class Watch:
-    """Follows a run from outside: steps through the history file, checkpoints through the bucket alone."""
+    """A watch on a run from outside: steps through the history file, checkpoints through the bucket only."""
 
     def __init__(self, cluster: Cluster, out: Path, storage_path: str, name: str) -> None:
         self.cluster, self.name = cluster, name
@@ -158,7 +158,7 @@ class Watch:
         return self.cluster.is_training(self.name)
 
     def poll(self) -> list[str]:
-        """Return new entries of the log as lines for a person."""
+        """Return new entries of the log as lines to print."""
         self.step = max((line["step"] for line in read_history(self.history)), default=0)
         if time.monotonic() < self._looked_s + LOOK_S:
             return []
@@ -167,27 +167,27 @@ class Watch:
             catalog = Catalog(self.run)
             events = catalog.events().to_pylist()
         except CheckpointError:
-            return []  # not begun yet
+            return []  # the run has not begun yet
         sizes = {info.id.attempt: info.size_bytes for info in catalog.list(all=True)}
         fresh = [event for event in events if event["seq"] >= self._next_seq]
         self._next_seq += len(fresh)
         return [line for event in fresh if (line := describe(event, sizes.get(event["attempt"], 0)))]
 
     def follow(self, until: int = STEPS) -> None:
-        """Until that step, or to the end. TrainingFailed if it ends before."""
+        """Wait until step `until` or the end of the training. Raise TrainingFailed if it ends early."""
         follow(self, until)
         self.print_new()
         if self.step < until or (until == STEPS and self.name not in self.cluster.done):
             raise TrainingFailed(f"{self.name} ended at step {self.step}; see {self.cluster.log}")
 
     def print_new(self) -> None:
-        """Look once more, and print what is new."""
+        """Read steps and log again, and print the news."""
         self._looked_s = 0.0
         for line in self.poll():
             console.print("  " + line)
 
     def wait_durable(self, step: int) -> None:
-        """Until a checkpoint of `step` or a later one is in the bucket."""
+        """Wait until a checkpoint of `step` or a later step is in the bucket."""
         deadline_s = time.monotonic() + DURABLE_S
         while (newest := Catalog(self.run).newest(Level.DURABLE)) is None or newest.info.step < step:
             if time.monotonic() > deadline_s:
@@ -297,7 +297,7 @@ def compare(out: Path, storage_path: str, restores: Sequence[RankRestore], lost_
 
 
 def show(command: str, run: str) -> int:
-    """`ray-ckpt` on a run in the bucket, from this process, which is in no cluster; its exit code."""
+    """Run `ray-ckpt` on a run in the bucket from this process, outside any cluster; return the exit code."""
     arguments = ["ray-ckpt", command, run]
     console.print(f"[bold]$ {shlex.join(arguments)}[/]")
     return subprocess.run([sys.executable, "-m", "ray_ckpt.cli", *arguments[1:]]).returncode

@@ -1,7 +1,7 @@
-"""An S3 server on this machine, as a process of its own: for the demo and the bench. Not for data.
+"""An S3 server on this machine, in a separate process, for the demo and the bench. Not for data.
 
-`strict` is the store of `ray_ckpt.testing`, which is always there; `ministack` another project's, if
-`make .venv-servers/.ready` has installed it. Both keep objects in memory.
+`strict` is the store of `ray_ckpt.testing`, which is always available; `ministack` is a server of another
+project and must be installed by `make .venv-servers/.ready`. Both keep objects in memory.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ from tests.servers.strict_store import StrictStore
 TOOLS = Path(__file__).resolve().parents[2] / ".venv-servers" / "bin"
 KINDS = ("strict", "ministack")
 REGION = "us-east-1"
-START_S = 60.0  # until it answers; ministack takes about 2 s
+START_S = 60.0  # time limit until the server answers; ministack takes about 2 s
 POLL_S = 0.1
 ENVIRONMENT: Mapping[str, str] = {
     "AWS_ACCESS_KEY_ID": "strict",
     "AWS_SECRET_ACCESS_KEY": "strict-secret",
     "AWS_DEFAULT_REGION": REGION,
     "AWS_REGION": REGION,
-    "AWS_CONFIG_FILE": os.devnull,  # nothing of the user's own accounts
+    "AWS_CONFIG_FILE": os.devnull,  # the user's own accounts are not used
     "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     "AWS_EC2_METADATA_DISABLED": "true",
     "NO_PROXY": "127.0.0.1",
 }
-OTHERS = ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")  # would go before
+OTHERS = ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")  # would win
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Server:
-    """A running server and a bucket of it that is there. Its clients need `ENVIRONMENT`."""
+    """A running server with an existing bucket. Clients of the server need `ENVIRONMENT`."""
 
     kind: str
     endpoint: str
     bucket: str
 
     def url(self, prefix: str) -> str:
-        """Return a storage path as pyarrow, and so Ray Train, takes it."""
+        """Return a storage path in the form that pyarrow, and therefore Ray Train, accepts."""
         host = self.endpoint.removeprefix("http://")
         return f"s3://{self.bucket}/{prefix}?endpoint_override={host}&region={REGION}&scheme=http"
 
 
 def tool(name: str) -> str | None:
-    """Return the path of a program, of the servers' environment or installed on this machine."""
+    """Return the path of a program in the servers' environment or on this machine."""
     return shutil.which(name, path=os.pathsep.join([str(TOOLS), os.environ.get("PATH", os.defpath)]))
 
 
 @contextmanager
 def running(kind: str, bucket: str) -> Iterator[S3Server]:
-    """Start a server of one of KINDS with an empty bucket, with its keys in this process's environment.
+    """Start a server of one of KINDS with an empty bucket, and put its keys into this process's environment.
 
-    FileNotFoundError if it is not installed, OSError if it does not start.
+    Raise FileNotFoundError if the server is not installed, OSError if the server does not start.
     """
     with credentials(), _started(kind, bucket) as endpoint:
         yield S3Server(kind=kind, endpoint=endpoint, bucket=bucket)
@@ -88,7 +88,7 @@ def credentials() -> Iterator[None]:
 
 @contextmanager
 def _started(kind: str, bucket: str) -> Iterator[str]:
-    """Its endpoint."""
+    """Start the server and yield its endpoint."""
     if kind == "strict":
         with StrictStore.process(buckets=(bucket,)) as store:
             yield store.endpoint

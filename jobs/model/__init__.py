@@ -1,1 +1,1 @@
-"""A small GPT over bytes and its text: what the training jobs train."""
+"""A small GPT over bytes and its text, which the training jobs use."""

@@ -25,7 +25,7 @@ VOCABULARY = 256  # bytes
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block, [batch, time, width] to the same."""
+    """One pre-norm transformer block: [batch, time, width] to the same shape."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class Block(nn.Module):
         return y
 
     def split(self, x: Tensor) -> Tensor:
-        """[batch, time, width] to [batch, heads, time, width / heads], of those heads that this rank has."""
+        """Reshape [batch, time, width] to [batch, heads, time, width / heads], for the heads of this rank."""
         heads: Tensor = x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # type: ignore[no-untyped-call]
         return heads
 
 
 class GPT(nn.Module):
-    """Bytes, int64 [batch, time], to the logits of the byte after each, [batch, time, 256]."""
+    """A model from bytes, int64 [batch, time], to the logits of each next byte, [batch, time, 256]."""
 
     def __init__(self, *, layers: int, width: int, heads: int, context: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -100,8 +100,8 @@ class Replicated(ParallelStyle):
 def tensor_parallel(model: GPT, mesh: DeviceMesh) -> None:
     """Split attention heads, the layers of MLPs and the vocabulary over the ranks of a 1-D mesh, in place.
 
-    Between those all activations, and so the logits and the loss, are whole and the same on each rank of the
-    mesh. The ranks need the same inputs, and the same random numbers for dropout, on each of them.
+    Between these layers all activations, and therefore the logits and the loss, are whole and the same on
+    each rank of the mesh. All ranks need the same inputs and the same random numbers for dropout. Raise
     ValueError if the ranks cannot share the heads evenly.
     """
     if model.heads % mesh.size():
@@ -134,10 +134,11 @@ def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor, reduction:
 
 @dataclass
 class WarmupCosine:
-    """Factor of the base learning rate: linear over `warmup` steps, then a cosine to `floor` at `total`.
+    """A factor of the base learning rate: linear over `warmup` steps, then a cosine to `floor` at `total`.
 
-    A class and not a lambda, so that LambdaLR saves these three numbers with its state. On resume they win
-    over newly built ones: a longer run keeps the schedule it began with, and stays at `floor` at its end.
+    A class and not a lambda, so that LambdaLR saves these three numbers with its state. On resume the saved
+    numbers replace new ones: a prolonged run keeps its first schedule, and stays at `floor` after the end of
+    the schedule.
     """
 
     warmup: int

@@ -1,8 +1,8 @@
 """Bytes of real text as training batches, in an order that a checkpoint can continue exactly.
 
 Every rank reads the text itself, so it must be the same on every node: a folder all nodes see, or the
-default, the sources of the Python standard library. There is no prefetch: the loader's position is what
-the training loop has consumed, no more.
+default, the sources of the Python standard library. There is no prefetch: the loader's position counts only
+the samples that the training loop has consumed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 MAX_TEXT_BYTES = 4 * 2**20  # enough for a small model, read in milliseconds by every rank
-HELD_OUT = 0.1  # the last part of the text, never trained on
+HELD_OUT = 0.1  # share of the text at its end, which is never trained on
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
@@ -47,7 +47,7 @@ def read_text(source: str | None = None, max_bytes: int = MAX_TEXT_BYTES) -> Ten
 
 
 def visible_files(root: Path) -> Iterator[Path]:
-    """All files below a folder, but for hidden ones and those in hidden folders."""
+    """Return all files below a folder, except hidden files and files in hidden folders."""
     for path in root.rglob("*"):
         hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
         if path.is_file() and not hidden:
@@ -87,12 +87,12 @@ def epoch_order(seed: int, epoch: int, num_blocks: int) -> np.ndarray[Any, np.dt
 
 
 class ByteLoader:
-    """Endless batches of one rank.
+    """An endless iterator over the batches of one rank.
 
-    The n-th block of an epoch depends on (seed, epoch, n) alone. A global batch is the next
-    `batch_size * world_size` samples; rank r takes the samples r, r + world_size, ... of it. So the state,
-    counted in global samples, is the same on all ranks and holds at another world size. Samples that do
-    not fill a global batch at the end of an epoch are dropped.
+    The n-th block of an epoch depends on (seed, epoch, n) alone. A global batch is the next `batch_size *
+    world_size` samples; rank r takes the samples r, r + world_size, ... of the batch. The state, counted in
+    global samples, is therefore the same on all ranks and valid for another world size. Samples that do not
+    fill a global batch at the end of an epoch are dropped.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ByteLoader:
         return {"text": self.text, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, in its order. Raises ValueError if that was another text."""
+        """Continue at the position and in the order of `state`. Raise ValueError if its text differs."""
         if state["text"] != self.text:
             raise ValueError(
                 f"the checkpoint was trained on other text or --context ({state['text']}, not {self.text}); "

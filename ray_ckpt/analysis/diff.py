@@ -1,4 +1,4 @@
-"""Comparison of two durable checkpoints, by tensor and by value. Needs no cluster.
+"""Comparison of two durable checkpoints, by tensor and by value, without a cluster.
 
     catalog = ray_ckpt.Catalog("/shared/runs/gpt")
     for found in compare(catalog[1000], catalog[2000], only=["model.*"]):
@@ -6,9 +6,9 @@
 
 The two may differ in run, world size and layout. A tensor whose slices have the same regions and digests on
 both sides is equal and is not read. Any other tensor is read once, in C order, band by band: every saved
-slice is then read in the order of its bytes, and is compared with its digest when it ends. Memory is bounded
-by the bands, whatever the size of the tensors. Numbers are compared in float64, differences of integers
-exactly.
+slice is read in the order of its bytes, and is compared with its digest at the end of the slice. Memory is
+bounded by the bands, whatever the size of the tensors. Numbers are compared in float64, differences of
+integers exactly.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from ray_ckpt.storage.checkpoint_files import CheckpointFile
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.types import Fragment, ManifestRow, ProgressCallback, Slice
 
-BAND_BYTES = 16 << 20  # read at a time on each side: enough for the full speed of a disk or a store
-TENSORS_AT_A_TIME = 4  # one thread each, as a store answers late
-CHUNK_ELEMENTS = 256 << 10  # compared at a time: 2 MiB as float64, which fits into a cache
+BAND_BYTES = 16 << 20  # bytes read at a time on each side: enough for the full speed of a disk or a store
+TENSORS_AT_A_TIME = 4  # one thread each, because a store answers slowly
+CHUNK_ELEMENTS = 256 << 10  # elements compared at a time: 2 MiB as float64, which fits into a cache
 READ_TRIES = 2  # a connection may break within an answer; failed requests are repeated by the store itself
 MAX_VALUES = 1000  # differing values of one comparison; few people read more
 
@@ -55,24 +55,24 @@ class TensorDiff:
     """How a tensor of checkpoint B differs from that of the same full name in A.
 
     `equal` means bit for bit. The numbers are None where no elements were compared: for tensors that are
-    equal by their digests, on one side only, of different shapes, empty or damaged. A norm of one tensor is
-    over its finite elements; comparisons are over the elements that are finite in both; NaN and infinities
-    are counted. A complex number is one element; in the cosine its two parts count.
+    equal by their digests, on one side only, of different shapes, empty or damaged. A norm of one tensor
+    covers its finite elements; comparisons cover the elements that are finite in both tensors; NaN and
+    infinities are counted. A complex number is one element; in the cosine its two parts count.
     """
 
     name: str
     status: Status
-    dtype_a: str | None = None  # names of safetensors
+    dtype_a: str | None = None  # dtype names of safetensors
     dtype_b: str | None = None
     shape_a: tuple[int, ...] | None = None
     shape_b: tuple[int, ...] | None = None
-    num_different: int | None = None  # elements with other bits; for two dtypes: with another value
-    norm_a: float | None = None  # L2
+    num_different: int | None = None  # elements whose bits differ; for two dtypes, whose values differ
+    norm_a: float | None = None  # L2 norm
     norm_b: float | None = None
     norm_diff: float | None = None  # of B - A
     relative: float | None = None  # norm_diff / norm_a; infinite if only norm_a is 0
     max_abs: float | None = None  # the largest |B - A| of an element
-    cosine: float | None = None  # of the angle; also None if one of them is 0
+    cosine: float | None = None  # cosine of the angle; also None if a norm is 0
     nan_a: int | None = None
     nan_b: int | None = None
     inf_a: int | None = None
@@ -102,11 +102,11 @@ def compare(
 
 
 class Comparison:
-    """Two checkpoints to compare. Iterate over it for one TensorDiff per name, in the order of names.
+    """Two checkpoints to compare. Iteration yields one TensorDiff per name, sorted by name.
 
-    `size_bytes` is the size that an iteration reads, of both sides together. A damaged tensor gets the status
-    `damaged`, and the iteration continues. If the run deletes a checkpoint meanwhile, ConfigError is raised.
-    Where ranks have different tensors of one name, that of the lowest rank counts.
+    `size_bytes` is the number of bytes that an iteration reads, of both sides together. A damaged tensor gets
+    the status `damaged`, and the iteration continues. If the run deletes a checkpoint meanwhile, ConfigError
+    is raised. Where ranks have different tensors of one name, that of the lowest rank counts.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class _Side:
         self._count = count
         self._lock = threading.Lock()
         self._opened: dict[str, CheckpointFile] = {}
-        self._missing: dict[str, bool] = {}  # by missing file: whether the checkpoint was deleted
+        self._missing: dict[str, bool] = {}  # for each missing file, whether the checkpoint was deleted
         self._states: dict[str, ManifestRow] = {}
         self.rows: dict[str, list[ManifestRow]] = {}
         for fragment in self._fragments():
@@ -289,7 +289,7 @@ class _Side:
         )
 
     def read(self, file: str, offset: int, out: Array) -> None:
-        """Fill `out`, contiguous uint8. Raise OSError, EOFError or CorruptionError with the place."""
+        """Fill `out`, a contiguous uint8 array. Raise OSError, EOFError or CorruptionError with the place."""
         for tries_left in reversed(range(READ_TRIES)):
             try:
                 self._read(file, offset, out)
@@ -358,7 +358,7 @@ class _Tensor:
 
 
 def _is_read(a: _Tensor, b: _Tensor) -> bool:
-    """Return whether the bytes must be read to compare the two."""
+    """Return whether the bytes must be read to compare the two tensors."""
     if a.shape != b.shape or a.problem or b.problem or not prod(a.shape):
         return False
     return a.dtype != b.dtype or a.digests() != b.digests()
@@ -416,8 +416,9 @@ class _Bands:
 def _bands(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
     """Yield a tensor in C order, in boxes of at most BAND_BYTES and of one run of elements each.
 
-    Such a box has one index in the first dimensions, a range of the next, and all of the rest. Its
-    intersection with any other box is then one run of elements in that box too.
+    Such a box has one index in each of the first dimensions, a range of the next dimension, and all indices
+    of the rest. The intersection of such a box with any other box is one run of elements in the other box
+    too.
     """
     axis, unit = len(shape) - 1, itemsize
     while axis > 0 and unit * shape[axis] <= BAND_BYTES:

@@ -62,7 +62,7 @@ class ElementSums:
         self._nan, self._inf = [0, 0], [0, 0]
 
     def add(self, bits_a: Array, bits_b: Array) -> None:
-        """Add the next elements of both, given as unsigned integers of their size."""
+        """Add the next elements of both sides, given as unsigned integers of their size."""
         a, b = numbers_of(bits_a, self._dtypes[0]), numbers_of(bits_b, self._dtypes[1])
         if self._dtypes[0] == self._dtypes[1]:
             different = bits_a != bits_b
@@ -112,7 +112,7 @@ class ElementSums:
         return max(-1.0, min(1.0, found)) if math.isfinite(found) else None
 
     def _count(self, side: int, values: Array) -> npt.NDArray[np.bool_]:
-        """Return which elements are finite, and count the others."""
+        """Return a mask of the finite elements, and count the others."""
         finite: npt.NDArray[np.bool_] = np.isfinite(values)
         if not finite.all():
             nan = int(np.count_nonzero(np.isnan(values)))

@@ -13,8 +13,8 @@ from ray_ckpt.format.short import ShortRepr
 from ray_ckpt.format.tree import TensorRef, encode_tree
 
 MAX_SEQUENCE = 16  # elements of a list that are compared one by one; a longer list is one value
-MAX_VALUE_CHARS = 60  # of a displayed value
-DIGEST_CHARS = 8  # displayed where only digests distinguish two values
+MAX_VALUE_CHARS = 60  # characters of a displayed value
+DIGEST_CHARS = 8  # characters of a digest, displayed where only digests distinguish two values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

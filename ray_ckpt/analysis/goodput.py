@@ -2,38 +2,41 @@
 
     goodput = time of steps whose effect survived / wall time
 
-A step counts once, and only if the newest state comes from it: steps that were lost and repeated are
-badput. This is the "runtime goodput" of Google's ml-goodput-measurement: productive step time / elapsed
-time, without progress that a disruption wasted. If the newest checkpoint is lost, the newest state is that
-of the live checkpoint that a restart would load. Goodput can rise while the job becomes slower, for example
-by slower steps, so wall time is shown beside it. Wall time runs from the opening of the first session to the
-last event of a session in the log. The time between a finished session and the next one is not part of it
-(`not_counted_s`).
+A step counts once, and only if the newest state comes from it: steps that were lost and repeated are badput.
+This is the "runtime goodput" of Google's ml-goodput-measurement: productive step time / elapsed time, without
+progress that a disruption wasted. If the newest checkpoint is lost, the newest state is that of the live
+checkpoint that a restart would load. Goodput can rise while the job becomes slower, for example by slower
+steps, so wall time is shown beside goodput. Wall time runs from the opening of the first session to the last
+event of a session in the log. The time between a finished session and the next one is not part of the wall
+time (`not_counted_s`).
 
 **Measured**, for a session whose log has its restore, first and last step, and end (`SessionEnd`):
 
 - The group starts until the slowest rank begins to restore, restores until all ranks have their state,
   starts up until its first step begins, trains until its last step ends, and is down until the next session
   opens. Saves hold up training for a known time. A restore of unknown duration is part of the group's start.
-- Its steps survived up to the one that the lineage continues from. A save's step ended at the time of its
-  commit minus capture, writing and copying. If these are unknown, or if the commit came after the last step
-  (a coordinator may recover a save later), all steps are assumed to have taken equally long.
-- Evaluation, slow data and everything else between its first and its last step are time of steps.
-- A session that a rollback opened does not train: the run is down, for the cause of the end before it.
+- The session's steps survived up to the step from which the lineage continues. A save's step ended at the
+  time of its commit minus capture, writing and copying. If these are unknown, or if the commit came after the
+  last step (a coordinator may recover a save later), all steps are assumed to have taken equally long.
+- Evaluation, slow data and everything else between the session's first and last step count as time of steps.
+- A session that a rollback opened does not train: the run is down, for the cause of the previous session's
+  end.
 - Clocks of ranks and coordinators are assumed to agree; times that contradict the order of events are cut.
 
-**Estimated**, for a session without these facts (it is at work, or its coordinator died with it), from the
-moment at which it had its state and up to its last step, where these are known:
+**Estimated**, for a session without these facts (the session is at work, or its coordinator died with it).
+The estimate covers the time from the moment at which the session had its state to the end of its last step,
+where these are known:
 
 - Between two commits all time counts as time of steps, without the stalls that the commits record.
-- From its opening to its first commit it restored and then trained. The split uses the session's own time
-  per step between commits, else the run's, else all of it is time of steps.
-- From its last commit to the opening of the next session it trained, died, and was missed. The estimate of
-  the steps is half an interval between saves, the mean cost of a failure at a random time (Young 1974), and
-  never more than there was time.
-- A session from scratch begins at step 0, or at the step of the other run's checkpoint that it continued.
+- From its opening to its first commit the session restored and then trained. The split uses the time per step
+  between commits of the session, else of the run; without either, all of it is time of steps.
+- From its last commit to the opening of the next session, the session trained and died, and its death was
+  detected. The estimated time of steps is half an interval between saves, the mean cost of a failure at a
+  random time (Young 1974), and never more than there was time.
+- A session from scratch begins at step 0, or at the step of the other run's checkpoint from which the session
+  continued.
 - Times are those of the coordinators' clocks. A clock that goes back is treated as standing still; a single
-  moment ahead of those that follow it is replaced by the next one.
+  moment that is later than the moments after it is replaced by the next moment.
 
 Each estimate lies between two bounds that hold for any step time and interval; measured times have equal
 bounds. `measured_s` is the measured part of the wall time; a session around which a clock jumped by more than
@@ -103,7 +106,7 @@ COLOURS: Mapping[str, str] = {
     "down_unknown": "#e1e6ea",
     "no_commit": "#7a5230",
 }
-"""Colours of goodput and badput in pictures: those of Okabe and Ito, for the colour-blind; greys for down."""
+"""Colours of goodput and badput in pictures: from Okabe and Ito, for the colour-blind; greys for down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +126,14 @@ ZERO = Seconds(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interruption:
-    """The gap between two sessions: a failure, an end or a rollback; `cause` is None if it is not in the log.
+    """The gap between two sessions: a failure, an end or a rollback; `cause` is None if the log lacks it.
 
     `last_known_s` and `opened_at_s` are Unix times: of the last known event of the session before, and of the
-    opening of the session after. `known_steps_lost` were committed and are not in the restored state; none
-    are lost if the next session continues from a higher step. `steps_lost` also counts uncommitted steps.
-    `recovery` is the time without steps until the next session's first step, less the time that is not
-    counted; it is None if no step of that session is known. `is_rollback` means that the session before
-    belongs to a rollback and did not train.
+    opening of the session after. `known_steps_lost` counts steps that were committed and are not in the
+    restored state; it is 0 if the next session continues from a higher step. `steps_lost` also counts
+    uncommitted steps. `recovery` is the time without steps until the next session's first step, less the time
+    that is not counted; it is None if no step of that session is known. `is_rollback` means that the session
+    before belongs to a rollback and did not train.
     """
 
     after_session: int
@@ -206,7 +209,7 @@ class Goodput:
 
     @property
     def lost(self) -> Seconds:
-        """All badput. Its bounds are closer than the sums of the causes': what one is not, another one is."""
+        """All badput. Its bounds are closer than the sums of the causes' bounds, as causes share the time."""
         p = self.productive
         return Seconds(self.wall_s - p.high, self.wall_s - p.estimate, self.wall_s - p.low)
 
@@ -226,7 +229,7 @@ _Parts: TypeAlias = Mapping[str, Seconds]  # a session's time: productive, and b
 def measure_goodput(sessions: Sequence[SessionInfo], checkpoints: Iterable[CheckpointInfo]) -> Goodput:
     """Return the goodput of a run from its sessions and all its checkpoints, of any state, in log order.
 
-    Time and memory grow with the number of both.
+    Time and memory grow with the number of sessions and checkpoints.
     """
     histories, clock_back_s = session_histories(sessions, {c.id.attempt: c for c in checkpoints})
     pace = step_rate(histories)
@@ -277,7 +280,7 @@ def _goodput(
 
 
 def _from_facts(history: SessionHistory) -> tuple[_Parts, SessionSpan, float] | None:
-    """Return a session's parts, span and measured seconds, which is all of it; None if facts are missing."""
+    """Return a session's parts, span and measured seconds (the whole session); None if facts are missing."""
     if history.is_rollback:
         whole_s = history.ended_s - history.opened_s
         down = f"down_{history.cause or 'unknown'}"
@@ -287,7 +290,7 @@ def _from_facts(history: SessionHistory) -> tuple[_Parts, SessionSpan, float] | 
 
 
 def _idle_span(history: SessionHistory) -> SessionSpan:
-    """Return the span of a rollback's session, in which nobody trained."""
+    """Return the span of a rollback's session, which has no training."""
     s = history.opened_s
     return SessionSpan(
         session=history.session,
@@ -308,7 +311,7 @@ def _idle_span(history: SessionHistory) -> SessionSpan:
 def _from_estimates(history: SessionHistory, pace: StepRate) -> tuple[_Parts, SessionSpan, float]:
     """Return parts, span and measured seconds of a session without all facts.
 
-    Its restore is measured, and the time after its last step if that is known.
+    The restore is measured; the time after the last step is measured if the end of this step is known.
     """
     ready_s = history.ready_s
     last_at_s = history.end.last_at_s if history.end else None
@@ -329,9 +332,9 @@ def _from_estimates(history: SessionHistory, pace: StepRate) -> tuple[_Parts, Se
 
 
 def _stalls_between_commits(history: SessionHistory) -> tuple[float, float]:
-    """Return how long saves held up surviving and lost steps, by their commits.
+    """Return how long saves held up surviving and lost steps, from the stalls that commits record.
 
-    The last commit's stall is left out: it lies in the estimated time.
+    The last commit's stall is left out, because the stall lies in the estimated time.
     """
     times_s = [commit.time_s for commit in history.commits]
     stalls_s = [commit.stall_s or 0.0 for commit in history.commits]
@@ -405,7 +408,7 @@ def _measured_parts(history: SessionHistory, span: SessionSpan) -> dict[str, Sec
 
 
 def _stalls(history: SessionHistory, kept_s: float, gone_s: float) -> tuple[float, float]:
-    """Return how long saves held up the steps that survived, and the steps that did not.
+    """Return how long saves held up surviving steps and lost steps.
 
     A save holds up training after its step, so the last surviving save holds up lost steps, if there are any.
     """
@@ -431,7 +434,7 @@ def _estimated(
 ) -> dict[str, Seconds]:
     """Return the parts of a session's time from `ready_s` to the opening of the next session.
 
-    `last_at_s` is the time at which its last step ended, if known.
+    `last_at_s` is the time at which the session's last step ended, if known.
     """
     if not history.commits:
         whole = _exactly(history.ended_s - ready_s)

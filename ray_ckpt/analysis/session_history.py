@@ -1,4 +1,4 @@
-"""The sessions of a log with their commits, and their times, put in order where clocks disagree."""
+"""The sessions of a log with their commits and times; times are put in order where clocks disagree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLOCK_SLACK_S = 1.0  # by which clocks of coordinators may differ; times in the 
 
 
 class Commit(NamedTuple):
-    """A commit; `lag_s` is the time since its step's end, `stall_s` how long the save held up training."""
+    """A commit; `lag_s` is the time since its step's end, `stall_s` the time that training waited."""
 
     time_s: float
     step: int
@@ -26,14 +26,14 @@ class Commit(NamedTuple):
 class SessionHistory:
     """A session with its commits, whose times and steps are in order.
 
-    `kept` is the number of commits on the lineage. `cause` is the cause of its end, for a rollback's session
-    that of the session before. `is_jumpy` means that a clock jumped.
+    `kept` is the number of commits on the lineage. `cause` is the cause of the session's end; for a
+    rollback's session, the cause of the previous session's end. `is_jumpy` means that a clock jumped.
     """
 
     session: int
     opened_s: float
     restored_s: float | None
-    restore_s: float | None  # duration
+    restore_s: float | None  # duration of the restore
     ended_s: float
     first_step: int
     commits: tuple[Commit, ...]
@@ -63,7 +63,7 @@ class SessionHistory:
 
     @property
     def span(self) -> tuple[float, int]:
-        """Seconds and steps between its commits."""
+        """Seconds and steps between the session's commits."""
         if not self.commits:
             return 0.0, 0
         return self.last_s - self.commits[0].time_s, self.last_step - self.commits[0].step
@@ -80,7 +80,7 @@ class StepRate:
 def session_histories(
     sessions: Sequence[SessionInfo], known: Mapping[str, CheckpointInfo]
 ) -> tuple[list[SessionHistory], float]:
-    """Return each session with its commits, and the most by which the clock went back, in seconds."""
+    """Return each session with its commits, and the largest backward jump of the clock in seconds."""
     commits: defaultdict[int, list[CheckpointInfo]] = defaultdict(list)
     for checkpoint in known.values():
         commits[checkpoint.id.session].append(checkpoint)
@@ -130,7 +130,7 @@ def session_histories(
 
 
 def _until(history: SessionHistory, opened_s: float) -> SessionHistory:
-    """Return the history, ended when the next session opens, or, if it finished, at its last event."""
+    """Return the history, closed at the next opening, or at the last event if the session finished."""
     is_over = history.cause == "finished"
     return replace(history, ended_s=min(history.ended_s, opened_s) if is_over else opened_s)
 
@@ -138,7 +138,7 @@ def _until(history: SessionHistory, opened_s: float) -> SessionHistory:
 def _moments(
     sessions: Sequence[SessionInfo], commits: Mapping[int, Sequence[CheckpointInfo]]
 ) -> Iterable[float]:
-    """Yield the times of the log in its order: opening, restore and commits of each session."""
+    """Yield the times of opening, restore and commits of each session, in log order."""
     for info in sessions:
         yield info.opened_at_s
         if info.restored_at_s is not None:
@@ -147,10 +147,10 @@ def _moments(
 
 
 def _in_order(logged_s: Sequence[float]) -> tuple[list[float], float]:
-    """Return the times by a clock that never goes back, and the most by which the logged ones did.
+    """Return the times by a clock that never goes back, and the largest backward jump of the logged times.
 
-    A single time that is later than the next two, while these are not before the previous one, was taken from
-    a wrong clock; it is replaced by the next one.
+    A single time that is later than the next two, while these two are not before the previous time, was taken
+    from a wrong clock and is replaced by the next time.
     """
     times_s: list[float] = []
     back_s, newest_s = 0.0, -math.inf
@@ -177,7 +177,7 @@ def _branch_points(
 ) -> dict[int, float]:
     """Return, for the last session and its ancestors, the last record on which the newest state depends.
 
-    The record is -1 for newer sessions of which no checkpoint is left.
+    The record is -1 for newer sessions without a remaining checkpoint.
     """
     by_number = {info.session: info for info in sessions}
     ends: dict[int, float] = {}
@@ -195,10 +195,10 @@ def _branch_points(
 
 
 def _newest_left(commits: Sequence[CheckpointInfo]) -> int:
-    """Return the record of the newest checkpoint that carries a session's progress; -1 if there is none.
+    """Return the record of the newest checkpoint that contains a session's progress; -1 without one.
 
-    The progress of retired and collected checkpoints is contained in newer ones. If the newest is lost, a
-    restart needs a live one.
+    The progress of retired and collected checkpoints is contained in newer ones. If the newest checkpoint is
+    lost, a restart needs a live one.
     """
     if commits and commits[-1].state != "lost":
         return commits[-1].seq
@@ -215,5 +215,5 @@ def step_rate(histories: Sequence[SessionHistory]) -> StepRate:
 
 
 def ratio(whole: float, count: float) -> float | None:
-    """Return `whole / count`, or None unless both are positive: nothing was measured."""
+    """Return `whole / count`, or None if either is not positive, as nothing was measured."""
     return whole / count if whole > 0 and count > 0 else None

@@ -63,7 +63,7 @@ _MAX_NAMED_RUNS = 10  # runs that a hint names
 
 
 class Catalog:
-    """A run's log, read once, beginning with the newest snapshot. `path` is `<storage_path>/<run>` or its `ray_ckpt`.
+    """A run's log, read once from the newest snapshot on. `path` is `<storage_path>/<run>` or its `ray_ckpt`.
 
     `path` may be a folder or a URL, like the training's storage path; `storage_options` are those of
     RunOptions. `catalog[30]` is the newest live checkpoint of step 30; checkpoints on the current lineage are
@@ -157,7 +157,7 @@ class Catalog:
         return sorted(found, key=lambda c: (c.state == "live", c.seq <= ends.get(c.id.session, -1), c.seq))
 
     def newest(self, level: Level = Level.LOCAL) -> CheckpointView | None:
-        """Return the newest checkpoint of the lineage that has reached `level`; None without such a checkpoint."""
+        """Return the newest checkpoint of the lineage that has reached `level`, or None."""
         found = [c for c in self.lineage if c.level >= level]
         return self.view(found[-1]) if found else None
 
@@ -176,7 +176,7 @@ class Catalog:
         return tuple(map(self._view, known, self._on_storage(known)))
 
     def _on_storage(self, known: Sequence[CheckpointInfo]) -> tuple[bool, ...]:
-        """Return for each checkpoint whether the storage path has its files; list it only for retired or lost ones."""
+        """Return whether the storage path has files of each checkpoint; list only retired or lost ones."""
         folders: tuple[str, ...] = ()
         if any(_may_have_files(info) and info.state != "live" for info in known):
             with readable(self._tier.root):
@@ -312,7 +312,7 @@ class Catalog:
         return self.to_arrow(table, steps=steps).to_pandas()
 
     def events(self) -> pa.Table:
-        """Return the log, one row per record; fields that the op of a record lacks are null. See `to_arrow`."""
+        """Return the log, one row per record; fields that a record lacks are null. See `to_arrow`."""
         with readable(self._tier.root):
             seqs = (seq for seq in _seqs(self._tier.log.list()) if seq < self._base.next_seq)
             covered = read_covered(self._ahead(map(names.record_file, seqs)), self._base)
@@ -413,7 +413,7 @@ def _cuts_of(views: Iterable[CheckpointView]) -> dict[str, tuple[str, ...]]:
 
 
 def _may_have_files(info: CheckpointInfo) -> bool:
-    """Return whether the storage path may have files; those of a checkpoint that is not live may be deleted."""
+    """Return whether the storage path may have files of a checkpoint; a retired one may lack them."""
     return info.level is Level.DURABLE and info.state != "collected"
 
 
@@ -421,7 +421,7 @@ def _may_have_files(info: CheckpointInfo) -> bool:
 
 
 def find_runs(path: StoragePath, storage_options: Mapping[str, str] | None = None) -> tuple[Location, ...]:
-    """Return the folders of the runs directly below a storage path, by name; empty if the path does not exist.
+    """Return the folders of the runs directly below a storage path, by name; empty if the path is missing.
 
     Only the first MAX_FOLDERS folders are searched, with one request each. Raise StoragePathError if the path
     cannot be read, ConfigError if it cannot be opened.

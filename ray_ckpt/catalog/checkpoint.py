@@ -62,7 +62,7 @@ class CheckpointView:
         return None if self.tier is None or not self.tier.root.is_posix else self._location(self.tier).folder
 
     def files(self) -> CheckpointFiles:
-        """Return the files without a request to the store. Raise ConfigError if the checkpoint has no files."""
+        """Return the files without a request to the store. Raise ConfigError if the checkpoint has none."""
         if self.tier is None:
             there = "in the cluster only" if self.info.state == "live" else self.info.state
             raise ConfigError(
@@ -81,7 +81,7 @@ class CheckpointView:
         return tuple(fragment for fragment, _ in self.each_fragment())
 
     def each_fragment(self) -> Iterator[tuple[Fragment, FileEntry]]:
-        """Yield each fragment with its file; memory holds one decoded fragment and the bytes of a few others."""
+        """Yield each fragment with its file; memory holds one fragment and the bytes of a few others."""
         files = self.files()
         listed = [f for f in self._description(files).files if is_fragment(f.name)]
         read = map_in_order(

@@ -1,11 +1,11 @@
 """Export of a durable checkpoint for other tools: safetensors in Hugging Face's layout, or one `.pt` file.
 
 Files are written under temporary names and renamed when all of them are complete and every byte has been
-compared with its digest; after an error none of them is left. An existing folder is not replaced, only its
-files: it may be a mount, a link or a working directory.
-Hugging Face's layout: `model.safetensors`, or `model-00001-of-00002.safetensors` ... with
-`model.safetensors.index.json`, which names the file of each tensor; see
-https://huggingface.co/docs/safetensors and huggingface_hub.split_torch_state_dict_into_shards.
+compared with its digest; after an error no file is left. An existing folder is not replaced, only the files
+in it: the folder may be a mount, a link or a working directory. In Hugging Face's layout, the files are
+`model.safetensors`, or `model-00001-of-00002.safetensors` ... with `model.safetensors.index.json`, which
+names the file of each tensor; see https://huggingface.co/docs/safetensors and
+huggingface_hub.split_torch_state_dict_into_shards.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ray_ckpt.format.shard import ITEMSIZE, MAX_HEADER_BYTES
 from ray_ckpt.storage.output_file import output_file, whole_file
 from ray_ckpt.types import ProgressCallback
 
-MAX_FILE_BYTES = 5 * 10**9  # of tensors in one file, except for a single larger one; as Hugging Face does
+MAX_FILE_BYTES = 5 * 10**9  # bytes of tensors per file, unless one tensor is larger; as Hugging Face does
 INDEX_FILE = "model.safetensors.index.json"
-_EXPORTED = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")  # what an export writes
+_EXPORTED = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")  # files of an export
 METADATA = "__metadata__"  # the only key of a header that is not a tensor
 
 
@@ -53,7 +53,7 @@ def export_safetensors(
     their full names. `only` has full names or patterns of them. `progress` is called with the bytes of each
     tensor. `force` permits a folder that is not empty; only the files of an earlier export are replaced.
 
-    Raise ConfigError if there are no such tensors or `out` cannot be used, CorruptionError for damage,
+    Raise ConfigError if no tensor is selected or `out` cannot be used, CorruptionError for damage,
     OSError if `out` cannot be written.
     """
     tensors = _chosen(view, item, only)
@@ -86,7 +86,7 @@ def export_torch(
     """Write one `.pt` file: {item: state}, the state of `item`, or {full name: tensor} for `only`.
 
     `view` is a live durable checkpoint of `catalog`. `torch.load(weights_only=True)` can load the file,
-    because numpy's arrays, such as its random state, are converted to tensors. Where ranks have different
+    because numpy arrays, such as numpy's random state, are converted to tensors. Where ranks have different
     values, those of rank 0 are written. The function needs as much memory as the state.
 
     Raise ConfigError if there is no such item or name, if `out` exists and `force` is false, or if only
@@ -113,7 +113,7 @@ def export_torch(
 
 
 def _without_numpy(value: Any) -> Any:
-    """Replace numpy's arrays by tensors, if torch has their dtype, and its scalars by Python numbers."""
+    """Replace numpy arrays by tensors, if torch has their dtype, and numpy scalars by Python numbers."""
     import torch
 
     if isinstance(value, np.ndarray):
@@ -177,12 +177,12 @@ def _header(shard: Mapping[str, LazyTensor]) -> bytes:
 
 
 def _write(path: Path, header: bytes, shard: Mapping[str, LazyTensor], progress: ProgressCallback) -> None:
-    """Write one file. Tensors are read into mapped memory of the file, which the kernel writes back."""
+    """Write one file. Tensors are read into a memory map of the file, which the kernel writes back."""
     size_bytes = len(header) + sum(lazy.nbytes for lazy in shard.values())
     for lazy in shard.values():
         lazy.check()  # before space is allocated
     with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size_bytes)  # writing mapped memory of a full disk is a SIGBUS
+        os.posix_fallocate(file.fileno(), 0, size_bytes)  # else a full disk raises SIGBUS in mapped memory
         file.write(header)
     at = len(header)
     for lazy in shard.values():
@@ -210,7 +210,7 @@ def _file_name(index: int, count: int) -> str:
 
 @contextmanager
 def _temporary(out: Path) -> Iterator[Path]:
-    """Make a temporary folder in `out`, or beside it if it does not exist; delete it at the end."""
+    """Make a temporary folder in `out`, or beside a missing `out`; delete the folder at the end."""
     whole = out.absolute()
     place = whole if whole.is_dir() else whole.parent
     if not place.is_dir():

@@ -1,8 +1,8 @@
 """Tensors of a durable checkpoint that are read on access, and only the part that is accessed.
 
 A saved slice that is read as a whole is compared with its digest. A part of a slice has no digest of its own
-and is not verified. Neither the size of a request to the store nor the memory besides the result grows with
-the tensor. torch is imported with the first tensor.
+and is not verified. Neither the size of a request to the store nor the memory used in addition to the result
+grows with the tensor. torch is imported when the first tensor is read.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ray_ckpt.types import ManifestRow, Slice
 if TYPE_CHECKING:
     import torch
 
-BLOCK_BYTES = 16 << 20  # copied at a time: the size of a request to a bucket
-GAP_BYTES = 64 << 10  # between wanted bytes: reading the gap costs less than another request
-SLICES_AT_A_TIME = 4  # threads, each with a block and the store's read-ahead, because answers are slow
+BLOCK_BYTES = 16 << 20  # bytes copied at a time: the size of a request to a bucket
+GAP_BYTES = 64 << 10  # largest gap between wanted bytes that is read, as another request would cost more
+SLICES_AT_A_TIME = 4  # threads, as a store answers slowly; each has a block and the store's read-ahead
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Index: TypeAlias = Any
@@ -43,7 +43,7 @@ Index: TypeAlias = Any
 
 
 class SavedTensors(Mapping[str, "LazyTensor"]):
-    """The tensors of one checkpoint by their full names, such as `model.layers.0.weight`; nothing is read.
+    """Tensors of one checkpoint by full name, such as `model.layers.0.weight`. Construction reads nothing.
 
     `rows` is the checkpoint's manifest, proven by the log. If several ranks saved the same slice, it is read
     from the first file.
@@ -196,9 +196,9 @@ class LazyTensor:
     def __getitem__(self, index: Index) -> torch.Tensor:
         """Return the part at a basic index, like torch: ints, slices with a step of 1 or more, `...`.
 
-        Only this part is read, and gaps of up to GAP_BYTES in it. Saved slices that are read as a whole are
-        verified; a part of a slice has no digest. Raise IndexError if an index is out of bounds, TypeError
-        for another kind of index, ValueError for a step below 1, and the errors of `load`.
+        Only this part and gaps of up to GAP_BYTES in the part are read. Saved slices that are read as a whole
+        are verified; a part of a slice has no digest. Raise IndexError if an index is out of bounds,
+        TypeError for another kind of index, ValueError for a step below 1, and the errors of `load`.
         """
         wanted = _spans(index, self.shape)
         found = self._read([span for span, _ in wanted])
@@ -206,13 +206,13 @@ class LazyTensor:
         return found.reshape(kept)
 
     def load(self) -> torch.Tensor:
-        """Read and verify the tensor. Raise StoragePathError if that fails, CorruptionError for damage."""
+        """Read and verify the tensor. Raise StoragePathError if a read fails, CorruptionError for damage."""
         return self._read([range(size) for size in self.shape])
 
     def read_into(self, out: Bytes) -> None:
         """Read and verify the tensor into `out`, bytes of shape (*shape, bytes of an element).
 
-        Raise the errors of `load`; `out` then holds a part of the tensor.
+        Raise the errors of `load`; after an error `out` holds a part of the tensor.
         """
         self._read_into([range(size) for size in self.shape], out)
 
@@ -251,7 +251,7 @@ class LazyTensor:
         return out
 
     def check(self) -> None:
-        """Raise CorruptionError if a file is shorter than in the manifest."""
+        """Raise CorruptionError if a file is shorter than its size in the manifest."""
         if self.nbytes:
             self._tensors.check(self._plan([range(size) for size in self.shape]).reads)
 
@@ -300,7 +300,7 @@ def matching_tensors(patterns: Iterable[str], names: Sequence[str], where: str =
 
 
 def unknown_tensor(wanted: str, names: Sequence[str], where: str = "") -> ConfigError:
-    """Return an error with the names most similar to `wanted`, or with the items that have tensors."""
+    """Return an error that names the tensors most similar to `wanted`, or the items that have tensors."""
     item = wanted.partition(".")[0]
     same = [name for name in names if name.partition(".")[0] == item] or names
     items = sorted({f"{name.partition('.')[0]}.*" for name in names})
@@ -357,15 +357,15 @@ def _is_single(part: Index) -> bool:
 
 
 class _Differs(Exception):
-    """A slice that was read as a whole differs from its digest."""
+    """The bytes of a slice that was read as a whole do not match its digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Consecutive elements of a saved slice.
 
-    They have the indices `lead` in the dimensions before `axis`, `count` indices from `at` on in `axis`, and
-    all indices in the dimensions after it.
+    The elements have the indices `lead` in the dimensions before `axis`, `count` indices from `at` on in
+    `axis`, and all indices in the dimensions after `axis`.
     """
 
     lead: tuple[int, ...]
@@ -402,7 +402,7 @@ def _copy(file: CheckpointFile, row: ManifestRow, copy: Copy, steps: Sequence[in
 
 
 def _boxes(copy: Copy, steps: Sequence[int]) -> tuple[list[range], list[int]] | None:
-    """Return, for each dimension, the wanted indices of a saved slice and the target of the first one."""
+    """Return, for each dimension, the wanted indices of a saved slice and the target of the first index."""
     source, target = [], []
     for start, at, size, step in zip(copy.source_start, copy.target_start, copy.shape, steps, strict=True):
         first = -(-at // step) * step  # the first index of the target that is a multiple of the step
@@ -419,9 +419,9 @@ def _is_all(span: range, size: int) -> bool:
 
 
 def _pieces(shape: Sequence[int], box: Sequence[range], itemsize: int) -> Iterator[_Piece]:
-    """Yield the pieces of a slice to read for a box of it, in ascending order, each of at most BLOCK_BYTES.
+    """Yield the pieces to read for a box of a slice, in ascending order, each of at most BLOCK_BYTES.
 
-    A row of a dimension is read as a whole if that adds at most GAP_BYTES to the span from its first to its
+    A row of a dimension is read as a whole if this adds at most GAP_BYTES to the span from its first to its
     last wanted byte. Otherwise the row is divided along the next dimension.
     """
     yield from _pieces_from(shape, box, itemsize, (), 0)
@@ -448,7 +448,7 @@ def _pieces_from(
 
 
 def _extent(shape: Sequence[int], box: Sequence[range]) -> int:
-    """Return the number of elements from the first to the last wanted one."""
+    """Return the number of elements from the first wanted element to the last one."""
     extent = 0
     for size, span in zip(shape, box, strict=True):
         extent = extent * size + span[-1] - span.start
@@ -456,7 +456,7 @@ def _extent(shape: Sequence[int], box: Sequence[range]) -> int:
 
 
 def _buffers(blocks: Iterator[memoryview], sizes: Sequence[int]) -> Iterator[Bytes]:
-    """Yield the bytes of `blocks` in buffers of these sizes, each valid until the next. Raise EOFError."""
+    """Yield the bytes of `blocks` in buffers of `sizes`, each valid until the next one. Raise EOFError."""
     buffer, cutter = np.empty(max(sizes), np.uint8), BlockCutter(blocks)
     for size in sizes:
         filled = 0

@@ -7,9 +7,9 @@
     run.load(into={"model": model, "optimizer": optimizer})  # in place, with their present sharding
 
 Every tensor is whole, however many ranks saved it. Only the byte ranges of the requested tensors are read,
-several at a time, and each range is compared with its digest from the manifest, which the log proves. Nothing
-is written, no code from the checkpoint is executed, and no cluster is needed. torch is imported with the
-first tensor.
+several at a time, and each range is compared with its digest from the manifest, which the root digest in the
+log verifies. Nothing is written, no code from the checkpoint is executed, and no cluster is needed. torch is
+imported when the first tensor is read.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ray_ckpt")
 
-MAX_NOTES = 3  # failures in one error
+MAX_NOTES = 3  # failures that one error lists
 
 
 def open(path: StoragePath, storage_options: Mapping[str, str] | None = None) -> OpenedRun:
-    """Open the run at `<storage_path>/<run name>` with its present log. Raise the errors of `Catalog`."""
+    """Open the run at `<storage_path>/<run name>` and read its log. Raise the errors of `Catalog`."""
     return OpenedRun(Catalog(path, storage_options))
 
 
@@ -70,21 +70,21 @@ class OpenedRun:
         rank: int | None = None,
         into: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Read a durable checkpoint: the newest of the lineage, or that of `step`.
+        """Read a durable checkpoint: the newest one on the lineage, or the one of `step`.
 
         what:
             None returns {item: state}. The name of an item returns its state: its `state_dict()` when it was
             saved (an optimizer's state is keyed by parameter names). A full name, a pattern of full names
-            such as "model.layers.*.weight", or several of them return {name: tensor}. Tensors are new ones
-            on the CPU.
+            such as "model.layers.*.weight", or several of them return {name: tensor}. Tensors are newly
+            allocated on the CPU.
         rank:
             The rank whose values are returned where ranks differ: data position, random state ("rng"),
             buffers, plain values.
         into:
-            Objects by the names of their items, as for a Checkpointer. They are filled in place, whatever
-            their layout is, and a RestoreInfo is returned. Where torch.distributed is initialized, each rank
-            reads its part; without `step` all ranks must call, and load the checkpoint that is the newest
-            for rank 0. Random state does not change.
+            Objects by the names of their items, as for a Checkpointer. The objects are filled in place,
+            whatever their layout is, and a RestoreInfo is returned. Where torch.distributed is initialized,
+            each rank reads its part; without `step` all ranks must call `load`, and all load the checkpoint
+            that is the newest for rank 0. Random state does not change.
 
         Raise ConfigError if there is no such step, item, name or rank, or the step is not durable;
         MismatchError, with each difference, if `into` does not fit (nothing is changed); RestoreError if
@@ -97,7 +97,7 @@ class OpenedRun:
         return self._load(self.choose(step)._view, what, rank)
 
     def at(self, attempt: AttemptId) -> OpenedCheckpoint:
-        """Return a live durable checkpoint of the run. Raise ConfigError, with the nearest, for any other."""
+        """Return a live durable checkpoint of the run. For any other, raise ConfigError with the nearest."""
         found = next((c for c in self.catalog.list(all=True) if c.id.attempt == attempt.attempt), None)
         if found is not None and found.state == "live" and found.level is Level.DURABLE:
             return OpenedCheckpoint(self, self.catalog.view(found))
@@ -142,7 +142,7 @@ class OpenedRun:
         return self._last
 
     def choose(self, step: int | None = None) -> OpenedCheckpoint:
-        """Return the checkpoint of a step, or the newest durable one. Raise ConfigError if there is none."""
+        """Return the checkpoint of a step, or the newest durable one. Raise ConfigError if none exists."""
         view = self.catalog.newest(Level.DURABLE) if step is None else self.catalog[step]
         if view is not None and view.where is not None:
             return OpenedCheckpoint(self, view)
@@ -159,7 +159,7 @@ class OpenedRun:
         return nearest_steps(self._durable_steps(), step, kind="durable")
 
     def _of_attempt(self, attempt: str) -> CheckpointView:
-        """Return the checkpoint that rank 0 chose; read the log again if the checkpoint is not in it yet."""
+        """Return the checkpoint that rank 0 chose; read the log again if the log lacks it so far."""
         if attempt not in {info.id.attempt for info in self.catalog.checkpoints}:
             self.catalog.refresh()
         for info in self.catalog.checkpoints:
@@ -173,7 +173,7 @@ class OpenedRun:
 
 
 class OpenedCheckpoint:
-    """One checkpoint to load from. `run` is its run, with all other checkpoints."""
+    """One checkpoint to load from. `run` is the checkpoint's run, with all other checkpoints."""
 
     def __init__(self, run: OpenedRun, view: CheckpointView) -> None:
         self.run = run
@@ -252,7 +252,7 @@ class _Saved:
         return {name: found.state for name, found in loaded.items()}
 
     def tensors(self, patterns: Collection[str], rank: int) -> dict[str, torch.Tensor]:
-        """Return whole tensors by their full names, sorted by name; those of `rank` where ranks differ."""
+        """Return whole tensors by their full names, sorted by name; where ranks differ, those of `rank`."""
         names = sorted({row.slice.key for row in self._rows if row.slice is not None})
         chosen = matching_tensors(patterns, names, f" of step {self.info.step}")
         tree = {name: TensorRef(name) for name in names if name in chosen}
@@ -283,7 +283,7 @@ class _Saved:
         )
 
     def _load(self, trees: Mapping[str, Any], rank: int) -> dict[str, _NewItem]:
-        """Load the tensors of the trees; where ranks have different tensors of a name, those of `rank`."""
+        """Load the tensors of the trees; where ranks differ in a tensor of one name, that of `rank`."""
         from ray_ckpt.capture.load import load_items
 
         items = {name: _NewItem() for name in trees}
@@ -296,8 +296,8 @@ class _Saved:
     def _merged(self, rank: int) -> dict[str, Any]:
         """Return the state of `rank` for `load_items`, with TensorRef in place of tensors.
 
-        If the group has several parts, the items of the other parts are added, as their first ranks saved
-        them.
+        If the group has several parts, the items of the other parts are added as the first rank of each part
+        saved them.
         """
         state = self._state(rank)
         trees, classes = state["items"], state.get("classes", {})

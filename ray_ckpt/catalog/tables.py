@@ -28,10 +28,10 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, Manif
 TableName: TypeAlias = Literal["checkpoints", "shards", "slices", "events", "sessions"]
 TABLES: tuple[TableName, ...] = get_args(TableName)
 
-ROW_GROUP_ROWS = 131_072  # of a Parquet file, in memory at a time: about 30 MB of slices
+ROW_GROUP_ROWS = 131_072  # rows of a Parquet file in memory at a time: about 30 MB of slices
 MAX_CUTS = 8  # different cuts per checkpoint; a layout has three or four
-MAX_HTML_ROWS = 20  # of a table in a notebook
-MAX_HTML_METRICS = 5  # of a checkpoint in a notebook
+MAX_HTML_ROWS = 20  # rows of a table in a notebook
+MAX_HTML_METRICS = 5  # metrics of a checkpoint in a notebook
 
 _TIME = pa.timestamp("us", tz="UTC")
 _STRINGS = pa.list_(pa.string())
@@ -97,7 +97,7 @@ _PINS = pa.list_(pa.struct({"owner": pa.string(), "until": _TIME}))
 
 
 def _tiers(info: CheckpointInfo, on_storage: bool) -> tuple[str, ...]:
-    """Return where a checkpoint is according to the log, which does not record the loss of local copies."""
+    """Return the tiers that hold a checkpoint by the log, which does not record the loss of local copies."""
     nodes = () if info.state != "live" else ("local", "peer") if info.replicas else ("local",)
     return (*nodes, "remote") if on_storage else nodes
 
@@ -108,7 +108,7 @@ def _pins(info: CheckpointInfo) -> list[dict[str, Any]]:
 
 
 def sessions_table(history: RunHistory) -> pa.Table:
-    """Return a table with one row per session, in log order: its lineage, group, restore and end.
+    """Return a table with one row per session, in log order: the session's lineage, group, restore and end.
 
     `branch` is the first session of the session's branch. A session that resumed from the last commit of a
     branch continues that branch; any other session starts a new one.
@@ -385,7 +385,7 @@ class Cuts:
 class ParquetFile:
     """A Parquet file of tables with one schema. It appears when the `with` block ends without an error.
 
-    At most ROW_GROUP_ROWS rows and one more table are in memory. Methods raise OSError.
+    Memory holds at most ROW_GROUP_ROWS rows and one more table. Methods raise OSError.
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
@@ -395,7 +395,7 @@ class ParquetFile:
         self._file = self._temporary.open("wb")  # pyarrow would read some names as URLs
         self._writer = pq.ParquetWriter(self._file, schema, compression="zstd")
         self._waiting: list[pa.Table] = []
-        self._num_waiting = 0  # rows
+        self._num_waiting = 0  # rows that are not written yet
 
     def add(self, table: pa.Table) -> None:
         self.num_rows += table.num_rows

@@ -1,4 +1,4 @@
-"""URIs of checkpoints, with which a run without a checkpoint of its own starts from one of another run.
+"""URIs of checkpoints of other runs, from which a run without checkpoints may start.
 
     s3://bucket/runs/gpt                                   the newest durable checkpoint of a run
     s3://bucket/runs/gpt@3000                              the checkpoint of step 3000
@@ -31,7 +31,7 @@ POINTER_PREFIX = "ray_ckpt_"  # of the folders that Ray Train keeps for a run's 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointUri:
-    """A parsed URI of a checkpoint. Without step and folder it means the run's newest durable checkpoint."""
+    """A parsed URI of a checkpoint. Without step and folder the URI means the run's newest durable one."""
 
     run: Location
     """<storage_path>/<run name>"""
@@ -69,7 +69,7 @@ class Origin:
     attempt: AttemptId
 
     def ticket(self, session: int, epoch: int) -> RestoreTicket:
-        """Return a ticket with which a rank reads it. Raise the errors of `CheckpointUri.open`."""
+        """Return a ticket for a rank to read the checkpoint. Raise the errors of `CheckpointUri.open`."""
         run = open_run(
             Location.parse(self.storage.storage_path) / self.storage.run_name, dict(self.storage.options)
         )
@@ -88,7 +88,7 @@ class Origin:
 
 
 def find_origin(options: RunOptions, storage: RemoteRef) -> Origin | None:
-    """Return the checkpoint from which a run with no checkpoint of its own starts, None if there is none.
+    """Return the checkpoint of another run from which a run without checkpoints starts, or None.
 
     The options of the storage path apply if both runs are in the same kind of store. Raise the errors of
     `CheckpointUri.open`.

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(app(args=argv, prog_name=NAME, standalone_mode=False) or 0)
     except TyperException as error:
         _fail(_usage_text(error), EXIT_USAGE)
-    except typer.Abort:  # a question without an answer
+    except typer.Abort:  # a question was not answered
         _fail("The question was not answered.", EXIT_USAGE)
     except NewerFormat as error:
         _fail(str(error), EXIT_USAGE)
@@ -87,7 +87,7 @@ def _fail(text: str, code: int) -> NoReturn:
 
 
 def _usage_text(error: TyperException) -> str:
-    """Return the problem with the command line; empty if there were no arguments: the help was printed."""
+    """Return the problem with the command line; empty without arguments, as the help was printed then."""
     text, context = " ".join(error.format_message().split()), getattr(error, "ctx", None)
     return f"{text.removesuffix('.')}. See `{context.command_path} --help`." if text and context else text
 
@@ -114,7 +114,7 @@ def _root(
     pass
 
 
-# by panel of the help
+# commands by the panel of the help that lists them
 _COMMANDS: Mapping[str, Sequence[Callable[..., None]]] = {
     "A run, on its storage path": (
         ls.ls,

@@ -29,7 +29,7 @@ _ORDER: Sequence[Status] = (
     "dtype",
     "changed",
     "equal",
-)  # of rows in the table and of counts in the summary
+)  # order of rows in the table and of counts in the summary
 MAX_STEP_DIGITS = 19  # a step has 64 bits
 _NUMBERS = ("relative", "max_abs", "cosine", "norm_a", "norm_b", "norm_diff")
 

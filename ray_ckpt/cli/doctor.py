@@ -82,7 +82,7 @@ def _style(check: Check) -> str | None:
 
 
 def _shown(checks: Iterator[Check]) -> Iterator[Check]:
-    """Run the checks; if stderr is a terminal, show there how many are done."""
+    """Run the checks; if stderr is a terminal, show there the number of finished checks."""
     console = Console(stderr=True, markup=False, emoji=False)
     if not console.is_terminal:
         yield from checks

@@ -1,8 +1,8 @@
 """Checks of `ray-ckpt doctor`: this machine, its staging folders, and a storage path.
 
-Each check is a function that measures one thing and gives advice. Checks run one after the other, so that
-none disturbs the measurement of another, each in a thread with a time limit: a store or a disk that hangs
-ends as a failed check. A check removes what it has written, even after its time limit.
+Each check is a function that measures one thing and gives advice. Checks run one after the other, so that no
+check disturbs the measurement of another. Each check has a thread with a time limit, so that a store or a
+disk that hangs results in a failed check. A check removes what it has written, even after its time limit.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ __all__ = ["Check", "check_machine", "check_staging", "check_store"]
 
 State: TypeAlias = Literal["ok", "warn", "fail"]
 
-CHECK_S = 10.0  # limit of a check that only calls the kernel
-DISK_S = 120.0  # limit of the disk's measurement: 256 MiB, written and read at 5 MB/s
-STORE_S = 30.0  # limit of each check of the store: longer than the log retries a request
-GRACE_S = 5.0  # for a stopped check to end its current block and delete its file
-SMALL_BYTES = 4096  # size of the small files: that of a record or a description
-SMALL_FILES = 5  # the median counts, as the first one includes the time to connect
+CHECK_S = 10.0  # time limit of a check that only calls the kernel
+DISK_S = 120.0  # time limit of the disk measurement: 256 MiB, written and read at 5 MB/s
+STORE_S = 30.0  # time limit of each check of the store: longer than the log retries a request
+GRACE_S = 5.0  # time in which a stopped check can finish its current block and delete its file
+SMALL_BYTES = 4096  # size of the small files: about that of a log record or a `checkpoint.json`
+SMALL_FILES = 5  # small files per check; the median counts, as the first file includes the time to connect
 LEAST_SHM_BYTES = 64 * MIB  # Docker's default for /dev/shm, too small for any arena
 LEAST_MEMORY_BYTES = GIB  # with less, hardly any state fits into memory a second time
 LEAST_OPEN_FILES = 4096  # a node's agent has a few for each rank, peer and request; Ray itself needs more
 LEAST_DISK_BYTES_S = 200 * MIB  # below it, a node's checkpoint of 10 GB takes most of a minute
-SLOW_FSYNC_S = 0.05  # a save does several
-SLOW_STORE_S = 1.0  # for a small file: a commit writes one, and a restore waits for a few
+SLOW_FSYNC_S = 0.05  # seconds per fsync; a save does several
+SLOW_STORE_S = 1.0  # seconds per small file: a commit writes one, and a restore waits for a few
 CLOCK_OFF_S = 5.0  # ages (retention, sweeps) are hours; tokens of clouds are refused at minutes
-DRIFT_S = 0.05  # between two clocks of this machine within CLOCK_SAMPLE_S
+DRIFT_S = 0.05  # drift between two clocks of this machine within CLOCK_SAMPLE_S
 CLOCK_SAMPLE_S = 0.2  # duration of the comparison of two clocks
-MAX_PORTS = 1000  # tried of a range
+MAX_PORTS = 1000  # ports of a range that are tried
 OLDEST_RAY, NEWEST_RAY = (2, 56), (2, 60)  # as in pyproject.toml
 OLDEST_TORCH, NEWEST_TORCH = (2, 13), (2, 13)
 MEMORY_FILES = ("tmpfs", "ramfs")
@@ -99,7 +99,7 @@ Finding: TypeAlias = tuple[State, str, str]  # state, found, advice
 
 
 def check_machine() -> Iterator[Check]:
-    """Check what needs no folder: memory, limits, versions, ports, clocks. Takes about a second."""
+    """Run the checks that need no folder: memory, limits, versions, ports, clocks. Takes about a second."""
     checks: Mapping[str, Callable[[], Finding]] = {
         "shared memory": _shared_memory,
         "huge pages": _huge_pages,
@@ -120,7 +120,7 @@ def check_staging(
 ) -> Iterator[Check]:
     """Run three checks of each staging folder of this machine, as `RunOptions.staging` names them.
 
-    Writes a file of `size_bytes` (0: none) and small ones into a folder of its own there, and removes them. A
+    Writes a file of `size_bytes` (0: none) and small files into a new folder there, and removes the folder. A
     staging folder that does not exist is not created: its nearest existing parent is checked instead. Nothing
     is written where space is too low.
     """
@@ -147,10 +147,10 @@ def check_staging(
 def check_store(
     storage_path: Location, options: Mapping[str, str] | None = None, *, limit_s: float = STORE_S
 ) -> Iterator[Check]:
-    """Check the storage path: that it can hold a log, the time of small files, and its clock.
+    """Check that the storage path can hold a log, the time that small files take, and the clock of the store.
 
-    Writes into a folder `ray_ckpt-doctor-...` of its own there, and removes it. Ends after the first check
-    that fails, as the next ones would fail too; each has `limit_s` seconds. A local folder must exist.
+    Writes into a new folder `ray_ckpt-doctor-...` there, and removes the folder. Ends after the first check
+    that fails, as later checks would fail too; each check has `limit_s` seconds. A local folder must exist.
     """
     tier = RemoteTier(storage_path / f"ray_ckpt-doctor-{uuid.uuid4().hex}", options)
     steps: Mapping[str, Callable[[RemoteTier], Finding]] = {
@@ -179,7 +179,7 @@ def _run(
 ) -> Check:
     """Run `look` in a daemon thread and return its result as a check.
 
-    If it raises an error or exceeds `limit_s`, the check has failed, with the error's hint or `advice`.
+    If `look` raises an error or exceeds `limit_s`, the check has failed, with the error's hint or `advice`.
     `stop` is set when the wait is over; `look` then has GRACE_S to remove what it has written.
     """
     found: list[Finding] = []
@@ -220,7 +220,7 @@ def _shared_memory() -> Finding:
 
 
 def _huge_pages() -> Finding:
-    """Check that a memfd can be created, and gets huge pages on request."""
+    """Check that a memfd can be created, and that the kernel gives it huge pages on request."""
     fd = os.memfd_create("ray_ckpt-doctor", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, HUGE_BYTES)
@@ -344,7 +344,7 @@ def _space(root: Path, place: Path, size_bytes: int) -> Finding:
 
 
 def _file_system(path: Path) -> str:
-    """Return the file system type of `path` by the kernel's table of mounts; empty if it is not in there."""
+    """Return the file system type of `path` by the kernel's table of mounts; empty if the table lacks it."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in (_text(Path("/proc/self/mountinfo")) or "").splitlines():
@@ -383,7 +383,7 @@ def _takes_direct(path: Path) -> bool:
 
 
 def _speed(place: Path, size_bytes: int, stop: threading.Event) -> Finding:
-    """Measure writing a file as a shard is written, fsync included, and reading it past the page cache."""
+    """Measure writing a file like a shard, fsync included, and reading the file past the page cache."""
     block = memoryview(os.urandom(min(size_bytes, IO_BLOCK_BYTES)))  # random, as some disks compress
 
     def blocks() -> Iterator[memoryview]:
@@ -451,7 +451,7 @@ def _store_clock(tier: RemoteTier) -> Finding:
 
 
 def _cleaned(tier: RemoteTier, look: Callable[[RemoteTier], Finding]) -> Finding:
-    """Run `look`, then remove what it has written."""
+    """Run `look`, then remove the files that it has written."""
     if tier.root.is_posix and not tier.root.folder.parent.is_dir():
         advice = "Mount it, or create it: a folder made here may be on a disk that other nodes do not see."
         return "fail", f"{tier.root.parent} does not exist", advice
@@ -464,7 +464,7 @@ def _cleaned(tier: RemoteTier, look: Callable[[RemoteTier], Finding]) -> Finding
 
 
 def _remove(tier: RemoteTier) -> None:
-    """Clean up as far as possible: a store that fails is reported by the check itself."""
+    """Remove files as far as possible; ignore errors, as the check itself reports a failing store."""
     with contextlib.suppress(OSError, CheckpointError):
         tier.files.delete([CLOCK_FILE, *(f"file-{number}" for number in range(SMALL_FILES))])
         if tier.root.is_posix:

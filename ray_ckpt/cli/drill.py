@@ -1,4 +1,4 @@
-"""`ray-ckpt drill`: a rehearsal of a loss: reads what it would leave of a run and compares digests."""
+"""`ray-ckpt drill`: rehearse a loss by reading the files that would survive it and comparing digests."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _size(chosen: Iterable[LiveCheckpoint]) -> int:
 
 
 def _live(catalog: Catalog) -> tuple[LiveCheckpoint, ...]:
-    """Return the checkpoints of the log, which does not have the holders of copies."""
+    """Return the live checkpoints in the log, which does not record the nodes that hold copies."""
     lineage = {c.id.attempt for c in catalog.lineage}
     return tuple(
         LiveCheckpoint(checkpoint=c, holders=((),) * c.num_nodes, on_lineage=c.id.attempt in lineage)
@@ -156,7 +156,7 @@ def _in_cluster(
     address: str | None,
     max_bytes_per_s: int | None,
 ) -> tuple[DrillReport, tuple[str, ...]]:
-    """Return the report, and the reasons why parts of it are not in the log."""
+    """Return the report, and the reasons why parts of the report are not in the log."""
     from ray_ckpt.actors.attach import attached  # Ray takes seconds to import
     from ray_ckpt.actors.live_run import RunDrills
 

@@ -27,7 +27,7 @@ from ray_ckpt.errors import ConfigError, missing_package
 from ray_ckpt.storage.output_file import output_file, whole_file
 from ray_ckpt.texts import count_text, duration_text, local_time_text, printable
 
-MAX_SHOWN = 50  # newest interruptions in the table; JSON has all
+MAX_SHOWN = 50  # newest interruptions in the table; the JSON output has all
 FIGURE_INCHES = (8, 5)
 DPI = 120
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -35,9 +35,9 @@ UNITS = (
     ("days", 2 * DAY_S, DAY_S),
     ("hours", 7200.0, HOUR_S),
     ("minutes", 120.0, 60.0),
-)  # name, least wall time, seconds in one
+)  # unit, least wall time for which it is used, seconds per unit
 MAX_TITLE = 60  # characters of a run's name that fit into the picture
-SAME_S = 0.05  # bounds this close are printed as one time
+SAME_S = 0.05  # bounds that differ by less are printed as one time
 
 
 def goodput(
@@ -175,9 +175,9 @@ def _estimate(time: Seconds) -> str:
 
 
 def draw(run_name: str, found: Goodput) -> bytes:
-    """Draw a PNG of steps over time, dotted where lost, and below it the parts of the wall time.
+    """Draw a PNG of steps over time, with dotted lost steps, and of the parts of the wall time below.
 
-    Time that is not counted is left out. Raise ConfigError without matplotlib.
+    Time that is not counted is left out. Raise ConfigError if matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -231,7 +231,7 @@ def draw(run_name: str, found: Goodput) -> bytes:
 
 
 def _beginnings(found: Goodput) -> dict[int, float]:
-    """Return, for each session, the Unix time from which its part of the wall time is drawn."""
+    """Return, for each session, the Unix time at which the drawing of the session begins."""
     begin_s = found.spans[0].opened_s if found.spans else 0.0
     begins_s = {span.session: begin_s for span in found.spans[:1]}
     for before, after in pairwise(found.spans):

@@ -1,4 +1,4 @@
-"""Functions of the commands that call the service of a Ray cluster: reaching it, and printing its state.
+"""Functions of the commands that call the service of a Ray cluster: reach the service, print its state.
 
 Ray is imported with the first call, not before.
 """
@@ -36,7 +36,7 @@ STATE_STYLES = {"training": "green", "gone": "yellow", "failed": "yellow"}
 
 @contextmanager
 def service_if_any(address: str | None) -> Iterator[tuple[Any | None, CheckpointError | None]]:
-    """Yield the service of the cluster and None, or None and the reason.
+    """Yield (service, None), or (None, reason) if the cluster has no reachable service.
 
     A named cluster that does not answer is an error. A cluster that was found on this machine may belong to
     somebody else, so its refusal or silence is only a reason.
@@ -77,12 +77,12 @@ def overview_of(service: Any) -> ServiceView:
 
 
 def runs_named(view: ServiceView, wanted: str) -> tuple[RunView, ...]:
-    """Return the runs with this name, or else the one at `<storage_path>/<name>`."""
+    """Return the runs with this name, or else the run at `<storage_path>/<name>`."""
     return tuple(run for run in view.runs if run.name == wanted) or runs_at(view, wanted)
 
 
 def run_location(path: str) -> Location:
-    """Return the run's location by which its coordinator knows it."""
+    """Return the run's location in the form that its coordinator uses."""
     found = locate(path)
     return found.parent if found.name == SERVICE_DIR else found
 
@@ -236,7 +236,7 @@ def _newest_text(run: RunView, level: str) -> str:
 
 
 def _risk_text(nodes: Sequence[NodeView]) -> str:
-    """Return the cost of the worst node's death: lost steps, and the tier of the state that is left."""
+    """Return the cost of the worst node's death: lost steps, and the tier of the newest surviving state."""
     exposed = [node.exposure for node in nodes if node.exposure is not None]
     if not exposed:
         return "-"
@@ -328,7 +328,7 @@ def _drains_table(run: RunView) -> FittedTable:
     headers = ("drain", "state", "fragments", "bytes", "rate", "left", "tries", "on nodes")
     table = make_table(*headers, right=(2, 3, 4, 5, 6), whole=(0, 3, 4, 5), gives_way=(7, 6, 2, 5, 4))
     for drain in run.drains:
-        # fragments are of about one size; agents report the bytes sent of unfinished ones, as compressed
+        # fragments have about the same size; for unfinished ones, agents report the compressed bytes sent
         done = drain.size_bytes * drain.fragments_done // drain.fragments
         done = min(done + run.sent_bytes.get(drain.attempt, 0), drain.size_bytes)
         rate = done / drain.started_s if drain.started_s else 0.0
@@ -351,7 +351,7 @@ def _notes(run: RunView) -> Iterator[str]:
     yield from (awaited.text for awaited in run.awaited)
     if run.copies_missing:
         yield f"{run.copies_missing} copies of fragments are yet to be made again"
-    if run.needed_in_cluster and run.state != "training":  # then there always are some
+    if run.needed_in_cluster and run.state != "training":  # during training, some checkpoints always are
         yield f"in the cluster only: step(s) {', '.join(map(str, run.needed_in_cluster[-10:]))}"
     if run.records_waiting > 1:
         yield f"{run.records_waiting} records wait for the log's store"

@@ -75,7 +75,7 @@ def ls(
     if step and parquet is None:
         raise ConfigError("--step goes with --parquet.", hint="`ray-ckpt show` shows one step.")
     if parquet is not None:
-        if re.match("[a-z0-9]+:/", str(parquet)):  # a URL, of which Path has merged the slashes
+        if re.match("[a-z0-9]+:/", str(parquet)):  # a URL whose slashes Path has merged
             raise ConfigError(f"{parquet} is not a folder.", hint="Give a folder of this machine.")
         _write_tables(Catalog(path, options), parquet, step or None, as_json)
         return
@@ -128,7 +128,7 @@ def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:
     console.print(f"run {catalog.run_name}  uid {catalog.run_uid}  sessions {len(catalog.sessions)}")
     infos = catalog.list(all=all)
     left_out = max(0, len(infos) - MAX_ROWS)
-    shown = [info for info in infos[:left_out] if info.id.attempt == last]  # far back after a rollback
+    shown = [info for info in infos[:left_out] if info.id.attempt == last]  # may be old after a rollback
     shown += infos[left_out:]
     if left_out:
         console.print(f"The last {MAX_ROWS} of {len(infos)} checkpoints; --json and --parquet have all.")
@@ -173,7 +173,7 @@ def _brief_cells(info: CheckpointInfo) -> tuple[object, ...]:
 
 
 def _run_summary(run: Location, options: Mapping[str, str]) -> dict[str, Any]:
-    """Return the row of a run; for a run that cannot be read, its error, so that the others are listed."""
+    """Return the row of a run; for an unreadable run, the error, so that other runs are still listed."""
     try:
         catalog = Catalog(run, options)
     except CheckpointError as error:

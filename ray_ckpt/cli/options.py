@@ -49,7 +49,7 @@ AddressOption = Annotated[
     ),
 ]
 
-MIN_RATE_BYTES_PER_S = 10**6  # below it, requests for long ranges would time out
+MIN_RATE_BYTES_PER_S = 10**6  # at lower rates, requests for long ranges would time out
 
 _SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:([KMGT])(I)?)?B?", re.IGNORECASE)
 _PREFIXES = ("", "K", "M", "G", "T")

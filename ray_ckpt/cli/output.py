@@ -26,12 +26,12 @@ from ray_ckpt.types import CheckpointInfo, Level
 
 PIPE_WIDTH = 1_000_000  # characters without a terminal: no line is folded
 MIN_WIDTH = 60  # characters; tables are unreadable in fewer; COLUMNS=0 means unknown
-NARROW = 100  # characters of a terminal, below which tables of checkpoints have fewer columns
-MIN_FOLD = 16  # characters of a line of a name or path; with fewer, cells become very tall
-MAX_WORD = 24  # characters of a word that stays whole
+NARROW = 100  # characters; on a narrower terminal, tables of checkpoints have fewer columns
+MIN_FOLD = 16  # characters per line of a folded name or path; with fewer, cells become very tall
+MAX_WORD = 24  # characters of the longest word that is not broken
 MIN_WORD = 8  # characters to which words and names are broken before lines exceed the terminal
 
-MAX_ROWS = 1000  # newest checkpoints in a table: each takes 0.6 ms to lay out, and few people read more
+MAX_ROWS = 1000  # newest checkpoints in a table: layout takes 0.6 ms per row, and few people read more
 
 _NUMBER_OR_ID = re.compile(r"\W*\d|[0-9a-f]{12}\b")  # the beginning of a number or an id
 
@@ -96,7 +96,7 @@ def stdout() -> Console:
 
 
 class _Console(Console):
-    """A console that does not crop long lines: the terminal folds them."""
+    """A console that does not crop long lines, because the terminal folds them."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **{"crop": False, **options})
@@ -166,7 +166,7 @@ class FittedTable:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """Widths of a column: without folding, and the least that breaks no usual word, or no number or id."""
+    """Widths of a column: unfolded, and the least that breaks no usual word, or no number or id."""
 
     index: int
     width: int
@@ -205,7 +205,7 @@ def make_table(
 
 
 def add_row(table: FittedTable, *cells: object, style: str | None = None) -> None:
-    """Add a row, of which the last cells may be missing."""
+    """Add a row; cells at its end may be missing."""
     table.add([printable(str(cell)) for cell in cells], style)
 
 
@@ -239,5 +239,5 @@ def when_text(time_s: float, *, brief: bool = False) -> str:
     if to_datetime(time_s) is None:
         return "?"
     past_s = time.time() - time_s
-    ago = f"{age_text(past_s)} ago" if past_s >= 0 else f"in {age_text(-past_s)}"  # another clock is ahead
+    ago = f"{age_text(past_s)} ago" if past_s >= 0 else f"in {age_text(-past_s)}"  # clocks differ
     return ago if brief else f"{ago}, {local_time_text(time_s)}"

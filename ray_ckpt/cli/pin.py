@@ -29,7 +29,7 @@ from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.texts import printable
 from ray_ckpt.types import CheckpointInfo
 
-MAX_OWNER = 200  # characters, as owners stand in the log and in tables
+MAX_OWNER = 200  # characters; limited because owners appear in the log and in tables
 
 StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="The newest live checkpoint of this step.")]
 OwnerOption = Annotated[
@@ -118,10 +118,10 @@ def _check_owner(owner: str) -> None:
 
 
 def _is_over(path: str, options: Mapping[str, str], address: str | None) -> bool:
-    """Return whether the log has the run as finished and no cluster is named, so that none is contacted."""
+    """Return whether no cluster is named and the log has the run as finished: no cluster is contacted."""
     if address is not None or os.environ.get("RAY_ADDRESS"):
         return False
-    with contextlib.suppress(CheckpointError):  # the store may be out of reach for this machine only
+    with contextlib.suppress(CheckpointError):  # perhaps only this machine cannot reach the store
         sessions = Catalog(path, options).sessions
         end = sessions[-1].ended if sessions else None
         return end is not None and end.cause == "finished"

@@ -1,4 +1,4 @@
-"""Questions of commands before they change something."""
+"""Questions that commands ask before a change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_anybody_there() -> bool:
 
 
 def confirm(question: str) -> None:
-    """Raise ConfigError if the answer is not yes or there is no answer; exit with 130 after Ctrl-C."""
+    """Ask `question`; raise ConfigError unless the answer is yes, and exit with 130 after Ctrl-C."""
     try:
         is_sure = typer.confirm(question, err=True)
     except typer.Abort as error:

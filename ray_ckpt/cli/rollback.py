@@ -63,7 +63,7 @@ def rollback(
     is_asked = not plan.is_done and not yes
     if not as_json:
         _print_plan(stdout(), plan, notes)
-    elif is_asked:  # the user decides by the plan
+    elif is_asked:  # print the plan before the question
         _print_plan(Console(stderr=True, markup=False, highlight=False, emoji=False), plan, notes)
     if not plan.is_done:
         if is_asked:

@@ -70,7 +70,7 @@ def down(
             view = None if service is None else attach.stop(service, force=force)
         except Unavailable:
             raise
-        except ServiceError as error:  # it is in use
+        except ServiceError as error:  # the service is in use
             print(f"ray-ckpt: {printable(f'{cluster}: {error}')}", file=sys.stderr)
             raise typer.Exit(EXIT_REFUSED) from None
     if view is None:

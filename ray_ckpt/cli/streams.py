@@ -13,8 +13,8 @@ from ray_ckpt.cli.options import EXIT_UNREAD, EXIT_USAGE
 class _Stdout(io.FileIO):
     """Stdout; a failed write ends this process.
 
-    It ends as by SIGPIPE if the reader of stdout is gone, else with one line of error. SIGPIPE
-    itself stays ignored: it would also end the process when a store closes a connection.
+    The process ends as if by SIGPIPE if the reader of stdout is gone, otherwise with one line of error. The
+    signal SIGPIPE stays ignored, because it would also end the process when a store closes a connection.
     """
 
     def write(self, data: Any) -> int:
@@ -29,7 +29,7 @@ class _Stdout(io.FileIO):
 
 
 class _Stderr(io.FileIO):
-    """Stderr; output that cannot be written is dropped, as result and exit code matter more."""
+    """Stderr; output that cannot be written is dropped, because the result and the exit code matter more."""
 
     def write(self, data: Any) -> int:
         try:
@@ -39,10 +39,10 @@ class _Stderr(io.FileIO):
 
 
 def end_when_unread() -> None:
-    """Let this process end without a traceback once stdout cannot be written, and continue without stderr.
+    """Make this process end without a traceback if stdout cannot be written, and continue without stderr.
 
-    This includes writes during shutdown. Characters that the encoding lacks are written as escapes. A stream
-    that is closed or replaced stays as it is.
+    Writes during interpreter shutdown are included. Characters that the encoding lacks are written as
+    escapes. A stream that is closed or replaced stays as it is.
     """
     for name, kind in (("stdout", _Stdout), ("stderr", _Stderr)):
         stream = getattr(sys, name)

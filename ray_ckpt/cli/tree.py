@@ -1,4 +1,4 @@
-"""`ray-ckpt tree`: the sessions of a run, their checkpoints, and the one from which each continued."""
+"""`ray-ckpt tree`: sessions of a run, their checkpoints, and the checkpoint from which each continued."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ray_ckpt.cli.output import level_text, print_json, stdout, when_text
 from ray_ckpt.texts import printable
 from ray_ckpt.types import CheckpointInfo, SessionInfo
 
-MAX_SESSIONS = 100  # drawn without `--all`: a few screens
-MAX_CHECKPOINTS = 8  # drawn of a session without `--all`
+MAX_SESSIONS = 100  # sessions drawn without `--all`: a few screens
+MAX_CHECKPOINTS = 8  # checkpoints drawn per session without `--all`
 
 
 def tree(
@@ -74,10 +74,11 @@ class _Lineage:
         return "*" if info.id.attempt == self._newest else "+" if info.id.attempt in self._live else ""
 
     def chains(self, shown: Sequence[SessionInfo]) -> dict[int | None, list[SessionInfo]]:
-        """Return the sessions of `shown` by the session under which each is drawn; None is the run itself.
+        """Return the sessions of `shown`, by the session under which each is drawn; None is the run itself.
 
-        Sessions are in log order. Several may have continued from checkpoints of one session: the one on the
-        lineage, else the last one, is drawn beside that session; the others are branches under it.
+        Sessions are in log order. Several sessions may have continued from checkpoints of one session: the
+        session on the lineage, else the last session, is drawn beside it; the others are drawn as branches
+        under it.
         """
         heirs: dict[int, SessionInfo] = {}
         for session in shown:
@@ -86,11 +87,11 @@ class _Lineage:
                 if heir is None or heir.session not in self.on_lineage:
                     heirs[origin.id.session] = session
         under: dict[int | None, list[SessionInfo]] = defaultdict(list)
-        places: dict[int, int | None] = {}  # by session: the one under which it is drawn
+        places: dict[int, int | None] = {}  # for each session, the session under which it is drawn
         for session in shown:
             origin = self.origin(session)
             place = None
-            if origin is not None and origin.id.session in places:  # else its origin is not drawn
+            if origin is not None and origin.id.session in places:  # otherwise the origin is not drawn
                 is_heir = heirs[origin.id.session] is session
                 place = places[origin.id.session] if is_heir else origin.id.session
             places[session.session] = place
@@ -142,7 +143,7 @@ def _draw(lineage: _Lineage, all: bool) -> Tree:
         root.add(_text(f"{left_out} older sessions; --all draws them", "dim"))
     under = lineage.chains(shown)
     todo: list[tuple[Tree, int | None]] = [(root, None)]
-    while todo:  # no recursion: a log may have branches of branches without end
+    while todo:  # not recursive: a log may have any depth of branches
         node, place = todo.pop()
         for session in under.get(place, ()):
             style = None if session.session in lineage.on_lineage else "dim"
@@ -176,7 +177,7 @@ def _session_text(session: SessionInfo, origin: CheckpointInfo | None) -> str:
         verb = "rolled back to" if session.is_rollback else "from"
         gone = "" if origin.state == "live" else f", now {origin.state}"
         begun = f"{verb} step {origin.step} of session {origin.id.session}{gone}"
-    if session.is_rollback:  # has no ranks
+    if session.is_rollback:  # a session of a rollback has no ranks
         return f"session {session.session}  {begun}  {when_text(session.opened_at_s)}"
     ranks = f"{session.world_size} ranks on {session.num_nodes} nodes"
     return f"session {session.session}  {begun}  {ranks}  {when_text(session.opened_at_s)}"

@@ -153,7 +153,7 @@ def _reports(targets: Iterable[_Target], look: Callable[[_Target], R]) -> _Found
 
 
 def _each(things: Iterable[T], look: Callable[[T], R | None]) -> _Found[R]:
-    """Collect the reports of `look` for `things`; it returns None for a checkpoint retired meanwhile."""
+    """Collect the reports of `look` for `things`; `look` returns None for a retired checkpoint."""
     reports, newer = [], []
     for thing in things:
         try:
@@ -196,7 +196,7 @@ def _show(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """Files to verify, and their root digest by the log, if there is one."""
+    """Files to verify, and their root digest if a log has it."""
 
     files: CheckpointFiles
     root_digest: str | None
@@ -205,7 +205,7 @@ class _Target:
     """None for a folder that is not in a run."""
 
     def is_deleted(self) -> bool:
-        """Return whether the run's current log has deleted it; False if the log cannot be read."""
+        """Return whether the checkpoint is deleted in the run's current log; False if it is unreadable."""
         with contextlib.suppress(CheckpointError):
             return self.view is not None and self.view.is_deleted()
         return False
@@ -251,7 +251,7 @@ def _targets(
 
 
 def _is_checkpoint(files: CheckpointFiles) -> bool:
-    """Return whether these are the files of one checkpoint, even if damaged or renamed."""
+    """Return whether `files` are those of one checkpoint, even if damaged or renamed."""
     if not files.names:
         return False
     return names.is_directory_name(files.location.name) or any(map(names.is_file_name, files.names))

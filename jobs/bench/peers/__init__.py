@@ -1,1 +1,1 @@
-"""Other checkpoint libraries on the same state, each in a process of its own."""
+"""Other checkpoint libraries on the same state, each in a separate process."""

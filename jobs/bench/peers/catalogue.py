@@ -1,4 +1,4 @@
-"""The peers, and how the process of each is started. `child.py` has the requests that they serve."""
+"""The peers and the way to start the process of each. `child.py` defines the requests that peers serve."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 class Peer:
     """`jobs/bench/peers/<script>.py` with its arguments, in an environment of `environments.py`.
 
-    `note` is for a reader of the results and describes its files. If it does not fsync them, the bench does,
-    in the time that the save takes. `memory` is where a load from memory reads: for most it is what the
-    system happens to hold of the files, for some memory that the library keeps, which may be there `once`
-    only. `disk` says whether a load from files can be had while that is there.
+    `note` describes the peer's files for a reader of the results. If the peer does not fsync its files, the
+    bench does, within the measured time of the save. `memory` is the source of a load from memory: for most
+    peers the page cache, for some memory that the library keeps, which may be usable only `once`. `disk` is
+    true if a load from files is possible while that memory exists.
     """
 
     what: str
     script: str
     arguments: tuple[str, ...] = ()
-    environment: str = ""  # none: that of the project
+    environment: str = ""  # empty: the environment of the project
     note: str = "it does not fsync; done for it"
     memory: str = "files in the page cache"
     once: bool = False

@@ -1,4 +1,4 @@
-"""The process of a peer, at the other end of `measure.py`. It needs torch and the standard library only.
+"""The process of a peer, as started by `measure.py`. It needs only torch and the standard library.
 
 A script hands a `Peer` to `main`, which makes the state, connects to the bench's socket and serves its
 requests, one JSON object a line: `save`, `load` from disk, `load-memory`, `end`. The times are taken here,
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from jobs.bench.state import advance, fingerprint, make_state, state_bytes, state_dict, wipe
 
 RETURNED = "returned"  # the library's call has returned
-BLOCK_BYTES = 1 << 24  # of a file at a time
+BLOCK_BYTES = 1 << 24  # bytes of a file read at a time
 STAGED = "staged"  # the state may change; the same moment, unless the library requires a wait
 
 
@@ -43,7 +43,7 @@ class Live:
         return state_dict(self.model, self.optimizer)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy a loaded state into the live tensors, where the library has not put it there itself.
+        """Copy a loaded state into the live tensors, unless the library has loaded in place.
 
         The optimizer's own `load_state_dict` would keep tensors of a mapped file as they are, not read yet.
         """
@@ -65,21 +65,21 @@ class Peer(ABC):
 
     @abstractmethod
     def save(self, live: Live, folder: Path, step: int) -> Iterator[str]:
-        """Save into the new `folder`; yield RETURNED and STAGED, and end when all is written."""
+        """Save into the new `folder`; yield RETURNED and STAGED, and end when all files are written."""
 
     @abstractmethod
     def load(self, live: Live, folder: Path, step: int, *, cached: bool) -> float | None:
-        """Put that state back into the live tensors. Return the seconds, if some of the work is not to count.
+        """Load the saved state into the live tensors. Return the seconds if part of the work does not count.
 
-        The bench has seen to it that memory has the files (`cached`), or has them no longer.
+        Before the call, the bench has read the files into the page cache (`cached`) or dropped them from it.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Stop the threads and processes that it started."""
+        """Stop the threads and processes that the peer started."""
 
 
 class Session:
-    """One peer's answers."""
+    """The answers of one peer to requests."""
 
     def __init__(self, peer: Peer, live: Live, folder: Path) -> None:
         self.peer, self.live, self.folder = peer, live, folder
@@ -87,7 +87,7 @@ class Session:
         self.saved: tuple[int, ...] = ()
 
     def save(self) -> dict[str, Any]:
-        """Seconds from the call until it returned, the state may change, the files are on stable storage."""
+        """Return the seconds until the call returned, the state may change, and the files are stable."""
         before = self._path()
         self.step += 1
         advance(self.live.model, self.live.optimizer)
@@ -109,7 +109,7 @@ class Session:
         }
 
     def load(self, *, cached: bool) -> dict[str, Any]:
-        """Seconds until the live tensors hold the newest save, from memory or from files that it has not."""
+        """Return the seconds to load the newest save into the live tensors, from cached or uncached files."""
         wipe(self.live.model, self.live.optimizer)
         (read_all if cached else forget_cached)(self.folder)
         started_s = time.perf_counter()
@@ -124,7 +124,7 @@ class Session:
 
 
 def sync_folder(folder: Path) -> None:
-    """Call fsync on all files and folders in it; costs nothing if the library has done so."""
+    """Call fsync on all files and folders in `folder`; this is fast if the library has done so."""
     for path in [*_files(folder), *(path for path in folder.rglob("*") if path.is_dir()), folder]:
         if path.exists():
             descriptor = os.open(path, os.O_RDONLY)
@@ -135,14 +135,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def forget_cached(folder: Path) -> None:
-    """Drop all files in it from memory, so that they are read from the disk again."""
+    """Drop all files in `folder` from the page cache, so that they are read from the disk again."""
     for path in _files(folder):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_all(folder: Path) -> None:
-    """So that memory has all files in it."""
+    """Read all files in `folder`, so that the page cache has them."""
     for path in _files(folder):
         with path.open("rb") as file:
             while file.read(BLOCK_BYTES):
@@ -152,7 +152,7 @@ def read_all(folder: Path) -> None:
 def serve(
     connection: socket.socket, make_peer: Callable[[Live], Peer], size_bytes: int, folder: Path
 ) -> None:
-    """Answers until `end` or until the bench is gone. An error is an answer, and the last one."""
+    """Answer requests until `end` or until the bench is gone. An error is sent as the last answer."""
     with connection, connection.makefile("rw", encoding="utf-8") as lines:
 
         def answer(**fields: Any) -> None:

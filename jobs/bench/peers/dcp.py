@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint in its four ways; one rank with a gloo group, since async_save wants one.
+"""torch.distributed.checkpoint in four modes; one rank with a gloo group, which async_save requires.
 
-`thread` is async_save as it comes, `process` writes from another process, `shared` stages into shared memory
-that is kept from save to save, which its authors call the way without overhead (without pinned memory and its
-copy thread: those need CUDA). As many writer threads as cores.
+`thread` is async_save with its defaults, `process` writes from another process, `shared` stages into shared
+memory that is kept between saves, which the authors call the mode without overhead (pinned memory and the
+copy thread are off, because they need CUDA). The number of writer threads is that of the cores.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Dcp(Peer):
         answer.result()
 
     def load(self, live: Live, folder: Path, step: int, *, cached: bool) -> None:
-        load(dcp_state(live), checkpoint_id=folder)  # into the tensors themselves
+        load(dcp_state(live), checkpoint_id=folder)  # loads in place
 
     def close(self) -> None:
         if self.stager is not None:
@@ -76,7 +76,7 @@ def dcp_state(live: Live) -> dict[str, Any]:
 
 
 def start_group() -> None:
-    """Open a process group of this one process, which some libraries need."""
+    """Open a process group of this process alone, which some libraries need."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

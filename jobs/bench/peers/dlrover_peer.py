@@ -1,7 +1,7 @@
 """DLRover's Flash Checkpoint: the trainer copies into shared memory, an agent's process writes the file.
 
-Under its own launcher the agent outlives the trainer; here it is the process that it starts itself. A load is
-from the shared memory. Without a launcher it takes its place among ranks from the environment.
+Under DLRover's launcher the agent outlives the trainer; here the trainer starts the agent's process. A load
+reads the shared memory. Without a launcher, the rank is taken from the environment.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer  # type: 
 from jobs.bench.peers.child import RETURNED, Live, Peer, main, parser
 from jobs.bench.peers.dcp import start_group
 
-POLL_S = 0.005  # its own wait looks every 3 s, which is no way to time it
+POLL_S = 0.005  # DLRover's own wait polls every 3 s, too slowly for a measurement
 WAIT_S = 240.0
-RUN = "ray_ckpt-bench"  # in the names of its shared memory, which outlives all processes
+RUN = "ray_ckpt-bench"  # part of the names of the shared memory, which outlives all processes
 
 
 class Dlrover(Peer):
     def __init__(self, folder: Path) -> None:
         start_group()
         os.environ["TORCHELASTIC_RUN_ID"] = RUN
-        self.close()  # of a run that was killed
+        self.close()  # removes the shared memory of a killed run
         self.tracker = folder / "dlrover_latest.txt"
         self.checkpointer = DdpCheckpointer(str(folder))
 

@@ -1,9 +1,10 @@
-"""The peers' environments: `python -m jobs.bench.peers.environments [NAME...]` makes what is missing.
+"""The peers' environments: `python -m jobs.bench.peers.environments [NAME...]` makes missing ones.
 
-Each peer that is no part of the project's own environment has a folder in `.venv-peers`, since their pins
-clash with one another and with ours. A `.pth` file lends it torch and what else it shares from the
-environment that runs this command, so that all peers run on the same torch; a package of its own comes first.
-A peer that cannot be installed leaves the reason in its folder, which becomes the text of its rows.
+Each peer that is not part of the project's environment has a folder in `.venv-peers`, because the pinned
+versions of peers conflict with one another and with those of the project. A `.pth` file adds torch and other
+shared packages of the environment that runs this command, so that all peers run on the same torch; packages
+in the peer's folder take precedence. A peer that cannot be installed leaves the reason in its folder, which
+becomes the text of its rows.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 HOME = Path(__file__).resolve().parents[3] / ".venv-peers"
-READY = "ready.txt"  # the requirements that are installed
-FAILED = "failed.txt"  # why they are not
+READY = "ready.txt"  # the installed requirements
+FAILED = "failed.txt"  # the reason why the requirements are not installed
 INSTALL_TIMEOUT_S = 900.0  # a few packages, one of which compiles
-# Their newest releases that install on Python 3.11 beside torch 2.13; without torch and Ray, which are lent.
+# Newest releases that install on Python 3.11 beside torch 2.13; torch and Ray are shared, so not listed.
 REQUIREMENTS: Mapping[str, Sequence[str]] = {
     "dlrover": ("dlrover==0.6.1", "grpcio", "protobuf", "pynvml", "deprecated", "requests", "packaging"),
     "lm_resiliency": ("lm-resiliency==0.2.0",),
@@ -32,8 +33,8 @@ REQUIREMENTS: Mapping[str, Sequence[str]] = {
     "torchsnapshot": ("torchsnapshot==0.1.0", "aiofiles", "importlib-metadata", "nest-asyncio"),
 }
 
-# Those that have to be installed from their unpacked sources, with pip's options: ML Flashpoint looks for its
-# compiled parts beside its modules. It fetches Abseil from GitHub, unless the environment variable
+# Environments installed from unpacked sources, with pip's options: ML Flashpoint looks for its
+# compiled parts beside its modules. Its build fetches Abseil from GitHub, unless the environment variable
 # CMAKE_ARGS=-DFETCHCONTENT_SOURCE_DIR_ABSEIL-CPP=FOLDER names one that is there already.
 EDITABLE: Mapping[str, Sequence[str]] = {
     "ml_flashpoint": ("--no-deps", "--config-settings=cmake.define.BUILD_TESTING=OFF"),
@@ -51,7 +52,7 @@ def python_of(environment: str) -> Path:
 
 
 def make(environment: str) -> str:
-    """Installs one environment unless it is up to date; what came of it in a line."""
+    """Install one environment unless it is up to date; return the result in one line."""
     folder = HOME / environment
     wanted = "\n".join(REQUIREMENTS[environment])
     if (folder / READY).exists() and (folder / READY).read_text() == wanted:
@@ -83,7 +84,7 @@ def _install_editable(environment: str, folder: Path) -> str:
 
 
 def _pip(folder: Path, *arguments: str) -> str:
-    """Why it failed, or nothing."""
+    """Run pip; return the reason if it failed, otherwise an empty text."""
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     try:
         done = subprocess.run([*pip, *arguments], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
@@ -93,7 +94,7 @@ def _pip(folder: Path, *arguments: str) -> str:
 
 
 def _acquire(folder: Path) -> None:
-    """Let the environment import the packages of this interpreter, after its own."""
+    """Let the environment import the packages of this interpreter, after those of the environment."""
     (own,) = (folder / "lib").glob("python*/site-packages")
     (own / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
 

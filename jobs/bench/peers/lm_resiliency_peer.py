@@ -1,8 +1,8 @@
 """lm-resiliency's in-memory checkpoint of tensors in host slots, then flushed to its node-local disk tier.
 
-One rank, so without a peer's replica; pinned memory needs CUDA and is off; the digests of its disk tier are
-on, as this project checks too. A load is from disk, as after the death of the process, whose memory its slots
-are.
+With one rank there is no replica on a peer; pinned memory needs CUDA and is off; the digests of the disk tier
+are on, because this project verifies digests too. A load reads the disk, as after the death of the process,
+because the slots are memory of this process.
 """
 
 from __future__ import annotations

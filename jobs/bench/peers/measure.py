@@ -1,9 +1,9 @@
-"""Peers beside the machine's limits: `python -m jobs.bench --peers`.
+"""Peers compared with the machine's limits: `python -m jobs.bench --peers`.
 
-Each peer runs in a process of its own, one after another, since most keep copies of the state. Between its
-saves and loads the bench takes the limits once more, so that each ratio is of things measured in turn. The
-rows of a peer show how long training is blocked by the first save and by later ones, how long it takes until
-the files are on stable storage, and how long a load takes.
+Each peer runs in a separate process, one after another, because most peers keep copies of the state. Between
+saves and loads of a peer the bench measures the limits again, so that both sides of each ratio are measured
+in turn. The rows of a peer show how long training is blocked by the first save and by later ones, how long it
+takes until the files are on stable storage, and how long a load takes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from jobs.bench.row import Reference, Row, skipped
 
 START_TIMEOUT_S = 180.0  # importing a library, making the state, starting a cluster
 COMMAND_TIMEOUT_S = 300.0  # one save or load; the slowest peers write 0.1 GB/s
-END_TIMEOUT_S = 20.0  # then the process and its children are killed
-LOG_TAIL = 4_000  # characters of a failed child's output, to find the reason in
-MAX_REPEAT = 3  # samples per peer and row; there are many peers, and some take a minute for one
+END_TIMEOUT_S = 20.0  # time until the process and its children are killed
+LOG_TAIL = 4_000  # characters of a failed child's output that are searched for the reason
+MAX_REPEAT = 3  # samples per peer and row; there are many peers, and some need a minute per sample
 ROOT = Path(__file__).resolve().parents[3]
 Answer = Mapping[str, Any]
 
@@ -43,13 +43,13 @@ class PeerError(Exception):
 
 
 class Child:
-    """A peer's process, its children included. It answers over a socket and may print what it likes."""
+    """A peer's process with its children. The process answers over a socket and may print anything."""
 
     def __init__(
         self, command: Sequence[str], log: Path, *, start_timeout_s: float = START_TIMEOUT_S
     ) -> None:
         self._log = log
-        self._answers = False  # whether its last request succeeded; otherwise there is nothing to wait for
+        self._answers = False  # whether the last request succeeded; otherwise no answer is awaited
         self._folder = tempfile.TemporaryDirectory(prefix="peer-")
         path = f"{self._folder.name}/socket"
         environment = {
@@ -90,14 +90,14 @@ class Child:
                 self._lines.flush()
                 self._process.wait(END_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired):
-            pass  # it is killed
+            pass  # the process is killed
         finally:
             self._kill()
             self._connection.close()
             self._folder.cleanup()
 
     def ask(self, command: str = "", *, timeout_s: float = COMMAND_TIMEOUT_S) -> Answer:
-        """Its answer to the command, without one its first line. PeerError if it fails, dies, is too slow."""
+        """Send `command`, if any, and return the answer. Raise PeerError if it fails, dies or is too slow."""
         self._answers = False
         self._connection.settimeout(timeout_s)
         try:
@@ -128,7 +128,7 @@ class Child:
         raise PeerError(f"it has not started within {timeout_s:.0f} s")
 
     def _last_words(self) -> str:
-        """Return the line of its output that likely has the cause: the last one that is not indented."""
+        """Return the line of the output that likely has the cause: the last line that is not indented."""
         text = self._log.read_text(errors="replace")[-LOG_TAIL:]
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith((" ", "\t"))]
         return lines[-1] if lines else f"its process ended with code {self._process.poll()}"
@@ -170,7 +170,7 @@ def peer_rows(name: str, peer: Peer, context: Context, limits: Limits, folder: P
         print((folder / "log").read_text(errors="replace")[-LOG_TAIL:], file=sys.stderr)
         yield skipped(name, peer.what, str(error))
     finally:
-        shutil.rmtree(folder)  # or the disk holds all peers' checkpoints
+        shutil.rmtree(folder)  # otherwise the disk would hold all peers' checkpoints
 
 
 def _rows_of(name: str, peer: Peer, child: Child, repeat: int, limits: Limits) -> Iterator[Row]:

@@ -1,8 +1,8 @@
 """ML Flashpoint's memory storage under DCP's async_save, in tmpfs, as its guide has it for plain DCP.
 
-Except that it saves in a thread: in a process, as in the guide, its writer of 0.0.10 lacks what it makes
-only in the trainer's. One node, so without the copy on its pair. Its files live in memory: `complete` is
-until they are whole there, and nothing of it is on a disk.
+Unlike in the guide, saves run in a thread: in another process, the writer of 0.0.10 lacks objects that exist
+only in the trainer's process. With one node there is no copy on a paired node. The files are in memory:
+`complete` means that they are complete in memory; nothing is on a disk.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from jobs.bench.peers.child import RETURNED, STAGED, Live, Peer, main, parser
 from jobs.bench.peers.dcp import dcp_state, start_group
 
 BASE = Path("/dev/shm/ray_ckpt-bench")
-ADDRESS = "127.0.0.1:0"  # nobody copies to it
-SPARE = 1.3  # of the state's size: buffer for one save, headers included
+ADDRESS = "127.0.0.1:0"  # no other node copies to this address
+SPARE = 1.3  # buffer for one save with headers, as a multiple of the state's size
 
 
 class MlFlashpoint(Peer):
     def __init__(self, size_bytes: int) -> None:
         start_group()
         os.environ["NNODES"] = "1"
-        shutil.rmtree(BASE, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(BASE, ignore_errors=True)  # files of a killed run
         self.container = CheckpointContainerId(str(BASE))
         manager = objects.CheckpointObjectManager()
         replicas = ReplicationManager()
-        # Its own choice counts GPUs to know how many ranks a node has.
+        # By default, ML Flashpoint counts GPUs to find the number of ranks per node.
         replicas.initialize(manager, repl_strategy=PairwiseReplicationStrategy([ADDRESS], 1))
         started: Future[Any] = Future()
         started.set_result(mp.get_context("spawn").Manager())

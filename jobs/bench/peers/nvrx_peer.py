@@ -1,6 +1,6 @@
 """NVRx's LocalCheckpointManager, synchronous: its asynchronous path calls torch.cuda.synchronize().
 
-Its own wrapper of state dicts wants tensors on CUDA; the one here differs in that only.
+NVRx's wrapper of state dicts requires tensors on CUDA; the wrapper here differs only in that.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class CpuStateDict(states.BasicTensorAwareStateDict):  # type: ignore[misc]
         self._is_hollow = False
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """They are where they belong."""
+        """Do nothing: the tensors are on the CPU already."""
 
 
 class Nvrx(Peer):
-    """It names files and deletes older ones itself, so each save has a manager on a folder of its own."""
+    """NVRx, with one manager and folder per save, because a manager names files and deletes older ones."""
 
     def __init__(self) -> None:
         start_group()

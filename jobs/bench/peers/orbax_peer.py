@@ -1,8 +1,8 @@
 """Orbax's AsyncCheckpointer with its defaults (OCDBT, zarr3), on jax arrays that hold the same bytes.
 
-jax arrays are immutable, so training waits only for the copies that orbax itself makes. For the comparison
-the arrays are made from the state before a save, and copied back into it after a
-load; the times are without both.
+jax arrays are immutable, so training waits only for the copies that orbax itself makes. The arrays are made
+from the state before a save, and copied back into the state after a load; neither is part of the measured
+times.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process of ray_ckpt, set up as users do: one rank on a local Ray, with the service's actors.
 
 A save is complete with the commit at level local: files fsynced on the node, the record in the log. A load is
-a restore by a new group, without its connecting: from the node's arena, which it gives back, then from its
-disk.
+a restore by a new group, without the time to connect: first from the node's arena, which is then released,
+later from the node's disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jobs.bench.peers.child import RETURNED, STAGED, Live, Peer, forget_cached, 
 from jobs.bench.state import wipe
 
 RUN = "bench"
-SETUP_S = 120.0  # touching new memory takes seconds a gigabyte on some machines
+SETUP_S = 120.0  # touching new memory takes seconds per gigabyte on some machines
 
 
 class Ours(Peer):
@@ -47,14 +47,14 @@ class Ours(Peer):
         if not self.checkpointer.save(step):
             raise RuntimeError("the save was skipped")
         yield RETURNED
-        with self.checkpointer.lock():  # what the optimizer's next step waits for
+        with self.checkpointer.lock():  # the optimizer's next step waits for this lock
             pass
         yield STAGED
         self.checkpointer.wait("local")
 
     def load(self, live: Live, folder: Path, step: int, *, cached: bool) -> float:
         used_s, tiers = self._restore(live, step)
-        if not cached and "memory" in tiers:  # the agent has given the arena back now
+        if not cached and "memory" in tiers:  # by now the agent has released the arena
             wipe(live.model, live.optimizer)
             forget_cached(self.folder)
             used_s, tiers = self._restore(live, step)
@@ -62,7 +62,7 @@ class Ours(Peer):
         return used_s
 
     def _restore(self, live: Live, step: int) -> tuple[float, set[str]]:
-        """Seconds of a restore by a new group, and where it read."""
+        """Return the seconds of a restore by a new group, and the tiers that it read."""
         self.checkpointer.close()
         self.checkpointer = self._connect(live)
         started_s = time.perf_counter()

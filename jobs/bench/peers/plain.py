@@ -26,7 +26,7 @@ class TorchSave(Peer):
 
 
 class Safetensors(Peer):
-    """Tensors by flat names, as programs do that save their optimizer in this format."""
+    """Tensors by flat names, as in programs that save their optimizer in this format."""
 
     def save(self, live: Live, folder: Path, step: int) -> Iterator[str]:
         from safetensors.torch import save_file

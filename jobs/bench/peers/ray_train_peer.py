@@ -45,7 +45,7 @@ class RayTrain(Peer):
         )
         yield RETURNED
         deadline_s = time.monotonic() + WAIT_S
-        while local.exists():  # it deletes it when the upload is complete
+        while local.exists():  # Ray deletes the folder when the upload is complete
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"step {step} was not uploaded within {WAIT_S:.0f} s")
             time.sleep(POLL_S)

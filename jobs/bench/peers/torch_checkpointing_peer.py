@@ -1,7 +1,8 @@
 """torch_checkpointing: shared staging buffers that are made beforehand, a copy thread, a writer process.
 
-Its staging thread needs no CUDA; pinned memory does, and is off. So is O_DIRECT: its writes are not aligned,
-and ext4 refuses them (EINVAL). As many writer threads as cores.
+The staging thread needs no CUDA; pinned memory needs CUDA and is off. O_DIRECT is off too, because the
+library's writes are not aligned and ext4 refuses them (EINVAL). The number of writer threads is that of the
+cores.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class TorchCheckpointing(Peer):
         )
         self.manager = tc.CheckpointManager(config)
         self.manager.prewarm_staging(live.state_dict())
-        # Both are ready when training has begun, as ours are; the library has no call that waits for them.
+        # Ready before training begins, like the arena of ray_ckpt; the library has no call that waits for it.
         self.manager._prewarm_staging_future.result()
         self.manager._saver._checkpoint_process._creation_future.result()
 

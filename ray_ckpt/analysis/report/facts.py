@@ -1,7 +1,7 @@
 """Content of a report: the facts of a catalog, and conclusions from them.
 
-Only the log is read, no file of a checkpoint: the report knows of damage only by scrubs and drills that are
-in the log. `now_s` is the reader's clock.
+Only the log is read, no file of a checkpoint: the report shows only the damage that scrubs and drills have
+recorded in the log. `now_s` is the time by the reader's clock.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ray_ckpt.format import jsontext
 from ray_ckpt.texts import count_text, duration_text, short_text, tiers_text, utc_text
 from ray_ckpt.types import FAILURES, CheckpointInfo, EndCause, Level, SessionInfo
 
-MAX_EVENTS = 20_000  # newest ones from the log; the page draws them in bins anyway
-MAX_CHECKPOINTS = 40  # newest ones in the table
+MAX_EVENTS = 20_000  # newest events in the log; the page draws events in bins anyway
+MAX_CHECKPOINTS = 40  # newest checkpoints in the table
 MAX_TROUBLES = 30  # newest interruptions in the table
-MAX_SESSIONS = 100  # newest ones in the lineage
-MAX_IN_CLUSTER = 20  # newest checkpoints that are named
+MAX_SESSIONS = 100  # newest sessions in the lineage
+MAX_IN_CLUSTER = 20  # newest checkpoints without a durable copy that are named
 MAX_DRILLS = 10  # newest checkpoints whose drill is named
-MAX_METRICS = 3  # of a checkpoint, by name
-MAX_QUIET_S = 86_400.0  # without a checkpoint until a warning, if the usual interval is unknown
-OVERDUE = 3.0  # usual intervals without a checkpoint until a warning, for an open session
-RECENT_SAVES = 50  # newest saves, which give the usual interval
+MAX_METRICS = 3  # metrics of a checkpoint, the first by name
+MAX_QUIET_S = 86_400.0  # time without a checkpoint until a warning, if the usual interval is unknown
+OVERDUE = 3.0  # number of usual intervals without a checkpoint until a warning, for an open session
+RECENT_SAVES = 50  # newest saves, from which the usual interval is computed
 ALL_MEASURED = 99.95  # percent of the wall time: the rest would be printed as zero
 
 Tone: TypeAlias = Literal["good", "warn", "bad", "plain"]
@@ -53,7 +53,7 @@ _DRAWN_OPS = ("retired", "collected", "lost", "pin", "unpin", "verified", "drill
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A record of the log: `op` as the log has it, `time_s` in Unix seconds."""
+    """A record of the log: `op` is the name in the log, `time_s` is in Unix seconds."""
 
     op: str
     time_s: float
@@ -63,12 +63,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The end of a session and its consequences; `next_session` is None while none has followed.
+    """The end of a session and its consequences; `next_session` is None until another session follows.
 
     `steps_lost` is in steps, `recovery` in seconds; see `goodput.Interruption`. `recovery` extends through
     sessions without a step up to the first step of a later one, and is None if there is no such step;
-    `is_waiting` is then true if the session that follows may still do one. `restore_s` is the time that the
-    next session's slowest rank took to restore, `read_bytes` the bytes that session read, by tier.
+    `is_waiting` is then true if the session that follows may still do a step. `restore_s` is the time that
+    the next session's slowest rank took to restore, `read_bytes` the bytes that the next session read, by
+    tier.
     """
 
     cause: EndCause | None
@@ -84,7 +85,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Durations of one phase of saves, in seconds, over the `count` saves whose log has it."""
+    """Durations of one phase of saves, in seconds, over the `count` saves for which the log has the phase."""
 
     name: str
     what: str
@@ -106,7 +107,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """Facts of a run; `checkpoints` are all in the log, in log order, `lineage` the live ones on it."""
+    """Facts of a run: `checkpoints` are all in the log, in log order; `lineage` are the live ones on it."""
 
     run_name: str
     run_uid: str
@@ -131,7 +132,7 @@ class RunReport:
 
     @cached_property
     def in_cluster(self) -> Sequence[CheckpointInfo]:
-        """Live checkpoints that are not on the storage path: they are lost with the cluster."""
+        """Live checkpoints that are not on the storage path and would be lost with the cluster."""
         return [info for info in self.live if info.level < Level.DURABLE]
 
     @cached_property
@@ -189,7 +190,7 @@ class RunReport:
 
     @cached_property
     def _stepped_after(self) -> Sequence[int | None]:
-        """First interruption from each one on whose next session did a step; None if there is none."""
+        """For each interruption, the first one from there on after which a session did a step, or None."""
         found: list[int | None] = []
         first: int | None = None
         for number, each in reversed(list(enumerate(self.goodput.interruptions))):
@@ -198,7 +199,7 @@ class RunReport:
         return found[::-1]
 
     def _recovery(self, number: int) -> Seconds | None:
-        """Return the time without steps from an interruption on, through sessions without steps.
+        """Return the time without steps after an interruption, including sessions without steps.
 
         Time that is not counted is left out.
         """
@@ -211,7 +212,7 @@ class RunReport:
         passed = self.goodput.spans[number : stepped + 1]
         gaps_s = [later.opened_s - earlier.closed_s for earlier, later in pairwise(passed)]  # not counted
         down_s = each.opened_at_s - old.last_s - gaps_s[0]
-        # through sessions without a step, until the last of them was down
+        # from the first session without a step until the last such session was down
         between_s = times.last_s - each.opened_at_s - sum(gaps_s[1:])
         end = self.sessions[number].ended
         is_reported = old.measured or (end is not None and end.last_at_s is not None)
@@ -445,7 +446,7 @@ def measured_percent(found: Goodput) -> int:
 
 
 def clocks_text(found: Goodput) -> str:
-    """Return a warning if clocks jumped by more than they may differ; else an empty text."""
+    """Return a warning if clocks jumped by more than the accepted difference; else an empty text."""
     if found.clock_back_s <= CLOCK_SLACK_S:
         return ""
     return (

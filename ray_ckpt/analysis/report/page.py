@@ -1,6 +1,7 @@
 """The page: one file of HTML and SVG, without scripts and network access.
 
-Its content security policy forbids both, whatever a log contains. It is also well-formed XML.
+The content security policy of the page forbids both, whatever a log contains. The page is also well-formed
+XML.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from ray_ckpt.texts import count_text, duration_text, short_text, size_text, tie
 from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo
 
 MAX_SAVES = 12  # newest saves, drawn phase by phase
-MAX_DEPTH = 10  # indentation of branches in the lineage
+MAX_DEPTH = 10  # levels of indentation of branches in the lineage
 BAR_W, BAR_H, BAR_LEFT = 1120.0, 20.0, 112.0
-SAME_S = 0.05  # bounds this close are printed as one time
+SAME_S = 0.05  # bounds that differ by less are printed as one time
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _SIGNS: Mapping[Tone, str] = {"good": "\u25cf", "warn": "\u25b2", "bad": "\u2715", "plain": "\u25cb"}
@@ -261,7 +262,7 @@ def _problem(problem: Problem, report: RunReport) -> tuple[str | Html, ...]:
 
 
 def _again(problem: Problem) -> str:
-    """Return the time until training continued; before its first commit, an open session has no steps."""
+    """Return the time until training continued; an open session has no steps before its first commit."""
     if problem.recovery is not None:
         return _time(problem.recovery)
     if problem.next_session is None:

@@ -1,7 +1,8 @@
-"""Style of the page: light or dark as the reader's system.
+"""Style of the page: light or dark like the reader's system.
 
-Surviving and lost steps differ without colours too: lost steps are hatched, or a dashed line, and parts side
-by side have a gap. The pointer shows the name of a part; the tables have all names.
+Surviving and lost steps can be distinguished without colours: lost steps are hatched or drawn as a dashed
+line, and adjacent parts are separated by a gap. The pointer shows the name of a part; the tables have all
+names.
 """
 
 STYLE = """

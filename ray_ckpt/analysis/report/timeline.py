@@ -1,7 +1,7 @@
 """The timeline of a run, as SVG: the state of the training, its steps, and its saves.
 
 The number of elements is bounded for any length of the run: time is cut into COLUMNS, and marks of one kind
-in one column are drawn as one mark with their number.
+in one column are drawn as one mark with a count.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ray_ckpt.analysis.report.markup import Html, el
 from ray_ckpt.texts import duration_text, short_text, tiers_text, to_datetime, utc_text
 from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo
 
-WIDTH = 1120.0  # of the picture, in its own units, about pixels
+WIDTH = 1120.0  # width of the picture in SVG units, about pixels
 LEFT, RIGHT = 104.0, 16.0  # margins of the plot, with room for the names of lanes
-COLUMNS = 400  # of time: about as many as marks that can be distinguished
-MAX_DRAWN = 200  # newest sessions of the drawn time
+COLUMNS = 400  # columns of time: about the number of marks that can be distinguished
+MAX_DRAWN = 200  # newest sessions in the drawn time
 BAND_Y, BAND_H = 34.0, 22.0
 CURVE_Y, CURVE_H = 70.0, 190.0
 LANE_H = 24.0
 MARK_W = 3.0
-MIN_W = 0.8  # of a stretch, so that it is visible
-GAP_W, MIN_GAPPED_W = 1.0, 3.0  # gap between parts side by side, and the least width of a part that has one
-HATCH_W = 6.0  # from one line of a hatch to the next
-LABEL_GAP = 64.0  # between the beginnings of two labels, which must not overlap
-CHAR_W = 6.3  # of a letter of a label, about
-ZOOM_BELOW = 1 / 3  # of the whole run: a longer window gets no picture of its own
+MIN_W = 0.8  # least width of a stretch, so that the stretch is visible
+GAP_W, MIN_GAPPED_W = 1.0, 3.0  # gap between adjacent parts, and the least width of a part with a gap
+HATCH_W = 6.0  # distance between two lines of a hatch
+LABEL_GAP = 64.0  # distance between the beginnings of two labels, which must not overlap
+CHAR_W = 6.3  # approximate width of a letter of a label
+ZOOM_BELOW = 1 / 3  # part of the whole run: a longer window is not drawn as a separate picture
 ZOOM_INTERVALS = 4.0  # usual times between two saves, drawn before and after a failure
 MORE_S, MORE_PART = 300.0, 0.25  # time drawn after the last event: seconds, or a part of the whole
 TICK_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
@@ -51,7 +51,7 @@ class Window:
         return max(self.end_s - self.start_s, 1e-3)
 
     def x(self, time_s: float) -> float:
-        """Return the position of a time; times outside are drawn at the edges."""
+        """Return the position of a time; times outside the window are drawn at the edges."""
         part = (time_s - self.start_s) / self.length_s
         return LEFT + min(max(part, 0.0), 1.0) * (WIDTH - LEFT - RIGHT)
 
@@ -64,7 +64,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """An event in a lane; `kind` selects its shape, and `text` makes its description when it is drawn."""
+    """An event in a lane; `kind` selects its shape, and `text` returns the description of the drawn mark."""
 
     time_s: float
     kind: str
@@ -72,7 +72,7 @@ class Mark:
 
 
 def whole(report: RunReport) -> Window | None:
-    """Return the window of all sessions, and a little more for later events; None without sessions."""
+    """Return a window of all sessions and a short time after them for later events; None without sessions."""
     spans = report.goodput.spans
     if not spans:
         return None
@@ -86,14 +86,14 @@ def whole(report: RunReport) -> Window | None:
 
 
 def _last_known_s(report: RunReport) -> float:
-    """Return the time of the last event or durable checkpoint, which may come after the last session."""
+    """Return the time of the last event or durable checkpoint, which may be after the last session."""
     events_s = (event.time_s for event in report.events[-1:])
     durable_s = (info.durable_at_s for info in report.checkpoints if info.durable_at_s is not None)
     return max((*events_s, *durable_s), default=0.0)
 
 
 def around_last_failure(report: RunReport) -> Window | None:
-    """Return a window around the last failure with some saves on both sides; None if it is most of the run.
+    """Return a window around the last failure with some saves on both sides; None if that is most of the run.
 
     The failure may be older than all sessions in the picture of the whole run.
     """
@@ -228,7 +228,7 @@ def _stretch(kind: str, start_s: float, end_s: float, text: str, window: Window)
 
 
 def part(kind: str, text: str, *, x: float, y: float, width: float, height: float) -> Iterator[Html]:
-    """Draw one of several parts side by side; gap and hatch distinguish parts without colours."""
+    """Draw one of several parts side by side; a gap and a hatch distinguish parts without colours."""
     if width > MIN_GAPPED_W:
         width -= GAP_W
     yield el("rect", el("title", text), x=x, y=y, width=width, height=height, class_=f"c-{kind}")
@@ -240,7 +240,7 @@ def part(kind: str, text: str, *, x: float, y: float, width: float, height: floa
 def _hatch(x: float, y: float, width: float, height: float) -> Iterator[str]:
     """Yield lines that rise from left to right, cut to the part."""
     for number in range(math.ceil((width + height) / HATCH_W)):
-        foot = x - height + (number + 0.5) * HATCH_W  # where the line would begin at the lower edge
+        foot = x - height + (number + 0.5) * HATCH_W  # x at which the line would begin at the lower edge
         left, right = max(foot, x), min(foot + height, x + width)
         if left < right:
             bottom, top = y + height - (left - foot), y + height - (right - foot)
@@ -321,7 +321,7 @@ def _between(before: StepsOverTime, after: StepsOverTime, time_s: float) -> Step
 
 
 def _lines(points: Sequence[StepsOverTime]) -> Iterator[tuple[bool, list[StepsOverTime]]]:
-    """Yield stretches of surviving and of lost steps; each begins where the previous one ends."""
+    """Yield stretches of surviving and of lost steps; each stretch begins where the previous one ends."""
     for survived, pairs in groupby(pairwise(points), key=lambda pair: pair[1].survived):
         found = list(pairs)
         yield survived, [found[0][0], *(after for _, after in found)]
@@ -338,7 +338,7 @@ def _ticks(low: int, high: int) -> Iterator[int]:
 
 
 def _lanes(report: RunReport, window: Window) -> list[tuple[str, list[Mark]]]:
-    """Return the lanes with their names: levels and restores always, others unless empty."""
+    """Return the lanes with their names: always levels and restores; other lanes unless empty."""
     lanes = [
         ("on local disk", list(_reached(report.checkpoints, Level.LOCAL, window))),
         ("replicated", list(_reached(report.checkpoints, Level.REPLICATED, window))),
@@ -364,7 +364,7 @@ def _reached_text(info: CheckpointInfo, time_s: float) -> str:
 
 
 def reached_s(info: CheckpointInfo, level: Level) -> float | None:
-    """Return the Unix time at which a checkpoint reached a level by the log; None if not, or unknown."""
+    """Return the Unix time at which a checkpoint reached a level by the log, or None."""
     if level is Level.DURABLE:
         return info.durable_at_s if info.level is Level.DURABLE else None
     if level is Level.LOCAL:
@@ -389,7 +389,7 @@ def _restored_text(info: SessionInfo, source: CheckpointInfo | None) -> str:
 
 
 def _checked(report: RunReport, window: Window) -> Iterator[Mark]:
-    """Yield scrubs and drills in the log, and the last ones of each checkpoint from before its events."""
+    """Yield the scrubs and drills among the log's events, and the last older ones of each checkpoint."""
     since_s = min((event.time_s for event in report.events), default=math.inf)
     for event in report.events:
         if event.op == "drilled":
