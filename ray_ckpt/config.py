@@ -13,19 +13,19 @@ from typing import Any, Literal, TypeAlias
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.texts import did_you_mean
 
-# Set per node, since disks and networks differ; RAY_CKPT_STAGING overrides the option `staging`.
+# Set on each node, since disks and networks differ; RAY_CKPT_STAGING overrides the option `staging`.
 STAGING_ENV = "RAY_CKPT_STAGING"  # folders, separated by colons
 ADDRESS_ENV = "RAY_CKPT_ADDRESS"  # address at which peers reach the node; default: the one that Ray uses
-PORTS_ENV = "RAY_CKPT_PORTS"  # first-last, for a firewall; default: any
-# Set where the coordinator of the service starts.
+PORTS_ENV = "RAY_CKPT_PORTS"  # range `first-last`, for a firewall; default: any port
+# Variable in the environment in which the coordinator of the service starts.
 ENCRYPT_ENV = "RAY_CKPT_ENCRYPT"  # 0: no TLS between nodes, for a trusted network
 MIB = 1 << 20
 GIB = 1 << 30
-MAX_MILESTONES = 100  # fractions; each session record of the log holds them
+MAX_MILESTONES = 100  # fractions; each session record in the log holds all of them
 MAX_COMPRESS_LEVEL = 19  # higher levels of zstd use window sizes that a reader may refuse
 DEFAULT_EVERY_STEPS = 100
 MAX_METRIC_NAME = 200  # characters; longer names are cut when metrics are saved
-# Node labels that name the failure domain with "auto": the first one that a node has.
+# Node labels that name the failure domain with "auto": the first label in this order that a node has.
 FAILURE_DOMAIN_LABELS = ("rack", "ray.io/availability-zone", "zone", "topology.kubernetes.io/zone")
 
 MEMORY_MODES = ("auto", "double", "single", "stream")
@@ -36,7 +36,7 @@ _STEP = re.compile(r"step:(\d{1,12})\Z")
 def staging_roots(option: str | tuple[str, ...] | None, node_id: str) -> tuple[Path, ...]:
     """Return the staging folders of this node: from its environment, else from the option, else the default.
 
-    ConfigError if one begins with the home of a user who has none on this node.
+    ConfigError if a folder begins with `~user` and this node has no home for that user.
     """
     texts: tuple[str, ...]
     if wanted := os.environ.get(STAGING_ENV):
@@ -289,7 +289,7 @@ class RunOptions:
             isinstance(options, Mapping)
             and all(isinstance(name, str) and isinstance(value, str) for name, value in options.items())
         )
-        if not good:  # the message shows no values: one may be a secret
+        if not good:  # the message shows no values, since a value may be a secret
             raise ConfigError(
                 "storage_options is not a mapping from str to str.",
                 hint="Give a dict such as {'profile': 'training'}.",
@@ -345,7 +345,7 @@ class RunOptions:
         return cls(**options)
 
 
-_WHOLE = {  # option -> its minimum
+_WHOLE = {  # option -> minimum
     "replicas": 0,
     "keep_last": 1,
     "keep_local": 1,

@@ -17,16 +17,17 @@ lost, doubled, dropped or padded, even if the number of ranks and the batch size
 
 Limits, and alternatives:
 
-- `DistributedSampler` has an epoch and no position. Its state restores the epoch only: after a restart
-  within an epoch its samples come again.
-- torchdata's `StatefulDataLoader` is saved and restored exactly, also within an epoch, with the same number
-  of ranks and of worker processes. Its state belongs to one rank: at another world size samples are lost and
-  doubled, and torchdata does not report it (`is_bound_to_world_size`). Another number of workers is an error
-  (`loader_problems`). In torchdata 0.11 give it no `generator`: without worker processes it also draws their
-  seed from it, one time less after a restore, and the epochs after the restored one have another order. Save
-within an epoch, as `ckpt.step` at the end of a loop's body does: restored between two epochs, it returns the
-  right samples, but draws once more from the random state that dropout uses. Inside `sampler.batches(...)` it
-  works as a plain DataLoader; its own state is then not needed.
+- `DistributedSampler` has an epoch but no position. Its state restores only the epoch: after a restart within
+  an epoch, all samples of that epoch are read again.
+- torchdata's `StatefulDataLoader` is saved and restored exactly, also within an epoch, if the numbers of
+  ranks and of worker processes stay the same. The state of a loader belongs to one rank: at another world
+  size samples are lost and doubled, and torchdata reports no error (`is_bound_to_world_size`). Another number
+  of workers is an error (`loader_problems`). In torchdata 0.11 pass no `generator` to the loader: without
+  worker processes the loader also draws the seed of workers from the generator, one time less after a
+  restore, so the epochs after the restored epoch have another order. Save within an epoch, as `ckpt.step` at
+  the end of a loop's body does: a loader restored between two epochs returns the right samples, but draws
+  once more from the random state that dropout uses. Inside `sampler.batches(...)` the loader works as a plain
+  DataLoader, and the loader's own state is not needed.
 - Random augmentation: the random state of DataLoader's worker processes is not saved. Wrap the data set in
   `SeededSamples`: then a sample depends on its number only.
 - Ray Data has no position that can be restored; see below.
@@ -34,15 +35,16 @@ within an epoch, as `ckpt.step` at the end of a loop's body does: restored betwe
 Ray Data (Ray 2.60): `ray.train.get_dataset_shard(name)` returns a `DataIterator`, which has no `state_dict`
 and always begins at the start. Each epoch executes the data set again
 (`SplitCoordinator._try_start_new_epoch`), and `OutputSplitter` hands each block to the rank that has the
-fewest rows so far, near the rank by default, in the order in which blocks are ready: "does not provide any
-ordering guarantees". `ExecutionOptions(preserve_order=True)` makes that order repeatable only while the
-number of ranks, the blocks (`override_num_blocks`, sizes of files) and every `map_batches` are the same, and
-a seeded shuffle depends on the count of executions (`DataContext._execution_idx`), which restarts at 0 with
-each new group. Ray Data's own `CheckpointConfig` leaves out rows whose id it finds under a path, also for a
-training split, but only a `Write` stores ids there. So a restart begins an epoch again: rows that were read
-before it are read twice, in another order. Skipping the number of rows that were read would skip other rows,
-and is not offered. For an exact position, store the rows so that they can be read by number (Parquet or Arrow
-files, a memory-mapped array) and use `GlobalBatchSampler`; keep Ray Data for preprocessing.
+fewest rows so far, preferring blocks near the rank by default, in the order in which blocks become ready
+(Ray: "does not provide any ordering guarantees"). `ExecutionOptions(preserve_order=True)` makes that order
+repeatable only while the number of ranks, the blocks (`override_num_blocks`, sizes of files) and every
+`map_batches` are the same, and a seeded shuffle depends on the count of executions
+(`DataContext._execution_idx`), which restarts at 0 with each new group. `CheckpointConfig` of Ray Data leaves
+out rows whose ids are stored under a path, also for a training split, but only a `Write` stores ids under
+that path. So a restart begins an epoch again: rows that were read before the restart are read twice, in
+another order. Skipping the number of rows that were read would skip other rows, and is not offered. For an
+exact position, store the rows so that they can be read by number (Parquet or Arrow files, a memory-mapped
+array) and use `GlobalBatchSampler`; keep Ray Data for preprocessing.
 """
 
 from __future__ import annotations
@@ -89,12 +91,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
     `len(share) * world_size / global_batch` if that matters.
 
     `num_samples` is the length of the data set, at most 2**62. `num_batches` is the number of global batches
-    of the whole run, restarts included; None: no end. Time and memory are those of one share, 50 to 70 us for
-    up to 256 samples, for any length: there is no table of the permutation (for 10**8 samples it would take
-    0.8 GB and 4 to 9 s per epoch, on each rank).
+    of the whole run, restarts included; None: the run has no end. Time and memory depend on the size of one
+    share only, for any length of the data set: 50 to 70 us for up to 256 samples. There is no table of the
+    permutation (a table for 10**8 samples would take 0.8 GB and 4 to 9 s per epoch, on each rank).
 
-    It holds no position. Iterate and register `sampler.batches(loader)`; any other iteration is refused,
-    since it would count prefetched batches, or none. ConfigError for invalid sizes.
+    The sampler holds no position. Iterate and register `sampler.batches(loader)`; any other iteration is
+    refused, since it would count prefetched batches, or no batch. ConfigError for invalid sizes.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return indices
 
     def __len__(self) -> int:
-        """Return the global batches of the whole run; TypeError without `num_batches`, as without an end."""
+        """Return the number of global batches of the whole run; TypeError if `num_batches` is None."""
         if self.num_batches is None:
             raise TypeError("this sampler has no end: give it num_batches")
         return self.num_batches
@@ -185,14 +187,14 @@ class Batches(Generic[T]):
     """Batches of a loader, with the number of samples that all ranks have consumed.
 
     A batch counts once the loop has received it; prefetched batches do not count, so the position does not
-    depend on the number of worker processes. This is correct for a save at the end of a loop's body, where
-    the last received batch has been used, also with several batches per step.
+    depend on the number of worker processes. The position is correct for a save at the end of a loop's body,
+    where the last received batch has been used, also with several batches per step.
 
     The state is the same on all ranks, and valid at another world size or global batch. An iterator from
     before `load_state_dict` has another position and raises ConfigError; `Checkpointer` refuses to restore
-    while there is one. Creating an iterator leaves torch's random state as it was.
+    while such an iterator exists. Creating an iterator leaves torch's random state as it was.
 
-    ConfigError for a loader of other batches, and for one without a fixed order.
+    ConfigError for a loader of other batches, and for a loader without a fixed order.
     """
 
     def __init__(self, sampler: GlobalBatchSampler, loader: Iterable[T]) -> None:
@@ -211,12 +213,12 @@ class Batches(Generic[T]):
         self._loader = loader
         self._position = 0
         self._done = 0
-        self._turn = 0  # of the current iterator; earlier ones are stale
+        self._turn = 0  # number of the current iterator; earlier iterators are stale
         self._live: weakref.ref[Iterator[T]] | None = None
 
     @property
     def position(self) -> int:
-        """The number of samples that all ranks have received since the run began, and of the next sample."""
+        """The number of samples that all ranks have received in this run, and so the next sample's number."""
         return self._position
 
     @property
@@ -226,13 +228,14 @@ class Batches(Generic[T]):
 
     @property
     def epoch_fraction(self) -> float:
-        """The part of that epoch that is done, from 0 to less than 1."""
+        """The finished part of `epoch`, from 0 to less than 1."""
         return self._position % self._sampler.num_samples / self._sampler.num_samples
 
     def __len__(self) -> int:
-        """Return the number of batches that are left; TypeError without `num_batches`, as without an end.
+        """Return the number of remaining batches; TypeError if `num_batches` is None.
 
-        Without it Lightning prefetches one batch to find the end, and the position would count that batch.
+        Without this length Lightning prefetches one batch to find the end, and the position would count that
+        batch.
         """
         return max(0, len(self._sampler) - self._done)
 
@@ -263,7 +266,7 @@ class Batches(Generic[T]):
 
     @property
     def _iterator(self) -> Iterator[T] | None:
-        """The current iterator, under its name in DataLoader, where a restore looks for it."""
+        """The current iterator, under the attribute name that DataLoader uses and that a restore checks."""
         return self._live() if self._live is not None else None
 
     @_iterator.setter
@@ -272,11 +275,11 @@ class Batches(Generic[T]):
         self._turn, self._live = self._turn + 1, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the properties on which its meaning depends."""
+        """Return the position, and the properties on which the meaning of the position depends."""
         return {**self._meaning(), "position": self._position, "batches": self._done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position in `state`; MismatchError if its numbers stand for other samples."""
+        """Continue at the position in `state`; MismatchError if its sample numbers mean other samples."""
         meaning = self._meaning()
         changed = [(name, state.get(name), here) for name, here in meaning.items() if state.get(name) != here]
         if changed:
@@ -309,8 +312,8 @@ class SeededSamples(Dataset[T]):
 
     For random augmentation with Python's `random`, `numpy.random` or torch on the CPU: a sample is the same
     in any process of any rank, and another one in each epoch. The reading process gets its own random state
-    back. Costs 10 to 25 us per sample. For GlobalBatchSampler only; ConfigError for other indices, which have
-    no number.
+    back. Costs 10 to 25 us per sample. For GlobalBatchSampler only; ConfigError for indices of other
+    samplers, which have no sample number.
     """
 
     def __init__(self, samples: Samples[T], *, seed: int = 0) -> None:
@@ -352,11 +355,11 @@ def round_keys(seed: int, epoch: int) -> Words:
 def permute(places: Words, num_samples: int, keys: Words) -> Words:
     """Return the image of each of `places` under a permutation of `range(num_samples)`; uint64, same shape.
 
-    The permutation is pseudo-random: a Feistel network on the pairs (left, right) with left, right < side,
-    which permutes range(side**2), applied again to results out of range (cycle walking), on average less than
-    four times: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002. `side` is even, since
-    with an odd one all these permutations have the same parity. It has statistical quality only, and is not
-    for cryptography.
+    The permutation is pseudo-random: a Feistel network on pairs (left, right) with left, right < side
+    permutes range(side**2). The network is applied again to results out of range (cycle walking), on average
+    less than four times; see Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002. `side`
+    is even, since with an odd `side` all these permutations have the same parity. The permutation has
+    statistical quality only; do not use it for cryptography.
     """
     root = math.isqrt(num_samples - 1) + 1
     side = np.uint64(root + root % 2)
@@ -381,8 +384,9 @@ def _mix(words: Words) -> Words:
 def loader_problems(loader: object, saved: object) -> list[str]:
     """Return why a StatefulDataLoader of torchdata cannot continue from `saved`; [] for other objects.
 
-    It needs the same number of worker processes, and otherwise raises a bare AssertionError when it is
-    iterated. The layout of its state is that of torchdata 0.11, `stateful_dataloader.py`.
+    Such a loader needs the same number of worker processes, and otherwise raises a bare AssertionError when
+    the loader is iterated. The expected layout of the state is that of torchdata 0.11,
+    `stateful_dataloader.py`.
     """
     if not _is_torchdata(loader) or not isinstance(saved, Mapping):
         return []

@@ -90,7 +90,7 @@ class MismatchError(CheckpointError, ValueError):
 
 
 class CollectiveError(CheckpointError, RuntimeError):
-    """The ranks did not call the same thing, or not with the same arguments."""
+    """The ranks did not call the same method, or called it with different arguments."""
 
 
 class SaveNotCollective(CollectiveError):
@@ -109,7 +109,7 @@ class FormatError(CorruptionError):
     """Bytes are not a valid file of the format."""
 
     def at(self, place: str, hint: str = "") -> Self:
-        """Return the same error with `place` before its message, and with `hint` if it has none."""
+        """Return the same error with `place` before the message, and with `hint` if the error has no hint."""
         return type(self)(f"{place}: {self.message}", hint=self.hint or hint, **self.fields)
 
 
@@ -122,7 +122,7 @@ class RestoreError(CheckpointError, RuntimeError):
 
 
 class ResumeError(CheckpointError, RuntimeError):
-    """A resumed run differs from the original; names the first difference and its likely cause."""
+    """A resumed run differs from the original; the error names the first difference and the likely cause."""
 
 
 class Unprotected(CheckpointError, RuntimeError):
@@ -130,11 +130,11 @@ class Unprotected(CheckpointError, RuntimeError):
 
 
 class RunConflict(CheckpointError, RuntimeError):
-    """Another owner has the run, or its log is not the one that the nodes know."""
+    """Another owner has the run, or the log is not the one that the nodes used before."""
 
 
 class RunInUse(RunConflict):
-    """A live launcher in this cluster has the run; commands raise it if one may have the run."""
+    """A live launcher in this cluster has the run, or, for commands, may have the run."""
 
 
 class RunSuperseded(RunConflict):
@@ -146,7 +146,7 @@ class Fenced(RunConflict):
 
 
 class ServiceError(CheckpointError, RuntimeError):
-    """The service failed to do what it was called for."""
+    """The service failed to complete a call."""
 
 
 class Unavailable(ServiceError):
@@ -154,7 +154,7 @@ class Unavailable(ServiceError):
 
 
 def missing_package(package: str, extra: str, needed_for: str) -> ConfigError:
-    """Return the error for a package that is not installed, and that an extra of ray_ckpt installs."""
+    """Return the error for a missing package that an extra of ray_ckpt installs."""
     return ConfigError(
         f"{needed_for} needs the package {package}, which is not installed here.",
         hint=f"Install it where this runs, on every node for a run: pip install 'ray_ckpt[{extra}]'.",
@@ -163,7 +163,7 @@ def missing_package(package: str, extra: str, needed_for: str) -> ConfigError:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error, or its class if it has none: no message ends in a colon."""
+    """Return the text of an error, or its class if the text is empty, so that no message ends in a colon."""
     if text := str(error).strip():
         return text
     return "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__

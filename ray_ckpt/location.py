@@ -1,8 +1,9 @@
-"""Storage paths: a folder that all nodes mount, or the URL of an object store. They hold no secrets.
+"""Storage paths: a folder that all nodes mount, or the URL of an object store, without secrets.
 
 A storage path is an absolute path, `file://`, `s3://bucket/prefix`, `gs://bucket/prefix` with pyarrow's query
-parameters, or another URL that fsspec knows, as in Ray Train. Credentials come from the environment of the
-process that opens it (variables, profiles, roles); an option may name them, but not contain them.
+parameters, or another URL that fsspec supports, as in Ray Train. Credentials come from the environment of the
+process that opens the path (variables, profiles, roles); an option may name credentials, but not contain
+them.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ _VALUES = {
     "sse": ("AES256", "aws:kms", "aws:kms:dsse"),
 }
 _SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}  # other names of a scheme
-_QUERY = ("endpoint_override", "scheme", "region")  # of pyarrow's URLs, as far as they name no secret
-BUCKETS: Mapping[str, tuple[str, ...]] = {  # schemes with a client of this package, and its options
+_QUERY = ("endpoint_override", "scheme", "region")  # parameters of pyarrow's URLs that name no secret
+BUCKETS: Mapping[str, tuple[str, ...]] = {  # schemes with a client of this package, and the client's options
     "s3": ("backend", "profile", "endpoint_url", "region", "anonymous", "checksum", "sse", "sse_kms_key_id"),
     "gs": ("backend", "endpoint_url", "anonymous"),
 }
-ENV_PREFIX = "env:"  # before the name of an environment variable of the process that opens the store
+ENV_PREFIX = "env:"  # prefix of the name of an environment variable of the process that opens the store
 _SECRET = re.compile(
     r"secret|pass|pwd|token|credential|connection_?string|shared_?access|key|sas|auth|\bpat\b", re.IGNORECASE
 )
-_USERINFO = re.compile(r"//[^/@]*:.*@|account_?key=", re.IGNORECASE)  # in a value
+_USERINFO = re.compile(r"//[^/@]*:.*@|account_?key=", re.IGNORECASE)  # secrets in a value
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)\Z", re.DOTALL)
 _BAD_KEY = re.compile(r"[\x00-\x1f\x7f%#\\]|(^|/)\.{1,2}(/|$)|//")
 
@@ -44,7 +45,7 @@ class Location:
     """A folder or an object in a store. `str(location)` is its normalized storage path."""
 
     scheme: str
-    """"file", "s3", "gs", or another that fsspec knows."""
+    """"file", "s3", "gs", or another scheme that fsspec supports."""
     path: str
     """file: absolute path; s3, gs: bucket/key; others: the text after "://"."""
     query: tuple[tuple[str, str], ...] = ()
@@ -52,7 +53,7 @@ class Location:
 
     @classmethod
     def parse(cls, text: str | os.PathLike[str]) -> Location:
-        """Parse a storage path; ConfigError if it is relative, holds a secret, or is none."""
+        """Parse a storage path; ConfigError if `text` is relative, holds a secret, or is no storage path."""
         text = os.fspath(text)
         found = _URL.match(text)
         if found is None or found[1].lower() == "file":
@@ -120,7 +121,7 @@ class Location:
 
 
 def storage_options(location: Location, options: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Return the options for a store, checked; ConfigError if one is unknown or may be a secret."""
+    """Check and return the options for a store; ConfigError if an option is unknown or may be a secret."""
     options = options or {}
     for name, value in options.items():
         if not isinstance(name, str) or not isinstance(value, str):
@@ -159,7 +160,7 @@ def storage_options(location: Location, options: Mapping[str, str] | None) -> Ma
 
 
 def resolve_options(options: Mapping[str, str]) -> dict[str, str]:
-    """Return options with the value of NAME for `env:NAME`; ConfigError if it is not set."""
+    """Return options with the value of NAME for `env:NAME`; ConfigError if NAME is not set."""
     found: dict[str, str] = {}
     for name, value in options.items():
         if value.startswith(ENV_PREFIX):
@@ -176,7 +177,7 @@ def resolve_options(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_tilde(path: str | os.PathLike[str]) -> Path:
-    """Return `path` with a leading `~` or `~user` expanded, unless there is no such home."""
+    """Return `path` with a leading `~` or `~user` expanded; unchanged if no such home exists."""
     with contextlib.suppress(RuntimeError):  # no user of that name
         return Path(path).expanduser()
     return Path(path)
@@ -190,7 +191,7 @@ def _folder(path: str, text: str) -> str:
             f"The storage path {shown}.",
             hint="Make it absolute; each node would read a relative path from another folder.",
         )
-    if "%" in path and text.lower().startswith("file:"):  # some readers decode it, others do not
+    if "%" in path and text.lower().startswith("file:"):  # some readers decode the %, others do not
         raise ConfigError(
             "The storage path has a '%' in a file:// URL.", hint="Give the path without file://."
         )
@@ -233,7 +234,7 @@ def _parse_query(query: str, scheme: str) -> tuple[tuple[str, str], ...]:
     for name, value in found:
         if "@" in value:
             raise _holds_credentials(scheme)
-        if name not in _QUERY:  # its value may be a secret
+        if name not in _QUERY:  # the message omits the value, which may be a secret
             raise ConfigError(
                 f"The {scheme}:// storage path has the parameter {name!r}.",
                 hint=f"Only {', '.join(_QUERY)} are allowed; credentials come from the environment.",
@@ -246,7 +247,7 @@ StoragePath: TypeAlias = str | os.PathLike[str] | Location
 
 
 def locate(path: StoragePath) -> Location:
-    """Return the location of `path`; a relative path counts from the working directory."""
+    """Return the location of `path`; a relative path starts at the working directory."""
     if isinstance(path, Location):
         return path
     text = os.fspath(path)

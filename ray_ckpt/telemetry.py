@@ -1,6 +1,6 @@
-"""The metrics of a service: their names, labels and meaning. `ray_ckpt.actors.metrics` records them.
+"""The metrics of a service: their names, labels and meaning. `ray_ckpt.actors.metrics` records the metrics.
 
-Ray exports each as `ray_ckpt_<name>`, a counter with `_total` at its end, from every node (see
+Ray exports each metric as `ray_ckpt_<name>`, a counter with `_total` at its end, from every node (see
 docs/operations/metrics.md). Every metric has the label `run`, the name of the run.
 """
 
@@ -25,7 +25,7 @@ class Metric:
 
     @property
     def exported(self) -> str:
-        """The name in Prometheus; for a histogram without `_bucket`, `_sum` and `_count`."""
+        """The name in Prometheus; for a histogram, without the suffixes `_bucket`, `_sum` and `_count`."""
         return f"ray_ckpt_{self.name}" + ("_total" if self.kind == "counter" else "")
 
 
@@ -63,7 +63,7 @@ SAVE_BYTES = Metric(
 INTERVAL = Metric("save_interval_seconds", "gauge", "Interval between two saves as it is now; 0: not known.")
 LATENCY = Metric("save_latency_seconds", "gauge", "Recent time from the start of a save to its commit.")
 
-# How far a run is
+# Progress of a run
 ACTIVE = Metric(
     "run_active",
     "gauge",
@@ -79,7 +79,7 @@ LAG_STEPS = Metric("lag_steps", "gauge", "Steps completed since the newest one a
 LAG_SECONDS = Metric("lag_seconds", "gauge", "Seconds since the newest commit at a level.", ("level",))
 AT_RISK = Metric("steps_at_risk", "gauge", "Steps to repeat if this node died now; -1: all.", ("node",))
 
-# What is missing
+# Missing or damaged copies
 COPIES_MISSING = Metric("copies_missing", "gauge", "Copies of fragments that repair still has to make.")
 DRAINS = Metric(
     "drains_pending", "gauge", "Checkpoints being drained to the storage path, or waiting for it."
@@ -95,7 +95,7 @@ DISK_RESERVE = Metric(
     "disk_reserve_bytes", "gauge", "Bytes of it that are left unused (`reserve_bytes`).", ("node",)
 )
 
-# What went wrong
+# Failures
 INTERRUPTIONS = Metric(
     "interruptions",
     "counter",
@@ -119,7 +119,7 @@ REPAIRED = Metric(
 )
 LOST = Metric("lost_checkpoints", "counter", "Checkpoints without an intact copy.")
 
-# Coming back
+# Restores
 RESTORES = Metric("restore_seconds", "histogram", "Duration of a restore, slowest rank.", (), _LONG)
 RESTORE_BYTES = Metric(
     "restore_bytes", "counter", "Bytes read; tier: memory, local, peer, remote.", ("tier",)

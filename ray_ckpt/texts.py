@@ -14,9 +14,9 @@ TIER_TEXT: Mapping[str, str] = {
     "remote": "the storage path",
 }
 MAX_NEAREST = 5  # steps or names in a hint
-MAX_KNOWN = 50  # names in a hint where none is similar
-MAX_COMPARED = 10_000  # names among which similar ones are searched, which takes 0.1 s
-MAX_STEPS = 10  # in a line
+MAX_KNOWN = 50  # names in a hint if no known name is similar
+MAX_COMPARED = 10_000  # names that are searched for similar ones, in 0.1 s
+MAX_STEPS = 10  # steps in a line
 MAX_TEXT = 120  # characters of a name or a reason from a log, where space is limited
 
 _AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -34,7 +34,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def tier_text(tier: str) -> str:
-    """Return a description of a tier; an unknown one, written by a newer version, is returned as it is."""
+    """Return a description of a tier; an unknown tier, written by a newer version, is returned unchanged."""
     return TIER_TEXT.get(tier, tier)
 
 
@@ -103,7 +103,7 @@ def count_text(count: int, what: str) -> str:
 
 
 def steps_text(steps: Iterable[int]) -> str:
-    """Return `20, 40`, each step once; of many the newest: `..., 1080, 1090`."""
+    """Return `20, 40`, each step once; if there are many, only the newest: `..., 1080, 1090`."""
     known = sorted(set(steps))
     shown = ", ".join(map(str, known[-MAX_STEPS:]))
     return f"..., {shown}" if len(known) > MAX_STEPS else shown
@@ -152,7 +152,7 @@ def short_text(text: str, limit: int = MAX_TEXT) -> str:
 def html_table(
     title: str, headers: Iterable[str], rows: Iterable[Iterable[object]], left_out: str = ""
 ) -> str:
-    """Return a small unstyled table for a notebook, with a line below for omitted rows; all is escaped."""
+    """Return a small unstyled, escaped table for a notebook, with a line below for omitted rows."""
     head = "".join(f"<th>{escape(header)}</th>" for header in headers)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     more = f"<p>{escape(left_out)}</p>" if left_out else ""

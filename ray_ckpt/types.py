@@ -15,7 +15,7 @@ class Level(enum.IntEnum):
     """Durability of a committed checkpoint; each level also survives what the lower ones survive."""
 
     LOCAL = 1  # fsynced on the node of every rank: survives process death
-    REPLICATED = 2  # and on `replicas` other nodes: survives the loss of that many nodes
+    REPLICATED = 2  # also on `replicas` other nodes: survives the loss of that many nodes
     DURABLE = 3  # on the storage path: survives the cluster
 
     @property
@@ -40,7 +40,7 @@ class Slice:
 
     @property
     def key(self) -> str:
-        """The tensor's name in a safetensors header, flattened as DCP does."""
+        """The tensor's name in a safetensors header, flattened as in torch's DCP."""
         return f"{self.item}.{self.name}" if self.name else self.item
 
     @property
@@ -67,7 +67,7 @@ class ManifestRow:
 
     @property
     def label(self) -> str:
-        """The range as messages name it."""
+        """The text for this byte range in messages."""
         if self.slice is None:
             return self.kind
         region = ", ".join(f"{o}:{o + n}" for o, n in zip(self.slice.offset, self.slice.shape, strict=True))
@@ -85,10 +85,10 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptId:
-    """One try at a save. Its directory name is never used by another attempt.
+    """One attempt at a save, with a directory name that no other attempt uses.
 
-    `epoch` is the epoch of the coordinator that opened the session. The number of a session that did not get
-    into the log may be used again; the pair of both is unique.
+    `epoch` is the epoch of the coordinator that opened the session. A later session may reuse the number of a
+    session that was not recorded in the log; the pair of epoch and session number is unique.
     """
 
     run_uid: str
@@ -113,20 +113,20 @@ class Fragment:
     ranks: tuple[int, ...]
     files: tuple[FileEntry, ...]  # without the fragment's own file
     rows: tuple[ManifestRow, ...]
-    replicated: tuple[str, ...] = ()  # digests of content that its ranks have in common with all others
+    replicated: tuple[str, ...] = ()  # digests of content that this node's ranks share with all others
     metrics: Mapping[str, MetricValue] | None = None  # from the node of rank 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFacts:
-    """The mesh and the timings of a save, as ranks and nodes report them.
+    """The mesh and the timings of a save, reported by ranks and nodes.
 
-    `mesh` is the device mesh of its DTensors, such as "data=4 tensor=2" (`mesh_text`); "" if there is none.
-    Times are seconds of the slowest rank or node; None if nothing was reported.
+    `mesh` is the device mesh of the saved DTensors, such as "data=4 tensor=2" (`mesh_text`); "" if there is
+    none. Times are seconds of the slowest rank or node; None if nothing was reported.
 
-    `stall_s`: time for which it stalled training. `capture_s`: time from its start until all was copied; with
-    a stream, until the agent began to read. `local_s`: time from a node's last capture until all of its files
-    were fsynced.
+    `stall_s`: time for which the save stalled training. `capture_s`: time from the start of the save until
+    the state was copied or, with a stream, until the agent began to read. `local_s`: time from the last
+    capture on a node until all files of that node were fsynced.
     """
 
     stall_s: float | None = None
@@ -150,18 +150,18 @@ class CheckpointInfo:
     metrics: Mapping[str, MetricValue]
     state: Literal["live", "lost", "retired", "collected"] = "live"
     replicas: int = 0  # copies on other nodes, proven by the commit or a promotion
-    pins: Mapping[str, float | None] = field(default_factory=dict)  # owner -> Unix time when it ends
+    pins: Mapping[str, float | None] = field(default_factory=dict)  # owner -> Unix time when the pin ends
     verified_at_s: float | None = None  # Unix time of the last scrub that found every copy intact
-    durable_at_s: float | None = None  # Unix time at which all of it was on the storage path
+    durable_at_s: float | None = None  # Unix time when the storage path had the whole checkpoint
     replicated_at_s: float | None = None  # Unix time at which copies on other nodes were first proven
     mesh: str = ""  # `mesh` to `local_s`: the `SaveFacts` of the save
     stall_s: float | None = None
     capture_s: float | None = None
     local_s: float | None = None
     replicate_s: float | None = (
-        None  # time for which the commit waited for copies after all nodes had stored it
+        None  # time for which the commit waited for copies after all nodes had stored their files
     )
-    drilled_at_s: float | None = None  # Unix time of the last recovery drill that read it
+    drilled_at_s: float | None = None  # Unix time of the last recovery drill of this checkpoint
     drill: str = ""  # outcome of that drill
 
     @property
@@ -174,7 +174,7 @@ class CheckpointInfo:
 
     @property
     def drain_s(self) -> float | None:
-        """Seconds from the commit until all of it was on the storage path, waiting included."""
+        """Seconds from the commit until the whole checkpoint was on the storage path, waiting included."""
         return None if self.durable_at_s is None else max(0.0, self.durable_at_s - self.committed_at_s)
 
 
@@ -187,11 +187,11 @@ FAILURES: frozenset[EndCause | None] = frozenset(("process", "node", "preemption
 class SessionEnd:
     """The end of a session, and the last progress that its ranks had reported.
 
-    `cause`, in the order of EndCause: its launcher finished; a process failed; a node was lost; a node left
-    after a preemption notice; another launcher took the run; its launcher died or was stopped. `step` is the
-    last optimizer step that a rank completed, at Unix time `last_at_s`; the first one began at `first_at_s`.
-    `stalled_s` is the time for which saves stalled training. Times are None if they were not reported: no
-    step was completed, or a coordinator died in between.
+    `cause`, in the order of EndCause: the launcher finished; a process failed; a node was lost; a node left
+    after a preemption notice; another launcher took the run; the launcher died or was stopped. `step` is the
+    last optimizer step that a rank completed, at Unix time `last_at_s`; the first step began at `first_at_s`.
+    `stalled_s` is the time for which saves stalled training. Times are None if they were not reported, since
+    no step was completed or a coordinator died in the meantime.
     """
 
     cause: EndCause
@@ -201,7 +201,7 @@ class SessionEnd:
     stalled_s: float | None = None
 
 
-ROLLBACK_PREFIX = "rollback-"  # the "service" of a rollback; that of a cluster is a bare uuid
+ROLLBACK_PREFIX = "rollback-"  # prefix of "service" in a rollback; the "service" of a cluster is a bare uuid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,19 +214,19 @@ class SessionInfo:
     world_size: int
     num_nodes: int
     opened_at_s: float
-    opened_by: int = 0  # epoch of the coordinator that began it; its record may be of a later epoch
+    opened_by: int = 0  # epoch of the coordinator that began the session; the record may have a later one
     service: str = ""
     owner: str = ""
     retention: str = ""
-    restored_at_s: float | None = None  # when all ranks had their state; None: nothing was restored
-    restore_s: float | None = None  # of the slowest rank; None also in older logs
-    read_bytes: Mapping[str, float] = field(default_factory=dict)  # read by that restore, by tier
-    ended: SessionEnd | None = None  # None: it is active, or its coordinator died with it
-    origin_step: int | None = None  # step of another run's checkpoint with which it started
+    restored_at_s: float | None = None  # Unix time when all ranks had state; None: no restore
+    restore_s: float | None = None  # seconds of the slowest rank; None also in older logs
+    read_bytes: Mapping[str, float] = field(default_factory=dict)  # bytes of the restore by tier
+    ended: SessionEnd | None = None  # None: active, or the coordinator died with the session
+    origin_step: int | None = None  # step of another run's checkpoint that the session started with
 
     @property
     def is_rollback(self) -> bool:
-        """True for the record of a rollback: it has no training, and the next session continues from it."""
+        """True for a rollback, a session without training from which the next session continues."""
         return self.service.startswith(ROLLBACK_PREFIX)
 
 
@@ -234,8 +234,9 @@ class SessionInfo:
 class Exposure:
     """The cost of losing one node at this moment.
 
-    `step` is the newest checkpoint that would be left, `tier` the one that its lost parts would be read from,
-    `steps_at_risk` the number of completed steps to repeat. `step` and `tier` are None if none would be left.
+    `step` is the step of the newest checkpoint that would be left, `tier` the tier from which the lost parts
+    of that checkpoint would be read, and `steps_at_risk` the number of completed steps to repeat. `step` and
+    `tier` are None if no checkpoint would be left.
     """
 
     node_id: str
@@ -245,7 +246,7 @@ class Exposure:
 
 
 ProgressCallback: TypeAlias = Callable[[int], None]
-"""Called with the amount done since the last call, mostly bytes; from several threads, one at a time."""
+"""Called with the amount done since the last call, mostly bytes; several threads call it, one at a time."""
 Tier: TypeAlias = Literal["memory", "local", "peer", "remote"]
 
 
@@ -262,7 +263,7 @@ class RestoredPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRestore:
-    """A rank's report of a restore: what it read, how long it took, and what no source had intact.
+    """A rank's report of a restore: the parts read, the seconds taken, and the damage that is left.
 
     `origin_step` is the step of the other run's checkpoint that `resume=URI` named.
     """

@@ -93,7 +93,7 @@ def _fix(obj: object) -> str:
 
 
 def _refuse_hidden_state(name: str, optimizer: torch.optim.Optimizer) -> None:
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}  # by name: importing their module takes long
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}  # by name: an import of the module takes long
     if not kinds.isdisjoint(("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")):
         raise UnsupportedItem(
             f"The optimizer {name!r} ({type(optimizer).__name__}) has inner state that cannot be saved.",

@@ -1,7 +1,7 @@
 """A rank's side of an arena: shared memory of the agent with the layout of the shard file.
 
-The rank maps it through /proc/<agent pid>/fd/<n>; it lives as long as a process maps it. See
-format/arena_page.py for its first page.
+The rank maps the arena through /proc/<agent pid>/fd/<n>; the memory lives as long as a process maps it.
+format/arena_page.py describes the first page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray_ckpt.format.shard import PlacedSlice, ShardLayout
 from ray_ckpt.storage.local.pages import keep_from_children, map_shared, populate
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
-POPULATE_POLL_S = 0.05  # between two looks whether the agent has allocated the memory
+POPULATE_POLL_S = 0.05  # between two checks whether the agent has allocated the memory
 POPULATE_WAIT_S = 600.0  # an agent that takes longer is stuck: then the first save takes the page faults
 RING_POLL_S = 0.0005  # a block of a ring takes some milliseconds to write
 RING_STALL_S = 60.0  # if no block is written for this long, the disk or the agent is stuck
@@ -45,8 +45,9 @@ class Mapping:
     def populate(self) -> None:
         """Fill this process's page table once the agent has allocated the memory.
 
-        Otherwise the first save would take a page fault for each page, and be 3 to 50 times slower than the
-        next ones. Releases the GIL. Pages that are not there in time are left to the first save.
+        Otherwise the first save would take a page fault for each page, and be 3 to 50 times slower than later
+        saves. This call releases the GIL. The first save takes the faults of pages that the agent did not
+        allocate in time.
         """
         deadline_s = time.monotonic() + POPULATE_WAIT_S
         while self.page.populated_bytes < len(self.memory) and time.monotonic() < deadline_s:
@@ -71,7 +72,7 @@ class Mapping:
             self._pinned_for = device
 
     def give_up(self) -> None:
-        """Unregister the memory from CUDA, before it is unmapped. No copy may be running."""
+        """Unregister the memory from CUDA, before the memory is unmapped. No copy may be running."""
         with self._lock:
             self._is_given_up = True
             if self._pinned_for is not None:
@@ -112,7 +113,7 @@ class Arena:
 
 
 class Ring:
-    """A rank's side of a stream: blocks of the shard file in order, which the agent writes as they come.
+    """A rank's side of a stream: blocks of the shard file in order, which the agent writes as blocks arrive.
 
     For hosts whose memory cannot hold a copy of the state. The state must not change until the stream has
     ended.
@@ -120,12 +121,13 @@ class Ring:
 
     def __init__(self, path: str) -> None:
         self.mapping = Mapping(path)
-        self._filled = 0  # blocks
-        self._in_block = 0  # bytes of the block that is being filled
+        self._filled = 0  # number of filled blocks
+
+        self._in_block = 0  # filled bytes of the current block
         self._is_over: Callable[[], bool] = _never
 
     def begin(self, attempt: str, is_over: Callable[[], bool]) -> None:
-        """Start a stream; `is_over` returns whether the agent has stopped reading it."""
+        """Start a stream; `is_over` returns whether the agent has stopped reading the stream."""
         self.mapping.page.unseal()
         self.mapping.page.begin_stream(attempt)
         self._filled = self._in_block = 0

@@ -2,8 +2,9 @@
 
 torch's `load_state_dict` accepts state of any class: SGD keeps the moments of AdamW for ever, RMSprop raises
 a KeyError in its first step. Therefore a checkpoint records the class of each optimizer and scheduler. The
-names in the state are compared with those that the live class uses, which a step of a twin shows
-(`predict.used_keys`). Where these names cannot be known before the first step, the classes are compared.
+names in the saved state are compared with the names that the live class uses; a step of a twin optimizer
+shows the latter (`predict.used_keys`). If these names are unknown before the first step, the classes are
+compared.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def difference(name: str, item: Item, classes: Classes) -> str:
 
 
 def taken(name: str, item: Item, saved: Any, classes: Classes) -> Any:
-    """Return the saved tree of an item; for another class, without the settings that are not for it.
+    """Return the saved tree of an item; if the class differs, without settings that the live class lacks.
 
     Settings are constructor arguments, and entries that a scheduler sets. Other entries of a group define the
     class: AdamW is an Adam with `decoupled_weight_decay`.
@@ -80,7 +81,7 @@ def taken(name: str, item: Item, saved: Any, classes: Classes) -> Any:
 
 
 def rates_of(item: Item, saved: Any) -> Any:
-    """Return the saved learning rates for an optimizer that begins anew; they show its schedule's position.
+    """Return the saved learning rates for an optimizer that begins anew; they show the schedule's position.
 
     None for other items, and if the groups differ.
     """
@@ -104,7 +105,7 @@ def take_rates(item: Item, rates: Any) -> None:
 
 
 def check_settings(items: Mapping[str, Item]) -> None:
-    """Raise MismatchError if a restored optimizer lacks state that settings kept as built need."""
+    """Raise MismatchError if a restored optimizer lacks state that is needed by settings kept as built."""
     for name, item in items.items():
         if not isinstance(item, OPTIMIZER_ITEMS):
             continue
@@ -133,7 +134,7 @@ def inmost(optimizer: Optimizer) -> Optimizer:
 
 
 def _optimizer_problem(item: OptimizerItem | Fsdp1OptimizerItem, saved: Any, then: str) -> str | None:
-    """Return why `saved` does not fit the optimizer; `then` is its saved class, "" if unknown."""
+    """Return why `saved` does not fit the optimizer; `then` is the saved class, "" if unknown."""
     optimizer = inmost(item.optimizer)
     used, is_certain = _used(optimizer, saved["param_groups"])
     is_same = _is_same(then, _path(type(optimizer)))
@@ -160,9 +161,9 @@ def _optimizer_problem(item: OptimizerItem | Fsdp1OptimizerItem, saved: Any, the
 
 
 def _used(optimizer: Optimizer, settings: Any) -> tuple[Mapping[int, Set[str]], bool]:
-    """Return the names of state that the class uses, by id of the parameter, and whether they are certain.
+    """Return the state names that the class uses, by id of the parameter, and whether they are certain.
 
-    For a class with its own `step` they are the live ones, or those of its torch base class.
+    For a class with its own `step`, the names are those of the live state, or of the torch base class.
     """
     kind = type(optimizer)
     if is_torch_step(kind):
@@ -177,7 +178,7 @@ def _used(optimizer: Optimizer, settings: Any) -> tuple[Mapping[int, Set[str]], 
 
 
 def _scheduler_problems(name: str, scheduler: object, classes: Classes) -> Iterator[str]:
-    """Yield the classes of torch that differ. A user's class may have been renamed: attributes decide."""
+    """Yield the differing torch classes. User classes may be renamed: attributes decide."""
     for key, path in scheduler_classes(name, scheduler).items():
         then = classes.get(key, "")
         if _is_torch(then) and _is_torch(path) and not _is_same(then, path):
@@ -185,7 +186,7 @@ def _scheduler_problems(name: str, scheduler: object, classes: Classes) -> Itera
 
 
 def scheduler_classes(name: str, scheduler: Any) -> dict[str, str]:
-    """Return the classes of a scheduler and of those in it."""
+    """Return the classes of a scheduler and of its inner schedulers."""
     found = {name: _path(type(scheduler))}
     for i, inner in enumerate(inner_schedulers(scheduler)):
         found |= scheduler_classes(f"{name}.{i}", inner)
@@ -196,7 +197,7 @@ def scheduler_classes(name: str, scheduler: Any) -> dict[str, str]:
 
 
 def _both(then: str, here: str) -> str:
-    """Return a text with two classes, with modules if only these differ."""
+    """Return a text with two classes; with modules if only the modules differ."""
     if _short(then) != _short(here):
         then, here = _short(then), _short(here)
     return f"was saved by {then or 'another class'}, and is {here} here"

@@ -25,8 +25,8 @@ from ray_ckpt.capture.torch_private import local_part
 from ray_ckpt.errors import UnsupportedLeaf
 from ray_ckpt.plan.regions import Box, Cut, Region, cut_parts
 
-MAX_LAYOUTS = 4096  # cached: a model has some dozens of shapes, each on the ranks of a node
-MAX_MESHES = 3  # in the description of a checkpoint; a program has one or two
+MAX_LAYOUTS = 4096  # cached layouts: a model has some dozens of shapes, each on the ranks of a node
+MAX_MESHES = 3  # in the description of a checkpoint; a program has one or two meshes
 
 
 def is_dtensor(leaf: object) -> TypeGuard[torch.Tensor]:
@@ -34,9 +34,9 @@ def is_dtensor(leaf: object) -> TypeGuard[torch.Tensor]:
 
 
 def parts_here(tensor: Any, *, name: str) -> tuple[Region, ...]:
-    """Return this rank's regions of a DTensor, in the order of the local tensor; none outside of its mesh.
+    """Return this rank's regions of a DTensor, in the order of the local tensor; none outside of the mesh.
 
-    UnsupportedLeaf, with `name`, if they are ambiguous.
+    UnsupportedLeaf, with `name`, if the regions are ambiguous.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise _unsupported(
@@ -106,9 +106,9 @@ def holders(tensor: Any) -> tuple[int, ...]:
 
 
 def boxes_on(tensor: Any, ranks: Iterable[int]) -> Iterator[tuple[int, tuple[Box, ...]]]:
-    """Yield each of `ranks` inside the mesh with its regions of a DTensor.
+    """Yield each rank of `ranks` inside the mesh, with the rank's regions of a DTensor.
 
-    Yield nothing if they depend on how the tensor was made, which only each rank itself can see.
+    Yield nothing if the regions depend on how the tensor was made, which only the local tensors show.
     """
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     for rank in ranks:
@@ -132,7 +132,7 @@ def _cuts(
 
 
 def _is_twofold(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> bool:
-    """Return whether the two readings may differ on some rank: with uneven or nested strides."""
+    """Return whether the two readings may differ on some rank, because of uneven or nested strides."""
     strided = [cut.dim for cut in cuts if cut.strides > 1]
     return len(strided) > len(set(strided)) or any(
         shape[dim] % prod(cut.count for cut in cuts if cut.dim == dim) for dim in strided
@@ -143,7 +143,7 @@ def _is_twofold(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> bool:
 def _read(
     shape: tuple[int, ...], cuts: tuple[Cut, ...], *, strides_last: bool
 ) -> tuple[tuple[int, ...], tuple[Region, ...]]:
-    """Local shape and regions: as DTensor reads placements, or as fully_shard cuts (`strides_last`).
+    """Return local shape and regions, as DTensor reads placements or as fully_shard cuts (`strides_last`).
 
     fully_shard records the number of existing chunks as the strides of its own cut. Without strides both
     readings are the same.

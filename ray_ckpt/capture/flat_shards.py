@@ -7,14 +7,14 @@ from typing import TypeAlias
 import torch
 
 PlacedPart: TypeAlias = tuple[tuple[int, ...], torch.Tensor]
-"""Offset of a region in its tensor, and its live memory, which has the region's shape."""
+"""Offset of a region in the tensor, and the region's live memory, in the region's shape."""
 
 
 class FlatShard:
-    """Regions of a tensor of `shape` in this rank's memory; none if other ranks hold all of it.
+    """Regions of a tensor of `shape` in this rank's memory; none if other ranks hold the whole tensor.
 
-    `parts` are views of `base`, a tensor that the owner keeps. `ranks` hold the same regions. Immutable: if
-    the memory moves, a new FlatShard is made.
+    `parts` are views of `base`, a tensor that the owner keeps. `ranks` hold the same regions. A FlatShard is
+    immutable: if the memory moves, a new FlatShard is made.
     """
 
     __slots__ = ("base", "dtype", "parts", "ranks", "shape")

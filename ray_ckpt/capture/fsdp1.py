@@ -1,14 +1,14 @@
 """Modules in torch.distributed.fsdp.FullyShardedDataParallel, and their optimizers.
 
-FSDP1 flattens the parameters of a module into one tensor and cuts it evenly: a rank holds a range of elements
-of a parameter, which are up to 2 * dims - 1 boxes. Each rank saves its boxes as slices of the parameter under
-its own name, and optimizer state of the parameter's shape likewise. A checkpoint has no trace of FSDP1, and
-is interchangeable with those of FSDP2 and of whole tensors.
+FSDP1 flattens the parameters of a module into one tensor and cuts this tensor evenly: a rank holds a range of
+elements of a parameter, which consists of up to 2 * dims - 1 boxes. Each rank saves its boxes as slices of
+the parameter under the parameter's own name, and saves optimizer state of the parameter's shape in the same
+way. A checkpoint has no trace of FSDP1, and is interchangeable with those of FSDP2 and of whole tensors.
 
 torch's own functions, SHARDED_STATE_DICT and get_model_state_dict(), gather every parameter from all ranks
-and cut it again. They copy the state, and a rank whose save is skipped would miss the gather, so that its
-next collective would be matched with it. Therefore this module reads the private metadata of FlatParameter
-(torch/distributed/fsdp/_flat_param.py), all of it in FlatUnit.
+and cut the parameter again. They copy the state. A rank whose save is skipped would miss the gather, so the
+gather would be matched with the next collective of that rank. Therefore this module reads the private
+metadata of FlatParameter (torch/distributed/fsdp/_flat_param.py), all of it in FlatUnit.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class FlatUnit:
         return self._pieces(index, here, base=shard)
 
     def own_pieces(self, index: int, own: torch.Tensor) -> FlatShard:
-        """Return one parameter's regions in `own`, a tensor of this rank's elements of it."""
+        """Return one parameter's regions in `own`, a tensor of this rank's elements of the parameter."""
         return self._pieces(index, own if self.is_here(index) else None, base=own)
 
     def _pieces(self, index: int, here: torch.Tensor | None, *, base: torch.Tensor) -> FlatShard:
@@ -132,12 +132,12 @@ class FlatUnit:
         return [(info.module, info.param_name) for info in self.flat._param_infos]
 
     def tied(self) -> Iterator[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-        """Yield the first owner and another owner of each parameter that has several."""
+        """Yield the first owner and another owner of each parameter that has several owners."""
         for info in self.flat._shared_param_infos:
             yield (info.prim_module, info.prim_param_name), (info.module, info.param_name)
 
     def optimized(self, index: int) -> torch.Tensor:
-        """Return the tensor that an optimizer has: the parameter with use_orig_params, else the flat one."""
+        """Return the tensor in the optimizer: the parameter with use_orig_params, else the flat parameter."""
         tensor: torch.Tensor = self.flat if self.flat._params is None else self.flat._params[index]
         return tensor
 
@@ -160,7 +160,7 @@ def flat_units(item: str, module: nn.Module) -> list[FlatUnit]:
 
 
 def flat_names(module: nn.Module, units: list[FlatUnit]) -> dict[str, FlatName]:
-    """Return each flattened parameter by name; a tied one by each of its names."""
+    """Return each flattened parameter by name; a tied parameter by each of its names."""
     by_module: dict[int, dict[str, FlatName]] = {}
     for unit in units:
         for index, (inside, name) in enumerate(unit.owners()):
@@ -175,7 +175,7 @@ def flat_names(module: nn.Module, units: list[FlatUnit]) -> dict[str, FlatName]:
 
 
 class _Memo:
-    """Cache of FlatShards: the same object while a tensor stays where it is, since walks compare by id."""
+    """Cache that returns the same FlatShard while a tensor has not moved, since walks compare by id."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, ...], tuple[torch.Tensor, int, FlatShard]] = {}
@@ -188,10 +188,10 @@ class _Memo:
 
 
 class Fsdp1ModuleItem(ModuleItem):
-    """A module with FSDP1 modules, with the names that it has without FSDP1.
+    """A module that contains FSDP1 modules, saved with the names that it has without FSDP1.
 
-    Its state_dict() is not called, since that gathers; so hooks on it and `_save_to_state_dict` of inner
-    modules do not run.
+    The module's state_dict() is not called, since state_dict() gathers parameters; so its hooks and
+    `_save_to_state_dict` of inner modules do not run.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -220,7 +220,7 @@ class Fsdp1ModuleItem(ModuleItem):
             inside.set_extra_state(tree[name])
 
     def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield each module with extra state, after its name in the state_dict."""
+        """Yield the state_dict name and the module of each module with extra state."""
         for prefix, inside in self._module.named_modules(remove_duplicate=False):
             if type(inside).get_extra_state is not nn.Module.get_extra_state:
                 yield _join(prefix, EXTRA_STATE_SUFFIX), inside
@@ -242,7 +242,7 @@ class Fsdp1ModuleItem(ModuleItem):
 
 
 class _Entry:
-    """One tensor in an optimizer's groups, with the parameters in it by name, flattened or not."""
+    """One tensor in an optimizer's groups, and the parameters inside by name, flattened or not."""
 
     def __init__(self, param: torch.Tensor, members: Mapping[str, FlatName | None]) -> None:
         self.param = param
@@ -250,7 +250,7 @@ class _Entry:
         self.is_flat = any(flat is not None and flat.unit.flat is param for flat in members.values())
 
     def is_here(self) -> bool:
-        """Return whether this rank has elements of it, and thus optimizer state."""
+        """Return whether this rank has elements of the tensor, and thus optimizer state."""
         return self.is_flat or all(
             flat is None or flat.unit.is_here(flat.index) for flat in self.members.values()
         )
@@ -270,8 +270,9 @@ class _Entry:
 class Fsdp1OptimizerItem:
     """An optimizer over parameters of FSDP1, with the same tree as OptimizerItem.
 
-    Without use_orig_params the optimizer has the flat parameters, and one state for all parameters in each. A
-    rank without elements of a parameter has no state of it, but its tree has the names of that state.
+    Without use_orig_params the optimizer has the flat parameters, each with one state for all parameters
+    inside. A rank without elements of a parameter has no state of that parameter, but the rank's tree has the
+    names of that state.
     """
 
     per_rank = False
@@ -338,7 +339,7 @@ class Fsdp1OptimizerItem:
     def _state(
         self, entry: _Entry, name: str, flat: FlatName | None, like: _Entry | None
     ) -> dict[str, Any] | None:
-        """Return the state of one parameter; without elements here, the names and shapes that `like` has."""
+        """Return the state of one parameter; without local elements, the names and shapes of `like`."""
         own = self._optimizer.state.get(entry.param)
         if flat is None:
             return dict(own) if own else None
@@ -375,7 +376,7 @@ class Fsdp1OptimizerItem:
         )
 
     def load(self, tree: Any) -> None:
-        self._optimizer.state.clear()  # as OptimizerItem does
+        self._optimizer.state.clear()  # as in OptimizerItem
         self._new.clear()
         for entry in (entry for entries in self._groups() for entry in entries):
             saved = next((tree["state"][name] for name in entry.members if name in tree["state"]), None)
@@ -408,7 +409,7 @@ class Fsdp1OptimizerItem:
         return path[0] == "state"
 
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        """Return room for state: cut like the parameter if it has its shape, else as OptimizerItem does."""
+        """Return memory for state: cut like the parameter if shapes are equal, else as in OptimizerItem."""
         found = [
             (entry, group)
             for entries, group in zip(self._groups(), self._optimizer.param_groups, strict=True)
@@ -444,7 +445,7 @@ def _members(
         named: dict[tuple[int, int], str] = {}
         for name, flat in flat_names(unwrap(owner), flat_units(item, owner)).items():
             if named.setdefault((id(flat.unit), flat.index), name) != name:
-                continue  # a tied parameter has its first name
+                continue  # a tied parameter keeps its first name
             found.setdefault(id(flat.unit.optimized(flat.index)), {})[prefix + name] = flat
     for tensor_id, name in whole.items():
         found.setdefault(tensor_id, {name: None})

@@ -1,8 +1,8 @@
 """Accumulation windows: gradients that backward has computed and no optimizer step has used.
 
-A checkpoint is the state after an optimizer step, so a save moves to the end of the window (`Window`), or
-includes the gradients if they are public, in `.grad` (`GradientsItem`). They are not public with FSDP, which
-keeps unsynchronized gradients in its own buffers, and with an optimizer that runs inside backward.
+A checkpoint is the state after an optimizer step, so a save waits for the end of the window (`Window`), or
+includes the gradients if they are public, in `.grad` (`GradientsItem`). Gradients are not public with FSDP,
+which keeps unsynchronized gradients in its own buffers, nor with an optimizer that runs inside backward.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Versions: TypeAlias = tuple[int, int]
 class Window:
     """Detector of gradients that wait for a step, on this rank only; other ranks may have other gradients.
 
-    A hook after each step notes the gradients that it used: objects and version counters, 0.5 us per
-    parameter. It keeps nothing alive and waits for no device. Only if a gradient differs from the noted one
-    are its values read, since `zero_grad(set_to_none=False)` leaves zeros.
+    A hook after each step notes the gradients that the step used, as objects and version counters, in 0.5 us
+    per parameter. The hook keeps nothing alive and waits for no device. Values of a gradient are read only if
+    the gradient differs from the noted one, since `zero_grad(set_to_none=False)` leaves zeros.
 
     Not detected: gradients of an optimizer whose `step` runs no hooks, and changes through `.data`.
     """
@@ -46,7 +46,7 @@ class Window:
         self._used = [_Used(optimizer) for optimizer in optimizers if _runs_hooks(optimizer)]
         self._sharded = [m for module in modules for m in module.modules() if _is_fsdp2(m)]
         self._last: _Used | None = None
-        # Outside compiled graphs, as the hook in overlap_guard.py.
+        # The hook runs outside compiled graphs, as the hook in overlap_guard.py does.
         self._handles = [
             used.optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))  # type: ignore[no-untyped-call]
             for used in self._used
@@ -63,7 +63,7 @@ class Window:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the optimizer with the most steps; 0 if none runs hooks."""
+        """Number of steps of the optimizer with the most steps; 0 if no optimizer runs hooks."""
         return max((used.num_steps for used in self._used), default=0)
 
     def close(self) -> None:
@@ -78,10 +78,10 @@ class Window:
     def is_open(self) -> bool:
         """Return whether a save should wait for a step. Call it after each step until it returns False.
 
-        The loss of one optimizer may leave gradients in the parameters of another, which drops them with its
-        next zero_grad (a GAN's discriminator). They look like a window that never ends: the optimizer steps
-        between two calls, and has new gradients at once. From then on, gradients that exist at any
-        optimizer's step do not count for this optimizer.
+        The loss of one optimizer may leave gradients in the parameters of another optimizer, which drops
+        these gradients with its next zero_grad (a GAN's discriminator). Such gradients look like a window
+        that never ends: the other optimizer steps between two calls, and has new gradients at once. From then
+        on, gradients that exist at any optimizer's step do not count for that optimizer.
         """
         found = [used for used in self._used if used.has_unused()]
         for used in self._used:
@@ -110,7 +110,7 @@ class _Used:
         self._noted: dict[int, tuple[weakref.ref[torch.Tensor], Versions]] = {}  # by id of the parameter
 
     def note(self) -> None:
-        # Weak, to hold no memory; not by id, which the next gradient may reuse.
+        # Weak references hold no memory; ids do not serve, since the next gradient may reuse an id.
         self._noted = {
             id(param): (weakref.ref(grad), _versions(grad))
             for group in self.optimizer.param_groups
@@ -153,7 +153,7 @@ def _runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_fsdp2(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without an import there is no such module
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: no FSDP2 module exists
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
@@ -168,7 +168,7 @@ _PLACEMENTS: Mapping[str, type[Placement]] = {t.__name__: t for t in (Replicate,
 
 
 def check_public(modules: Mapping[str, nn.Module | nn.Parameter]) -> None:
-    """Raise UnsupportedItem, with the item's name, if its gradients would not be in `.grad`."""
+    """Raise UnsupportedItem, with the item's name, if gradients of an item would not be in `.grad`."""
     for name, owner in modules.items():
         parts = list(owner.modules()) if isinstance(owner, nn.Module) else []
         params = list(owner.parameters()) if isinstance(owner, nn.Module) else [owner]

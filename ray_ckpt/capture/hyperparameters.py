@@ -2,15 +2,15 @@
 
 Loading state silently replaces a learning rate that was edited before the restart by the saved one.
 This module notes the settings of registered optimizers, schedulers and GradScalers before state is loaded,
-compares them afterwards, and puts back those that a user wants to keep as built.
+compares them afterwards, and puts back the settings that a user wants to keep as built.
 
-A setting is an argument of a constructor. For a scheduler it is an attribute with the name of a constructor
-parameter. For an optimizer it is an entry of a group, except for entries in `defaults` that no constructor
-takes: these hold progress (`d` of Prodigy, `k` of schedule-free optimizers). The rule also works for classes
-that this package does not know. Everything else is left alone.
+A setting is an argument of a constructor. A scheduler's settings are the attributes with the names of
+constructor parameters. An optimizer's settings are the entries of its groups, except for entries in
+`defaults` that no constructor takes: these entries hold progress (`d` of Prodigy, `k` of schedule-free
+optimizers). The rule also works for classes that this package has no code for. Everything else is left alone.
 
-A loop that sets `group["lr"]` itself leaves no trace of its initial rate: the rate then differs because of
-progress, and is listed.
+A loop that sets `group["lr"]` itself leaves no trace of the initial rate: the current rate then differs
+because of progress, and is listed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.short import ShortRepr
 from ray_ckpt.texts import did_you_mean
 
-MAX_ELEMENTS = 1_000  # of a tensor that is a setting; larger ones are state
+MAX_ELEMENTS = 1_000  # elements of a tensor that is a setting; larger tensors are state
 
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Entries of a group that choose an implementation, and do not change the result."""
@@ -77,7 +77,7 @@ class Changed:
     built: Any
     saved: Any
     is_kept: bool
-    """True: reset to the value as built; False: as saved."""
+    """True: reset to the value as built; False: the saved value stays."""
 
     def __str__(self) -> str:
         which = "kept as built" if self.is_kept else "restored as saved"
@@ -90,12 +90,12 @@ class Hyperparameters:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         """Note what registered objects (item name -> live object) were built with, before state is loaded.
 
-        An object whose settings cannot be read has none.
+        An object whose settings cannot be read is left out.
         """
         self._sources: dict[str, _Source] = {}
         for name, obj in objects.items():
             self._sources |= _sources(name, obj)
-        self._leaders: dict[str, str] = {}  # name -> the name that it is kept with
+        self._leaders: dict[str, str] = {}  # name -> the name of the setting with which it is kept
         self._hidden: set[str] = set()  # base_lrs: duplicates of an optimizer's lr
         self._silent: set[str] = set()  # an lr that cannot be distinguished from progress
         for prefix, source in self._sources.items():
@@ -133,20 +133,22 @@ class Hyperparameters:
                 )
 
     def loaded(self, keep: Collection[str]) -> tuple[Changed, ...]:
-        """Return the differences after state was loaded; reset those that `keep` matches. Call it once.
+        """Return the differences after state was loaded; reset the settings that `keep` matches; called once.
 
-        Under a scheduler `lr` is the initial rate of the schedule (`initial_lr`): the progress of the
-        schedule is no difference. If `lr` is kept, the current rate becomes that of the new schedule at the
-        restored position, and the optimizer's registered schedulers continue from it. This equals a run that
-        had the new rate from the beginning, with one torch scheduler or a SequentialLR. Several schedulers of
-        one optimizer, in a ChainedScheduler or not, scale the rate: equal if none has a floor (`eta_min`).
-        `max_lr` and `min_lr` of a cycle are kept with `lr`. ReduceLROnPlateau alone records no initial rate:
-        then `lr` is listed only if kept, and is the one as built, without the reductions so far.
+        With a scheduler, `lr` means the initial rate of the schedule (`initial_lr`), so the progress of the
+        schedule is no difference. If `lr` is kept, the current rate becomes the rate of the new schedule at
+        the restored position, and the optimizer's registered schedulers continue from that rate. With one
+        torch scheduler or a SequentialLR, the result equals a run that had the new rate from the beginning.
+        Several schedulers of one optimizer, in a ChainedScheduler or not, scale the rate: the result is equal
+        if no scheduler has a floor (`eta_min`). `max_lr` and `min_lr` of a cycle are kept with `lr`.
+        ReduceLROnPlateau alone records no initial rate: `lr` is then listed only if it is kept, and becomes
+        the rate as built, without the reductions so far.
 
         Other settings, such as `T_max`, apply from the scheduler's next step on. Schedulers that compute a
-        rate from the previous one (CosineAnnealingLR, StepLR, LinearLR) continue from there without a jump,
-        and not on the curve of a run from the beginning: a LinearLR or ConstantLR stays where it is if its
-        new `total_iters` has passed. The others (LambdaLR, cycles, warm restarts) are on that curve at once.
+        rate from the previous rate (CosineAnnealingLR, StepLR, LinearLR) continue from the current rate
+        without a jump, and do not follow the curve of a run from the beginning: a LinearLR or ConstantLR
+        keeps its rate if its new `total_iters` has passed. Other schedulers (LambdaLR, cycles, warm restarts)
+        follow that curve at once.
         """
         changed: list[Changed] = []
         kept: dict[str, list[str]] = {}
@@ -161,7 +163,7 @@ class Hyperparameters:
         return tuple(changed)
 
     def _differences(self) -> Iterator[tuple[str, str, Any, Any]]:
-        """Yield object name, key, the value as built and the value now, where they differ."""
+        """Yield object name, key, value as built and current value of each setting that differs."""
         for prefix, source in self._sources.items():
             now = source.now()
             for key, built in source.built.items():
@@ -191,14 +193,14 @@ class Hyperparameters:
                     set_last_lrs(scheduler.obj, lrs)
 
     def _schedulers_of(self, optimizer: Optimizer) -> list[LRScheduler]:
-        """Return the optimizer's registered schedulers that are not inside another."""
+        """Return the optimizer's registered schedulers that are not inside another scheduler."""
         every = [source for source in self._sources.values() if isinstance(source, _SchedulerSource)]
         inner = {id(scheduler) for source in every for scheduler in inner_schedulers(source.obj)}
         return [source.obj for source in every if source.is_of(optimizer) and id(source.obj) not in inner]
 
 
 class _OptimizerSource:
-    """Settings of an optimizer's groups; groups that are added later have none."""
+    """Settings of an optimizer's groups; groups that are added later have no settings."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -225,7 +227,7 @@ class _OptimizerSource:
         return {key: v[0] if len(self._built) == 1 else tuple(v) for key, v in found.items()}
 
     def put_back(self, keys: Collection[str]) -> None:
-        """Reset settings as built; for an `lr` under a schedule, the initial rate."""
+        """Reset settings to the values as built; for an `lr` with a schedule, reset the initial rate."""
         for live, built, group in zip(self._live, self._built, self.optimizer.param_groups, strict=False):
             for key in (k for k in keys if k in built):
                 if key == "betas" and _is_cycled(built):
@@ -293,7 +295,7 @@ def _is_scheduler_setting(key: str, parameters: Collection[str]) -> bool:
 
 
 def _cycle(epoch: int, first: int, growth: int) -> tuple[int, int]:
-    """How far `epoch` is in its cycle, and the cycle's length. Each is `growth` times as long as the last."""
+    """Return the position of `epoch` in its cycle, and that cycle's length; lengths grow by `growth`."""
     if growth == 1:
         return epoch % first, first
     length = first
@@ -303,7 +305,7 @@ def _cycle(epoch: int, first: int, growth: int) -> tuple[int, int]:
 
 
 class _ScalerSource:
-    """Settings of a GradScaler; a disabled one has none."""
+    """Settings of a GradScaler; a disabled GradScaler has none."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
@@ -325,7 +327,7 @@ _Source: TypeAlias = _OptimizerSource | _SchedulerSource | _ScalerSource
 
 
 def _sources(name: str, obj: object) -> dict[str, _Source]:
-    """Return the sources of an object and its inner schedulers by name; none if it cannot be read."""
+    """Return the sources of an object and its inner schedulers by name; none if the object cannot be read."""
     try:
         if isinstance(obj, Optimizer):
             return {name: _OptimizerSource(obj)}
@@ -336,7 +338,7 @@ def _sources(name: str, obj: object) -> dict[str, _Source]:
         found: dict[str, _Source] = {name: _SchedulerSource(obj)}
         for i, scheduler in enumerate(inner_schedulers(obj)):
             found |= _sources(f"{name}.{i}", scheduler)
-    except Exception:  # from a class of another package
+    except Exception:  # raised by a class of another package
         return {}
     return found
 
@@ -344,8 +346,8 @@ def _sources(name: str, obj: object) -> dict[str, _Source]:
 class _Position:
     """Positions of an optimizer's learning rates in their schedules, taken before a setting is reset.
 
-    A rate of torch's schedulers is a floor plus a fraction of the distance to the initial rate. The fraction
-    stays.
+    A rate of torch's schedulers is a floor plus a fraction of the distance to the initial rate. The reset
+    keeps this fraction.
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: list[LRScheduler]) -> None:
@@ -356,7 +358,7 @@ class _Position:
 
     def lrs(self) -> list[Any]:
         """Return the rates at this position for the current initial rates, one per group."""
-        has_more = isinstance(self._active, OneCycleLR | CyclicLR)  # other rates than the initial one count
+        has_more = isinstance(self._active, OneCycleLR | CyclicLR)  # rates other than the initial rate count
         needs_curve = has_more or any(start == self._floor for start, _ in self._rates)
         curve = dict(enumerate(_on_curve(self._active))) if needs_curve else {}
         groups = enumerate(self._optimizer.param_groups)
@@ -385,8 +387,8 @@ def _on_curve(scheduler: LRScheduler | None) -> list[Any]:
         if (lrs := closed_form_lrs(scheduler)) is not None:
             return lrs
         if isinstance(scheduler, CosineAnnealingWarmRestarts | CyclicLR | LambdaLR | OneCycleLR):
-            with warnings.catch_warnings(action="ignore"):  # about a call outside of step()
-                return list(scheduler.get_lr())  # sets a cycled momentum as well
+            with warnings.catch_warnings(action="ignore"):  # warnings about a call outside of step()
+                return list(scheduler.get_lr())  # also sets a cycled momentum
     except Exception:  # beyond the end of a shortened schedule, or in a user's function
         pass
     return []
@@ -403,13 +405,13 @@ def _restored(live: Any, value: Any) -> Any:
 
 
 def _parameters(kind: type) -> set[str]:
-    """Names that the constructors of a class and its bases take."""
+    """Return the parameter names of the constructors of a class and its bases."""
     made = (vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base))
     return {name for init in made for name in inspect.signature(init).parameters}
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value can be a setting: a plain value, or containers of them."""
+    """Return whether a value can be a setting: a plain value, or a container of plain values."""
     if isinstance(value, torch.Tensor):
         return value.numel() <= MAX_ELEMENTS
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
 """Items: adapters of registered objects, each with a tree whose leaves are live tensors.
 
-`tree()` returns an item's state as nested dicts and lists with its own tensors as leaves, not copied;
-`load(tree)` sets a restored tree. Existing tensors are restored in place before `load`, so `load` only sets
-the rest.
+`tree()` returns the state of an item as nested dicts and lists whose leaves are the item's tensors, not
+copied; `load(tree)` sets a restored tree. Existing tensors are restored in place before `load`, so `load`
+sets only the rest of the tree.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Item(Protocol):
     """An adapter around a registered object."""
 
     per_rank: bool
-    """True if the state belongs to the rank: its tensors then get names of their own, `rank<k>. ...`."""
+    """True if each rank has its own state; the names of its tensors then begin with `rank<k>.`."""
 
     def tree(self) -> Any: ...
 
     def load(self, tree: Any) -> None: ...
 
     def problems(self, saved: Any) -> list[str]:
-        """Return why a saved tree (with TensorRef leaves) does not fit, before anything is read."""
+        """Return why a saved tree (with TensorRef leaves) does not fit; called before a byte is read."""
         ...
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
@@ -44,11 +44,11 @@ class Item(Protocol):
         ...
 
     def is_replaced(self, path: tuple[str, ...]) -> bool:
-        """Return whether `load` needs a new tensor for `path`; else the live one is filled."""
+        """Return whether `load` needs a new tensor for `path`; else the live tensor is filled."""
         ...
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
-        """Return whether only an optimizer's step changes the tensor at `path`, as far as the item knows."""
+        """Return whether the tensor at `path` is of a kind that only an optimizer's step changes."""
         ...
 
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -77,10 +77,10 @@ class ModuleItem:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parameters = {clean_name(n) for n, _ in module.named_parameters(remove_duplicate=False)}
-        self._names: tuple[tuple[str, ...], tuple[str, ...]] = (), ()  # of the previous tree: full, clean
+        self._names: tuple[tuple[str, ...], tuple[str, ...]] = (), ()  # full and clean names before
 
     def tree(self) -> Any:
-        state = self._module.state_dict(keep_vars=True)  # the same objects each time
+        state = self._module.state_dict(keep_vars=True)  # the same objects at each call
         if (names := tuple(state)) != self._names[0]:
             self._names = names, tuple(map(clean_name, names))
         return dict(zip(self._names[1], state.values(), strict=True))
@@ -119,7 +119,7 @@ class TensorItem:
         return self._tensor
 
     def load(self, tree: Any) -> None:
-        pass  # restored in place
+        pass  # the tensor was restored in place
 
     def problems(self, saved: Any) -> list[str]:
         return []
@@ -140,8 +140,9 @@ class TensorItem:
 class StatefulItem(PerRankItem):
     """An object with state_dict and load_state_dict: scheduler, scaler, sampler, loader.
 
-    Its state may differ per rank (data position), so each rank keeps its own. Its load_state_dict decides
-    whether state fits, except for torchdata's loaders, which would notice too late.
+    The state may differ between ranks (data position), so each rank saves its own state. The object's
+    load_state_dict decides whether saved state fits; only loaders of torchdata are checked here, since they
+    would fail too late.
     """
 
     def __init__(self, obj: Any) -> None:
@@ -165,7 +166,7 @@ class SchedulerItem(StatefulItem):
 
 
 class ScalerItem(StatefulItem):
-    """A torch.amp.GradScaler. A disabled one has no state, which an enabled one refuses."""
+    """A torch.amp.GradScaler; an enabled scaler refuses the empty state of a disabled scaler."""
 
     def problems(self, saved: Any) -> list[str]:
         if self.tree() and not saved:
@@ -176,8 +177,8 @@ class ScalerItem(StatefulItem):
 class SamplerItem(PerRankItem):
     """A DistributedSampler: {"epoch"}.
 
-    It has no position within an epoch: after a restore the epoch begins again. The batches of a
-    `ray_ckpt.data.GlobalBatchSampler` also have the position.
+    A DistributedSampler has no position within an epoch, so the epoch begins again after a restore. The
+    batches of a `ray_ckpt.data.GlobalBatchSampler` also save the position.
     """
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:
@@ -237,7 +238,7 @@ class OptimizerItem:
         self._params = dict(self._named(parameter_names(owners)))
 
     def _refresh(self) -> None:
-        """Name the parameters of groups that were added. UnsupportedItem if no registered item owns one."""
+        """Name the parameters of added groups; UnsupportedItem if no registered item owns a parameter."""
         named = set(map(id, self._params.values()))
         if any(id(param) not in named for group in self._optimizer.param_groups for param in group["params"]):
             self._params = dict(self._named(parameter_names(self._owners)))
@@ -285,7 +286,7 @@ class OptimizerItem:
 
     def problems(self, saved: Any) -> list[str]:
         here = [set(g["params"]) for g in self.tree()["param_groups"]]
-        if here != [set(g["params"]) for g in saved["param_groups"]]:  # the order depends on wrappers
+        if here != [set(g["params"]) for g in saved["param_groups"]]:  # sets: the order depends on wrappers
             return ["groups its parameters otherwise than the checkpoint"]
         return []
 
@@ -296,18 +297,18 @@ class OptimizerItem:
         return False
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
-        return path[0] == "state"  # not in the groups: a schedule may change a learning rate that is a tensor
+        return path[0] == "state"  # a tensor in a group, such as a learning rate, may change in a schedule
 
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return room for state: placed like the parameter if it has its shape, else on its device.
+        """Return a tensor for state: laid out like the parameter if it has that shape, else on that device.
 
-        `step` stays on the CPU unless the group is fused or capturable, as torch's load_state_dict does.
+        `step` stays on the CPU unless the group is fused or capturable, as in torch's load_state_dict.
         """
         param = self._params.get(path[1]) if path[0] == "state" else None
         if param is None:
             return torch.zeros(shape, dtype=dtype)
         if tuple(param.shape) == shape and path[-1] != "step":
-            # Not cleared: the threads that read every element touch the memory first.
+            # Not zeroed: the threads that read the saved bytes fill, and first touch, all of the memory.
             return torch.empty_like(param, dtype=dtype, requires_grad=False).detach()
         group = next(g for g in self._optimizer.param_groups if any(p is param for p in g["params"]))
         on_device = path[-1] != "step" or group.get("fused") or group.get("capturable")
@@ -315,7 +316,7 @@ class OptimizerItem:
 
 
 def parameter_names(owners: Mapping[str, nn.Module | nn.Parameter]) -> dict[int, str]:
-    """Return the name of each parameter by id: its FQN, after the item's name if there are several owners."""
+    """Return parameter names by id: the FQN, preceded by the item's name if there are several owners."""
     several = len(owners) > 1
     names: dict[int, str] = {}
     for item, owner in owners.items():
@@ -334,7 +335,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether the name is that of extra state, which `get_extra_state` creates anew each time."""
+    """Return whether `name` belongs to extra state, which `get_extra_state` creates anew at each call."""
     return name.rpartition(".")[2] == EXTRA_STATE_SUFFIX
 
 
@@ -356,7 +357,7 @@ def _scheduler_problems(here: Mapping[str, Any], saved: Any, where: str = "") ->
 
 
 def _structure_problems(target: Any, saved: Any, path: str) -> list[str]:
-    """Return where two trees differ in structure. Leaves and lists without tensors may differ."""
+    """Return the structural differences of two trees. Leaves and lists without tensors may differ."""
     here = isinstance(target, MutableMapping | MutableSequence)
     if not here and not isinstance(saved, dict | list):
         return []
@@ -377,7 +378,7 @@ def _is_plain_list(value: Any) -> bool:
 
 
 def _assign(target: Any, value: Any) -> None:
-    """Put `value` into containers of the same structure; its tensors are already those of `target`."""
+    """Put `value` into the containers of `target`; both have the same structure and the same tensors."""
     if _is_plain_list(target) and _is_plain_list(value):
         target[:] = value
         return

@@ -50,7 +50,7 @@ MAX_LISTED = 20  # differences named in one error
 Path: TypeAlias = tuple[str, ...]
 """Keys and indices of a leaf in the tree of an item."""
 Load: TypeAlias = Callable[[], Set[str]]
-"""Loads the items after all ranks have read their bytes; returns the names of items that begin anew."""
+"""Function that loads items after all ranks have read; returns the names of items that begin anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class RestoreInfo:
     parts: tuple[RestoredPart, ...]
     seconds: float
     changed: tuple[Changed, ...] = ()
-    """Hyperparameters whose values as built differ from the saved ones."""
+    """Hyperparameters whose values as built differ from the saved values."""
 
     def bytes_by_tier(self) -> Mapping[str, int]:
         totals: dict[str, int] = {}
@@ -85,13 +85,13 @@ def load_items(
 ) -> Load:
     """Read the tensors of `items`; return the function that loads the rest, to call when all ranks are ready.
 
-    Existing tensors are filled in place; missing ones (of an optimizer that has not stepped) are created
-    where their parameter is. MismatchError lists all differences before any byte is read. Rows that `reader`
-    could not read are in its `damage`; live tensors then hold parts of them. Rows that several of
-    `node_ranks` (the ranks of this node) hold are read by their agent if possible. `ranks` are those that may
-    hold the same tensors, if not all: a part of the group (`walk`). A rank without state in the checkpoint
-    starts per-rank items from the state of rank 0. Items in `anew` without fitting state in the checkpoint,
-    or with that of another class, stay as they are.
+    Existing tensors are filled in place; missing ones (of an optimizer that has not stepped) are created on
+    the device of the parameter. MismatchError lists all differences before any byte is read. Rows that
+    `reader` could not read are listed in `reader.damage`; live tensors then hold parts of these rows. If
+    several of `node_ranks` (the ranks of this node) hold a row, the node's agent reads the row if possible.
+    `ranks` are the ranks that may hold the same tensors, if only a part of the group may (`walk`). A rank
+    without state in the checkpoint starts per-rank items from the state of rank 0. An item in `anew` stays as
+    it is if the checkpoint has no fitting state for it, or state of another class.
     """
     classes: Classes = state.get("classes", {})
     everyone = tuple(ranks) or tuple(range(world_size))
@@ -133,7 +133,7 @@ def load_items(
 
 
 def _trees(items: Mapping[str, Item], saved: Mapping[str, Any], begun: Set[str]) -> dict[str, Any]:
-    """Return the trees to load by item; for optimizers that begin anew, only their rates."""
+    """Return the tree to load of each item; for an optimizer that begins anew, only the learning rates."""
     _check_names(items.keys() - begun, saved.keys() - begun)
     rates = {name: rates_of(items[name], saved[name]) for name in begun & saved.keys()}
     trees = {name: saved[name] for name in items if name not in begun}
@@ -177,7 +177,7 @@ class _Wanted:
     problems: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)  # names of items whose class is a problem
     leaves: dict[str, dict[Path, Leaf]] = field(default_factory=dict)  # new leaves of each item
-    _saved: dict[str, Slice] = field(init=False)  # one of the slices of each key
+    _saved: dict[str, Slice] = field(init=False)  # one saved slice of each key
     _filled: dict[int, str] = field(default_factory=dict)  # live leaves by id, with the key that fills them
 
     def __post_init__(self) -> None:
@@ -216,7 +216,7 @@ class _Wanted:
             self.targets += [_under(live, key) for live in slices]
 
     def _allocated(self, item: Item, path: Path, saved: Slice) -> torch.Tensor:
-        """Return a new tensor for a saved one; InsufficientSpace, which names its file, without memory."""
+        """Return a new tensor for a saved slice; InsufficientSpace if memory is lacking."""
         try:
             return item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
         except RuntimeError as error:  # torch has no class for lack of memory on the CPU
@@ -231,14 +231,14 @@ class _Wanted:
             ) from error
 
     def filled(self, name: str, tree: Any) -> Any:
-        """Return the saved tree of an item with its leaves in place."""
+        """Return the saved tree of an item, with the new leaves in place of references."""
         leaves = self.leaves.get(name, {})
         return replace_refs(tree, lambda _, path: leaves[path])
 
     def _is_first(self, held: HeldLeaf, key: str) -> bool:
-        """Return whether nothing fills this leaf yet: a leaf with several names is filled once.
+        """Return whether no saved tensor fills this leaf yet: a leaf with several names is filled once.
 
-        Note a problem if another tensor with other content fills it.
+        Note a problem if a saved tensor with other content already fills the leaf.
         """
         first = self._filled.get(id(held.leaf))
         if first is None:
@@ -253,7 +253,7 @@ class _Wanted:
 
 
 def _is_filled(item: Item, path: Path, leaf: Leaf) -> bool:
-    """Return whether the live leaf is filled, rather than a new one."""
+    """Return whether the live leaf is filled, rather than a new tensor."""
     return is_global(leaf) or not item.is_replaced(path)
 
 
@@ -292,7 +292,7 @@ def _read(
     node_ranks: Sequence[int],
     first: int,
 ) -> None:
-    """Fill the targets; return when devices have all of it."""
+    """Fill the targets; return when all bytes are on their devices."""
     by_row = {row_key(read.row): read for read in reads}
     devices = {target.tensor.device for target in targets if target.tensor.device.type == "cuda"}
 
@@ -302,7 +302,7 @@ def _read(
         copies = by_row[row_key(row)].copies
         return sink_for(part.shape, DTYPES[part.dtype], [_target(copy, targets) for copy in copies])
 
-    for device in devices:  # pending writes to the tensors, on any stream
+    for device in devices:  # wait for pending writes to the tensors, on any stream
         torch.cuda.synchronize(device)
     rows = [read.row for read in by_row.values()]
     reader.read(rows, sink_of, _sharers(by_row, targets, node_ranks, first))
@@ -313,16 +313,16 @@ def _read(
 def _sharers(
     reads: Mapping[RowKey, Read], targets: list[LiveSlice], node_ranks: Sequence[int], first: int = 0
 ) -> dict[RowKey, tuple[int, ...]]:
-    """Return the rows that several ranks of this node want, all or a part, with these ranks.
+    """Return the rows that several ranks of this node want, wholly or in part, with these ranks.
 
-    Each rank computes the same, from the layout of tensors on all ranks. For a row of several tensors the
-    first one counts.
+    Each rank computes the same result, from the layout of tensors on all ranks. If a row fills several
+    tensors, the layout of the first tensor counts.
     """
     if len(node_ranks) < 2:
         return {}
     found: dict[RowKey, tuple[int, ...]] = {}
     alike: dict[int, tuple[int, ...]] = {}  # by id: most slices share one tuple of all ranks
-    boxes: dict[Hashable, tuple[tuple[int, tuple[Box, ...]], ...]] = {}  # by layout: many tensors share one
+    boxes: dict[Hashable, tuple[tuple[int, tuple[Box, ...]], ...]] = {}  # by layout, which many share
     for place, read in reads.items():
         target, saved = targets[read.copies[0].target], read.row.slice
         assert saved is not None

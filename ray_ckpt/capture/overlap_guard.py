@@ -3,8 +3,9 @@
 In a normal loop parameters and their optimizer state change in `optimizer.step()` only, so a hook before each
 step keeps a copy of them consistent. Everything else (buffers, scaler and scheduler state, an EMA, frozen
 parameters, parameters that are updated inside backward) is copied before `save` returns. Code that changes
-parameters in another way must do so within `ckpt.lock()`. If it does not, the tensor's version counter shows
-the change and the save is dropped; only `verify_captures` finds changes through `.data`, which do not count.
+parameters in another way must do so within `ckpt.lock()`. Otherwise the tensor's version counter shows the
+change and the save is dropped; the counter misses changes through `.data`, which only `verify_captures`
+finds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Running:
     def add(self, copy: Any) -> None:
         with self._lock:
             if not self._is_hooked:
-                # Outside compiled graphs. Not a decorator: it would load torch._dynamo, a second, on import.
+                # Runs outside compiled graphs. A decorator would load torch._dynamo on import, for 1 s.
                 register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))  # type: ignore[no-untyped-call]
                 os.register_at_fork(after_in_child=self._forget)
                 self._is_hooked = True
@@ -66,7 +67,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def guarded_storages(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     """Return the addresses of storages that only the `step` of one of these optimizers changes.
 
-    Without: optimizers whose `step` runs no hooks, and parameters that are updated inside backward.
+    Left out: optimizers whose `step` runs no hooks, and parameters that are updated inside backward.
     """
     guarded: set[int] = set()
     refused: set[int] = set()
@@ -93,7 +94,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def _may_wait(live: LiveSlice) -> bool:
-    """Return whether the slice changes in steps only, and changes are counted."""
+    """Return whether the slice changes in steps only, and has version counters that count changes."""
     return live.changes_in_step and not live.leaf.is_inference() and not live.tensor.is_inference()
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 class PerRankItem:
-    """Common methods of items without anything that ranks share."""
+    """Common methods of items whose ranks share nothing."""
 
     per_rank = True
 
@@ -16,7 +16,7 @@ class PerRankItem:
         raise NotImplementedError
 
     def load_for_new_rank(self, tree: Any, rank: int) -> None:
-        """Load the start of a rank that has no state in the checkpoint; `tree` is that of rank 0."""
+        """Load initial state on a rank without state in the checkpoint; `tree` is the tree of rank 0."""
         self.load(tree)
 
     def problems(self, saved: Any) -> list[str]:

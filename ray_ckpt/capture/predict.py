@@ -25,7 +25,7 @@ _REAL_DEVICES_ONLY = ("foreach", "fused", "capturable")
 def with_predictions(walked: Walked, items: Mapping[str, Item], *, ranks: tuple[int, ...]) -> Walked:
     """Return `walked` with the slices of future optimizer state; their tensors are on the device "meta".
 
-    `ranks` may hold the same tensors (`walk`).
+    `ranks` are the ranks that may hold the same tensors (`walk`).
     """
     predicted = [
         live
@@ -42,7 +42,7 @@ def _predicted_slices(name: str, item: OptimizerItem, everyone: tuple[int, ...])
         path, local_shape = ("state", names[id(param)]), local_tensor(param).shape
         likes = list(slices_of(param, item=name, path=path, ranks=everyone, first=everyone[0]))
         for key, value in state.items():
-            is_cut = value.shape == local_shape  # else the same on every rank
+            is_cut = value.shape == local_shape  # otherwise the state is the same on every rank
             for like in likes if is_cut else likes[:1]:
                 yield _predicted(like, (*path, key), value, None if is_cut else everyone)
 
@@ -76,7 +76,8 @@ def used_keys(
 ) -> dict[int, frozenset[str]]:
     """Return the names in the state of each parameter, by its id, after a step of `kind`.
 
-    `settings`, by group, override those of the optimizer. Groups that cannot be predicted are left out.
+    `settings`, by group, override the settings of the optimizer. Groups that cannot be predicted are left
+    out.
     """
     found: dict[int, frozenset[str]] = {}
     for group, over in zip(optimizer.param_groups, settings, strict=False):
@@ -85,7 +86,7 @@ def used_keys(
             alike.setdefault(param.dim(), []).append(param)
         firsts = [params[0] for params in alike.values()]
         changed = {**group, **{k: v for k, v in over.items() if isinstance(v, bool | int | float)}}
-        # This class may refuse settings of another one.
+        # This class may refuse settings of another class.
         states = _step_of_twin(kind, changed, firsts) or _step_of_twin(kind, group, firsts)
         for params, state in zip(alike.values(), states, strict=False):
             found |= dict.fromkeys(map(id, params), frozenset(state))
@@ -108,7 +109,7 @@ def _step_of_twin(
     kind: type[torch.optim.Optimizer], group: Mapping[str, Any], params: list[torch.Tensor]
 ) -> list[Mapping[str, Any]]:
     if not is_torch_step(kind):
-        return []  # it may communicate with other ranks
+        return []  # the step may communicate with other ranks
     accepted = inspect.signature(kind.__init__).parameters
     options = {k: _plain(v) for k, v in group.items() if k in accepted and k != "params"}
     options |= {k: False for k in _REAL_DEVICES_ONLY if k in options}
@@ -121,9 +122,9 @@ def _step_of_twin(
                 copy.grad = torch.zeros_like(copy)
             with contextlib.suppress(
                 DataDependentOutputException
-            ):  # needs a value: its state is made by then
+            ):  # the step needs a value, but the state exists by then
                 _bare_step(kind)(twin)  # without the user's global hooks
-    except Exception:  # in code of another package
+    except Exception:  # raised by code of another package
         return []
     return [twin.state.get(copy, {}) for copy in copies]
 

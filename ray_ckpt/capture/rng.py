@@ -1,11 +1,12 @@
 """Random state of this process, and of generators that a user registered.
 
-A process has python's, numpy's and torch's own generators, the last on the CPU and on each device; `RngItem`
-saves them automatically. `generator_item` adapts registered generators, which are restored in place.
+A process has the generators of python, numpy and torch, where torch has one on the CPU and one on each
+device; `RngItem` saves them automatically. `generator_item` adapts registered generators, which are restored
+in place.
 
-A rank that did not exist when a checkpoint was saved has no state in it. It gets streams of its own, seeded
-by a digest of rank 0's saved state and by its rank (numpy's SeedSequence; O'Neill's seed_seq): the same for
-the same checkpoint, and independent of those of all other ranks.
+A rank that did not exist when a checkpoint was saved has no state in it. Such a rank gets its own streams,
+seeded by a digest of rank 0's saved state and by the rank number (numpy's SeedSequence; O'Neill's seed_seq).
+The streams are the same for the same checkpoint, and independent of the streams of all other ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class RngItem(PerRankItem):
             _set_device_states(device, tree["device"])
 
     def load_for_new_rank(self, tree: Any, rank: int) -> None:
-        """Start streams for a rank that the checkpoint does not have; `tree` is that of rank 0.
+        """Start streams for a rank that the checkpoint does not have; `tree` is the tree of rank 0.
 
         As torch.manual_seed does, all devices get the CPU's seed.
         """
@@ -62,7 +63,7 @@ def _device_states(device: torch.device) -> dict[str, Any]:
 
 
 def _set_device_states(device: torch.device, saved: Any) -> None:
-    """Set the saved states; that of the saved current device goes to the current one, whatever its index."""
+    """Set the saved states; the state of the saved current device goes to the device that is current now."""
     module = torch.get_device_module(device)
     for index, state in enumerate(saved["states"][: torch.accelerator.device_count()]):
         module.set_rng_state(state, index)
@@ -203,7 +204,7 @@ def _seeds(tree: Any, rank: int) -> np.random.SeedSequence:
 
 
 def _number(seeds: np.random.SeedSequence) -> int:
-    """256 bits."""
+    """Return a seed of 256 bits."""
     return int.from_bytes(seeds.generate_state(8).astype("<u4").tobytes(), "little")
 
 

@@ -16,8 +16,8 @@ import torch
 
 from ray_ckpt.restore.reader import Bytes, FlatSink, Sink
 
-SLAB_BYTES = 1 << 20  # of a buffer for host memory: small enough to be in the cache when it is copied
-DEVICE_SLAB_BYTES = 8 << 20  # of a pinned buffer: large enough for the full speed of PCIe
+SLAB_BYTES = 1 << 20  # slab for host memory: small enough to be in the cache when the slab is copied
+DEVICE_SLAB_BYTES = 8 << 20  # slab in a pinned buffer: large enough for the full speed of PCIe
 NUM_BUFFERS = 2  # per thread: one is filled while the other is copied to the device
 
 
@@ -49,12 +49,12 @@ def flat_bytes(tensor: torch.Tensor) -> Bytes | None:
 
 
 class _Memory:
-    """Array interface to a tensor's memory, a third of the time of `view(torch.uint8).numpy()`."""
+    """Array interface to a tensor's memory, in a third of the time of `view(torch.uint8).numpy()`."""
 
     __slots__ = ("__array_interface__", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor  # numpy keeps this object, and so the memory
+        self._tensor = tensor  # numpy keeps this object, and so keeps the memory
         self.__array_interface__ = {
             "data": (tensor.data_ptr(), False),
             "shape": (tensor.numel() * tensor.element_size(),),
@@ -95,12 +95,12 @@ class BoxSink:
         """Do nothing: copies to a device are in its stream, and readers wait for the device."""
 
     def _slab_units(self) -> int:
-        """Return the units in the slab: what a buffer holds, up to the end of the axis."""
+        """Return the number of units in the slab: as many as fit the buffer, up to the end of the axis."""
         length = self._shape[self._axis]
         return min(self._max_units, length - self._unit % length)
 
     def _copy(self, buffer: _SlabBuffer) -> None:
-        """Copy the full slab to every target, as far as it is in it."""
+        """Copy the full slab to every target, as far as slab and target overlap."""
         axis, count = self._axis, self._slab_units()
         lead = np.unravel_index(self._unit // self._shape[axis], self._shape[:axis]) if axis else ()
         start = (*map(int, lead), self._unit % self._shape[axis], *(0 for _ in self._shape[axis + 1 :]))
@@ -118,7 +118,7 @@ class BoxSink:
 
 
 def _axis(shape: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, int]:
-    """Return the axis of the slabs, and the bytes of one step along it, of at most `limit` if possible."""
+    """Return the axis of the slabs, and the bytes of one step along the axis, at most `limit` if possible."""
     axis, unit = len(shape) - 1, itemsize
     while axis > 0 and unit * shape[axis] <= limit:
         unit *= shape[axis]

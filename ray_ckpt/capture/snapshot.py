@@ -1,7 +1,7 @@
 """Copies of live tensors into an arena or a ring, in the background where that is safe.
 
-`start` returns as soon as the tensors that may change at any time are copied. The rest is copied during
-training; `before_change`, called before parameters change, waits for it.
+`start` returns as soon as the tensors that may change at any time are copied. The other tensors are copied
+during training; `before_change`, called before parameters change, waits for the copies.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from ray_ckpt.errors import StateError, Unavailable
 
 log = logging.getLogger("ray_ckpt")
 
-COPY_WAIT_S = 300.0  # longest wait of training for a copy: a copy takes about a second, so this one hangs
+COPY_WAIT_S = 300.0  # longest wait of training for a copy: a copy takes about a second, so a longer one hangs
 MAX_CLONED_BYTES = (
     1 << 30
 )  # of device memory for copies of tensors that may change at any time, such as buffers
-OPERATION_S = 2.0  # longest rest of an operation on a tensor after the copy has ended
+OPERATION_S = 2.0  # longest time that an operation on a tensor may still run after the copy has ended
 
 
 @dataclass(slots=True)
 class _Piece:
-    """A slice to copy. A source that may change at any time is replaced by a copy of it."""
+    """A slice to copy. A source that may change at any time is replaced by a clone."""
 
     live: LiveSlice
     source: torch.Tensor
     is_late: bool  # copied in the background
-    view: torch.Tensor | None = None  # its target in an arena; a ring has none
-    reference: torch.Tensor | None = None  # its expected content, if captures are verified
+    view: torch.Tensor | None = None  # the target in an arena; None for a ring
+    reference: torch.Tensor | None = None  # the expected content, if captures are verified
 
     def differs(self) -> bool:
         """Return whether a verified capture differs from its reference in any bit (NaN included)."""
@@ -78,7 +78,7 @@ class Snapshot:
         self.device_copied: list[tuple[Any, torch.device, Any]] = []
 
     def before_change(self) -> None:
-        """Wait until live state may change: the host waits for host copies, a device for its own.
+        """Wait until live state may change: the host waits for host copies, a device for its device copies.
 
         Called by the training thread. A copy that takes longer than COPY_WAIT_S is abandoned.
         """
@@ -93,15 +93,16 @@ class Snapshot:
         self._waited(time.monotonic() - start_s)
 
     def judge(self) -> None:
-        """Check for changes if all is copied. Called by the training thread, between two operations."""
+        """Check for changes if all slices are copied; called by the training thread between operations."""
         if self.host_copied.is_set() and not self.device_copied:
             self._note_changes()
 
     def finish(self) -> None:
-        """Check for changes when all is copied. StateError if a tensor changed during its copy.
+        """Check for changes when every slice is copied; StateError if a tensor changed during the copy.
 
-        Called by the copying thread. torch bumps a tensor's version only when an operation finishes, so one
-        may still be in flight on the training thread. Waits for its next `judge`, or for OPERATION_S.
+        Called by the copying thread. torch increments a tensor's version only when an operation finishes, so
+        an operation may still be running on the training thread. Therefore wait until that thread calls
+        `judge`, for OPERATION_S at most.
         """
         if self._versions:
             self._judged.wait(OPERATION_S)
@@ -119,7 +120,7 @@ class Snapshot:
             )
 
     def _note_changes(self) -> None:
-        """Note changed slices, once: when all is copied, or before the first allowed change."""
+        """Note changed slices, once: when every slice is copied, or before the first allowed change."""
         with self._lock:
             if self._changed is None:
                 self._changed = [live for live, version in self._versions if _version(live) != version]
@@ -127,9 +128,9 @@ class Snapshot:
 
 
 class Snapshotter:
-    """Copies of one rank, one at a time, on its own thread and, with an accelerator, its own stream.
+    """Copies of one rank, made one at a time on a thread and, with an accelerator, a stream of their own.
 
-    `verify` compares each copy with a second, blocking one, to find code that changes parameters outside of
+    `verify` compares each copy with a second, blocking copy, to find code that changes parameters outside of
     an optimizer step.
     """
 
@@ -141,7 +142,7 @@ class Snapshotter:
         self._streams: dict[torch.device, Any] = {}
         self._unsafe: set[str] = (
             set()
-        )  # slices that changed during a copy; from then on copied before `start` returns
+        )  # slices that changed during a copy; later copies of them are made before `start` returns
 
     def start(
         self,
@@ -155,10 +156,10 @@ class Snapshotter:
     ) -> Snapshot:
         """Copy `slices`, in the layout's order, into `target`; then call `finish`, or `fail` with the reason.
 
-        Slices with keys in `background` may be copied during training; `during` is called meanwhile, before
-        live state may change. Either `finish` or `fail` is called once, by the copying thread, or before
-        `start` returns if nothing is overlapped. The caller has called `begin` of the target; `finish` seals
-        it.
+        Slices with keys in `background` may be copied during training; `during` is called after these copies
+        and before live state may change. Either `finish` or `fail` is called once, by the copying thread, or
+        before `start` returns if nothing is overlapped. The caller has called `begin` of the target; `finish`
+        seals the target.
         """
         safe = background - self._unsafe if self._overlap else frozenset()
         batch, parts = self._split(target, slices, safe)
@@ -173,7 +174,7 @@ class Snapshotter:
             return snapshot
         try:
             self._thread.submit(run).add_done_callback(partial(_ended, snapshot, fail))
-        except RuntimeError as error:  # closed, or no thread can be started
+        except RuntimeError as error:  # the executor is closed, or no thread can be started
             running.end(snapshot)
             raise Unavailable(f"There is no thread to copy in: {error}.") from error
         return snapshot
@@ -212,7 +213,7 @@ class Snapshotter:
     def _split(
         self, target: Arena | Ring, slices: Sequence[LiveSlice], safe: Set[str]
     ) -> tuple[_Batch, list[_Piece]]:
-        """Return a batch for one call, and a piece, which costs a microsecond, for each other slice."""
+        """Return a batch of slices for one call, and a piece, which costs 1 us, for each other slice."""
         batch, parts = _Batch([], []), []
         if not isinstance(target, Arena):
             return batch, [_Piece(live, live.tensor, is_late=live.slice.key in safe) for live in slices]
@@ -220,7 +221,7 @@ class Snapshotter:
             source = live.tensor
             is_late = (
                 bool(safe) and live.changes_in_step and live.slice.key in safe
-            )  # the key costs most, so it comes last
+            )  # the key costs most, so the key is checked last
             if is_late or self._verify or not _is_on_host(source):
                 reference = source.detach().clone() if self._verify else None
                 parts.append(_Piece(live, source, is_late=is_late, view=view, reference=reference))
@@ -245,10 +246,10 @@ class Snapshotter:
     # -- accelerators ----------------------------------------------------------------------------------
 
     def _start_devices(self, parts: Sequence[_Piece]) -> list[tuple[Any, torch.device, Any]]:
-        """Enqueue the copies from each device on a stream of its own, after the work of its current stream.
+        """Enqueue each device's copies on a separate stream, after the work of the device's current stream.
 
-        Tensors that may change at any time are first cloned on the device, in the training stream; if they
-        have more than MAX_CLONED_BYTES, this waits until the whole device has been copied instead.
+        Tensors that may change at any time are first cloned on the device, in the training stream; if these
+        tensors have more than MAX_CLONED_BYTES, wait until the whole device has been copied instead.
         """
         copied = []
         for device in dict.fromkeys(part.source.device for part in parts):
@@ -302,7 +303,7 @@ class Snapshotter:
 
 
 def _ended(snapshot: Snapshot, fail: Callable[[Exception], None], done: Future[None]) -> None:
-    """Report the failure of the thread itself, which then ran nothing."""
+    """Report the failure of a thread that failed before it ran anything."""
     running.end(snapshot)
     error = done.exception() if not done.cancelled() else CancelledError()
     if isinstance(error, Exception):
@@ -336,7 +337,7 @@ def _copy_from_device(part: _Piece) -> None:
 
 
 def _copy(parts: Sequence[_Piece | _Batch]) -> None:
-    """Copy all of it in one call."""
+    """Copy all parts in one call."""
     views: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for part in parts:
@@ -357,7 +358,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 def _use_one_core() -> None:
     """Run this thread's copies on one core, so that training keeps the others."""
     try:
-        torch.get_num_threads()  # initializes this thread now, which would undo the limit later
-        threadpool_limits(limits=1, user_api="openmp")  # of the calling thread only
+        torch.get_num_threads()  # initializes this thread now: doing so later would undo the limit
+        threadpool_limits(limits=1, user_api="openmp")  # limits the calling thread only
     except Exception as error:  # without the limit copies still work
         log.debug("captures run on several cores: %s", error)

@@ -19,7 +19,7 @@
 - `DataLoader._iterator`: `is_iterated`.
 
 tests/capture/test_torch_private_names.py checks each of them, so that a release of torch that moves a name
-fails there with a sentence about it.
+fails there with a sentence about that name.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_updated_in_backward(param: torch.Tensor) -> bool:
-    """Return whether a hook may update the parameter as soon as its gradient is there."""
+    """Return whether a hook may update the parameter as soon as its gradient exists."""
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
@@ -73,7 +73,7 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the module's own buffers that its state_dict has."""
+    """Yield the module's own buffers that are in its state_dict."""
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if name not in module._non_persistent_buffers_set:
             yield name, buffer
@@ -86,9 +86,9 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
 
 
 def has_hidden_gradients(module: Any) -> bool:
-    """Return whether an FSDP2 module keeps gradients that are not reduced, or by half of its mesh only.
+    """Return whether an FSDP2 module keeps gradients that are not reduced, or by half of the mesh only.
 
-    The former come with `set_requires_gradient_sync(False)`, the latter with
+    Unreduced gradients come with `set_requires_gradient_sync(False)`, partly reduced gradients with
     `set_requires_all_reduce(False)`.
     """
     return any(
@@ -106,7 +106,7 @@ def has_hidden_gradients(module: Any) -> bool:
 
 
 def inner_schedulers(scheduler: Any) -> Sequence[LRScheduler]:
-    """Return the schedulers inside a SequentialLR or ChainedScheduler; none of others."""
+    """Return the schedulers inside a SequentialLR or ChainedScheduler; none for other schedulers."""
     return list(getattr(scheduler, "_schedulers", ()))
 
 

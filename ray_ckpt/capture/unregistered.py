@@ -1,10 +1,10 @@
 """Search for live objects that an exact resume needs and that are not registered.
 
-A Checkpointer does not see the scheduler that a loop creates. The garbage collector lists all objects, and
-instances of a few classes of torch show what they belong to: an optimizer, parameters. A user's own classes
-are not found, nor objects that `gc.freeze()` hides from the collector.
+A Checkpointer has no reference to a scheduler that a loop creates. The garbage collector lists all objects,
+and instances of a few classes of torch refer to the optimizer or the parameters that they belong to.
+Instances of a user's own classes are not found, nor are objects that `gc.freeze()` hides from the collector.
 
-Unknown objects are examined by `type()` only, which, unlike `__class__`, runs no code of theirs.
+Unknown objects are examined by `type()` only, which, unlike `__class__`, runs no code of these objects.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from torch.utils.data import DistributedSampler
 from ray_ckpt.capture.items import unwrap
 from ray_ckpt.capture.torch_private import is_map_style, iterator_class, num_batches_read
 
-MAX_NAMED = 20  # per call; after these are registered the next call finds the others
+MAX_NAMED = 20  # objects per call; after these are registered the next call finds the others
 MAX_INSIDE = 10_000  # objects whose references are followed: milliseconds
 MAX_DEPTH = 8  # references in a row; an attribute may count for two, through __dict__
 MAX_ELEMENTS = 1_000  # of a container that is searched; longer ones hold data
 
 _CLOSED = (str, bytes, torch.Tensor, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
-"""Types whose references are not followed: plain data, and those that lead to the whole process."""
+"""Types whose references are not followed: plain data, and types that lead to the whole process."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def unregistered(objects: Mapping[str, object]) -> list[str]:
     """Return a phrase for each live object that is missing in `objects`; at most MAX_NAMED.
 
-    It finds schedulers of a registered optimizer, enabled GradScalers, optimizers of registered parameters,
-    AveragedModels with the shapes of a registered module, torchdata StatefulDataLoaders, and
-    DistributedSamplers that shuffle; not those that a registered object or another of these holds, since the
-    holder saves them.
+    The search finds schedulers of a registered optimizer, enabled GradScalers, optimizers of registered
+    parameters, AveragedModels with the shapes of a registered module, torchdata StatefulDataLoaders, and
+    DistributedSamplers that shuffle; the search leaves out objects that a registered object or another found
+    object holds, since the holder saves them.
 
-    Examines every object that the collector tracks, 0.1 s for a million. If it finds one, it collects garbage
-    (0.2 s) and searches again, to leave out objects that only a reference cycle holds.
+    The search examines every object that the collector tracks, in 0.1 s for a million. If the search finds an
+    object, it collects garbage (0.2 s) and starts again, to leave out objects that only a reference cycle
+    holds.
     """
     if not _phrases(objects):
         return []
@@ -103,13 +104,13 @@ def _suspects() -> list[Any]:
         kind = classes.popleft()
         wanted[id(kind)] = kind
         classes.extend(type.__subclasses__(kind))
-    # By the reference of an object to its class. A list of all objects would also hold a tuple that another
-    # thread is building, and CPython would fail that thread (_PyTuple_Resize).
+    # Found by the reference of each object to its class. A list of all objects would also hold a tuple that
+    # another thread is building, and CPython would fail that thread (_PyTuple_Resize).
     return [obj for obj in gc.get_referrers(*wanted.values()) if id(type(obj)) in wanted]
 
 
 def _held_by(roots: Iterable[object]) -> set[int]:
-    """Return the ids of objects that `roots` hold and would save: attributes, elements, and theirs."""
+    """Return the ids of objects that `roots` hold and would save: attributes and elements, at any depth."""
     found: set[int] = set()
     level = [child for root in roots for child in _children(root)]
     for _ in range(MAX_DEPTH):
@@ -133,9 +134,9 @@ def _references(obj: Any) -> Iterable[Any]:
         return []
     if _is(obj, nn.Module):  # its state_dict has the state of its modules only
         return (child for child in obj.modules() if child is not obj)
-    if _is(obj, Optimizer):  # it may wrap another one
+    if _is(obj, Optimizer):  # an optimizer may wrap another optimizer
         return (child for child in vars(obj).values() if _is(child, Optimizer))
-    if _is(obj, LRScheduler):  # does not save its optimizer
+    if _is(obj, LRScheduler):  # a scheduler does not save its optimizer
         return (child for child in vars(obj).values() if not _is(child, Optimizer))
     return gc.get_referents(obj)
 

@@ -41,11 +41,11 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.complex64: "C64",
 }
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-MIN_BLOCK_TENSORS = 16  # in a container that is compared as a whole; fewer are as fast one by one
+MIN_BLOCK_TENSORS = 16  # fewest tensors in a container compared as a whole; fewer are as fast one by one
 Leaf: TypeAlias = torch.Tensor | FlatShard
 """A leaf of an item's tree that holds a tensor."""
 SliceKey: TypeAlias = tuple[str, tuple[int, ...]]
-"""Identity of a slice on a rank: its tensor's name and its offset. A rank may hold several per tensor."""
+"""Identity of a slice on a rank: tensor name and offset. A rank may hold several slices of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,8 @@ class LiveSlice:
     path: tuple[str, ...]
     ranks: tuple[int, ...]
     leaf: torch.Tensor
-    """The leaf in the item: `tensor` itself, or the DTensor around it. Its version counts changes."""
+    """The leaf in the item: `tensor` itself, or the DTensor around `tensor`. The leaf's version counts
+    changes."""
     changes_in_step: bool = False
     """True if only an optimizer's step is expected to change it."""
 
@@ -72,32 +73,33 @@ class LiveSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLeaf:
-    """A leaf of an item's tree and its slices on this rank; none if other ranks hold all of it."""
+    """A leaf of an item's tree and its slices on this rank; no slice if other ranks hold the whole tensor."""
 
     leaf: Leaf
     slices: tuple[LiveSlice, ...]
     memory: tuple[Any, ...]
 
     def is_still(self, leaf: Leaf) -> bool:
-        """Return whether `leaf` is the same object in the same memory as when the slices were made of it."""
+        """Return whether `leaf` is the object from which the slices were made, still in the same memory."""
         return leaf is self.leaf and self.memory == _memory(leaf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A container of plain tensors only, and the result of its walk, which later walks compare as a whole.
+    """A container of plain tensors only, and its walked slices; later walks compare it as a whole.
 
-    A tensor alone costs a walk some microseconds, and a tenth of that in a loop of torch's own functions,
-    which creates no objects for the garbage collector.
+    A walk takes some microseconds for a single tensor, but a tenth of that for a tensor in a block: a block
+    is compared by loops inside torch's functions, which create no objects for the garbage collector.
     """
 
     kind: type
-    names: tuple[Any, ...]  # keys, if it is a dict
+    names: tuple[Any, ...]  # keys, if the container is a dict
     leaves: tuple[torch.Tensor, ...]
-    tensors: tuple[torch.Tensor, ...]  # of the slices, which keep the memory
+    tensors: tuple[torch.Tensor, ...]  # tensors of the slices; they keep the memory alive
     dtypes: list[torch.dtype]
     device: torch.device
-    keys: dict[int, str]  # by id of the leaf
+    keys: dict[int, str]  # tensor keys by id of the leaf
+
     held: dict[str, HeldLeaf]
     slices: tuple[LiveSlice, ...]
     refs: Kept
@@ -115,7 +117,7 @@ class Block:
         )
 
     def is_alone(self, keys: Mapping[int, str], held: Mapping[str, HeldLeaf]) -> bool:
-        """Return whether none of its tensors and names is among those of a walk."""
+        """Return whether no tensor and no name of this block is among those of a walk."""
         return keys.keys().isdisjoint(self.keys.keys()) and held.keys().isdisjoint(self.held.keys())
 
 
@@ -123,8 +125,8 @@ class Block:
 class Walked:
     """All slices of this rank, and the items as trees with TensorRef in place of tensors.
 
-    `held` has every leaf by its key, also those without a slice here. `blocks` has the containers of tensors
-    only, by item and path.
+    `held` has every leaf by key, including leaves without a slice on this rank. `blocks` has, by item and
+    path, the containers that hold only tensors.
     """
 
     slices: tuple[LiveSlice, ...]
@@ -146,7 +148,7 @@ class Walked:
         return {live.slice_key: live for live in self.slices}
 
     def owned(self, rank: int) -> tuple[LiveSlice, ...]:
-        """Return the slices that `rank` saves: its own, and its share of those that several ranks hold."""
+        """Return the slices that `rank` saves: its own slices, and its share of common slices."""
         loads: dict[tuple[int, ...], dict[int, int]] = {}
         mine = [live for live in self.slices if live.ranks == (rank,)]
         shared = (live for live in self.slices if len(live.ranks) > 1)
@@ -159,14 +161,14 @@ class Walked:
         return tuple(mine)
 
     def shared(self, everyone: tuple[int, ...]) -> list[LiveSlice]:
-        """Return the slices that all of `everyone`, the ranks of this rank's part, hold."""
+        """Return the slices that all ranks in `everyone`, the ranks of this rank's part, hold."""
         return [s for s in self.slices if s.ranks == everyone] if len(everyone) > 1 else []
 
     def shared_digest(self, everyone: tuple[int, ...], contents: Mapping[str, str]) -> str:
-        """Return a digest of the slices that these ranks share; ranks compare it before they divide them.
+        """Return a digest of the slices that these ranks share, to compare before these slices are divided.
 
-        It covers names, dtypes, shapes, and the digests of bytes in `contents`, by key: of parameters that
-        differ between ranks without being DTensors, all copies but one would be lost.
+        The digest covers names, dtypes, shapes, and the digests of bytes in `contents`, by key: if parameters
+        that are no DTensors differed between ranks, all copies except one would be lost.
         """
         lines = sorted(
             [s.slice.key, s.slice.dtype, list(s.slice.shape), contents.get(s.slice.key, "")]
@@ -178,13 +180,14 @@ class Walked:
 def walk(
     items: Mapping[str, Item], *, rank: int, world_size: int, first: int = 0, before: Walked | None = None
 ) -> Walked:
-    """Return the tensors of `items` as slices of this rank, not copied. UnsupportedLeaf names a bad leaf.
+    """Return the tensors of `items` as slices of this rank, not copied; UnsupportedLeaf for a bad leaf.
 
-    The `world_size` ranks from `first` on may hold the same tensors; torch.distributed calls `first` rank 0.
+    The `world_size` ranks from `first` on may hold the same tensors; torch.distributed numbers `first` as
+    rank 0.
 
     A tensor with several names in an item (tied weights) occurs once, with the first name. A DTensor belongs
-    to the whole group, also in an item whose state belongs to the rank. Tensors that are where they were in
-    `before` keep their slices; if all are, `slices` is the same object.
+    to the whole group, even in an item whose state belongs to one rank. Tensors that have not moved since the
+    walk `before` keep their slices; if no tensor has moved, `slices` is the same object.
     """
     everyone = tuple(range(first, first + world_size))
     known = before.held if before is not None else {}
@@ -194,7 +197,7 @@ def walk(
     all_slices: list[LiveSlice] = []
 
     def visit_item(name: str, item: Item) -> Any:
-        keys: dict[int, str] = {}  # of this item's leaves, by id
+        keys: dict[int, str] = {}  # tensor keys of this item's leaves, by id
 
         def visit(value: Any, path: tuple[str, ...]) -> Any:
             if not isinstance(value, torch.Tensor | FlatShard):
@@ -275,7 +278,7 @@ def _block_of(
 ) -> Block | None:
     """Return the block of a visited container with `num_new` new tensors.
 
-    None if one of its tensors has a name elsewhere, or if it is no block.
+    None if a tensor of the container has a name elsewhere, or if the container is no block.
     """
     found = plain_tensors(value)
     if found is None:
@@ -322,7 +325,7 @@ def _check_free(key: str, held: Mapping[str, HeldLeaf]) -> None:
 
 
 def _memory(leaf: Leaf) -> tuple[Any, ...]:
-    """Return address and layout of a leaf's bytes; a FlatShard is immutable."""
+    """Return address and layout of a leaf's bytes; () for a FlatShard, which is immutable."""
     if isinstance(leaf, FlatShard):
         return ()
     local = local_part(leaf)
@@ -359,7 +362,7 @@ def _same_kind(value: Any, mapped: dict[Any, Any]) -> Any:
 
 
 def resolve_leaves(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return a tree with tensors, by key, and dtypes where `walk` replaced them."""
+    """Return a tree in which tensors, by key, and dtypes replace the placeholders of `walk`."""
     return replace_refs(tree, lambda ref, _: tensors[ref.key])
 
 
@@ -394,8 +397,9 @@ def slices_of(
 ) -> Iterator[LiveSlice]:
     """Yield the slices of one tensor on this rank; none for the empty local part of a sharded tensor.
 
-    `ranks` hold a plain tensor; other tensors know their holders, as torch.distributed numbers them from
-    `first` on. UnsupportedLeaf, with the name, for a tensor that cannot be stored.
+    `ranks` are the holders of a plain tensor; other tensors list their own holders, in the numbers of
+    torch.distributed, where `first` is rank 0. UnsupportedLeaf, with the name, for a tensor that cannot be
+    stored.
     """
     name, label = ".".join(path), ".".join((item, *path))
     _check_storable(leaf, label)

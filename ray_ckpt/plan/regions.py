@@ -22,7 +22,8 @@ Span: TypeAlias = tuple[int, int]
 class Cut:
     """A cut of dimension `dim` into `count` chunks, of which chunk `index` is kept.
 
-    With `strides` > 1 the dimension is first cut into that many pieces, and chunk `index` of each is kept.
+    With `strides` > 1 the dimension is first cut into `strides` pieces, and chunk `index` of each piece is
+    kept.
     """
 
     dim: int
@@ -41,8 +42,9 @@ class Region(NamedTuple):
 def cut_parts(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[tuple[int, ...], tuple[Region, ...]]:
     """Return the local shape of a tensor of `shape` after `cuts`, applied in order, and its boxes.
 
-    Chunks are those of torch.chunk: all but the last ones have ceil(size / count) indices, the last may have
-    none. An empty local tensor has no box, except for a global tensor without elements, which is one box.
+    Chunks are cut as by torch.chunk: all chunks except the last ones have ceil(size / count) indices, and the
+    last ones may have no index. An empty local tensor has no box, unless the global tensor has no elements:
+    then it has one box.
     """
     spans: list[tuple[Span, ...]] = [((0, size),) for size in shape]
     for cut in cuts:
@@ -58,7 +60,7 @@ def cut_parts(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[tuple[int, ...
 def flat_parts(shape: Sequence[int], start: int, stop: int) -> tuple[Region, ...]:
     """Return the boxes of elements `start` to `stop` - 1 of a C-contiguous tensor, in order.
 
-    `local_offset` is one number, counted from `start`. At most 2 * len(shape) - 1 boxes.
+    `local_offset` is one number, counted from `start`. There are at most 2 * len(shape) - 1 boxes.
     """
     return tuple(Region(box, (first - start,)) for box, first in _flat(tuple(shape), start, stop))
 
@@ -72,7 +74,7 @@ def _flat(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[Box, 
         return
     rows, inner = shape[0], prod(shape[1:])
     first, last = -(-start // inner), stop // inner  # complete rows
-    if first > last:  # it begins and ends inside one row
+    if first > last:  # the range begins and ends inside one row
         yield from _in_row(shape, last, start, stop)
         return
     if start < first * inner:
@@ -95,7 +97,7 @@ def _size(spans: Iterable[Span]) -> int:
 
 
 def _chunk(spans: Sequence[Span], count: int, index: int) -> tuple[Span, ...]:
-    """Return chunk `index` of `count` of these indices."""
+    """Return chunk `index` of `count` of the indices in `spans`."""
     step = -(-_size(spans) // count)
     begin, end, seen, found = index * step, (index + 1) * step, 0, []
     for start, length in spans:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from ray_ckpt.types import ManifestRow, Slice
 
 RowKey: TypeAlias = tuple[str, int]
-"""Identity of a manifest row in a checkpoint: its file, and the offset of its bytes there."""
+"""Identity of a manifest row in a checkpoint: its file, and its offset in the file."""
 
 
 def row_key(row: ManifestRow) -> RowKey:
@@ -55,8 +55,8 @@ def plan_restore(
 ) -> RestorePlan:
     """Return the reads that fill `targets` from the saved `rows`.
 
-    A region that several ranks saved is read once, from `prefer_file` if it has it: so a rank gets its own
-    copy of regions that may differ between ranks.
+    A region that several ranks saved is read once, from `prefer_file` if that file has the region. So a rank
+    gets its own copy of regions that may differ between ranks.
     """
     saved = _by_key(rows, prefer_file)
     copies: dict[RowKey, list[Copy]] = {}

@@ -13,23 +13,23 @@ from ray_ckpt.restore.sources import ByteSource, Mapped
 from ray_ckpt.types import ManifestRow, RestoredPart, Tier
 
 EXTENT_BYTES: Mapping[Tier, int] = {
-    "memory": 32 << 20,  # starts at once: small enough for every thread to have a share
-    "local": 256 << 20,  # each fills its own read-ahead first: measured, 64 MiB cost a fifth of the speed
-    "peer": 64 << 20,  # a request is cheap, and a shard is to come in several streams
-    "remote": 64 << 20,  # several streams in each, and a share for every thread
-}  # read by one thread at a time
-EXTENT_ROWS = 10_000  # per extent: bounds a request to a peer
+    "memory": 32 << 20,  # has no start-up cost: small enough that every thread gets a share
+    "local": 256 << 20,  # each extent first fills a read-ahead: 64 MiB were a fifth slower
+    "peer": 64 << 20,  # a request is cheap, and a shard should arrive in several streams
+    "remote": 64 << 20,  # each extent has several streams, and every thread gets a share
+}  # bytes that one thread reads at a time
+EXTENT_ROWS = 10_000  # rows per extent: bounds a request to a peer
 GAP_BYTES: Mapping[Tier, int] = {
     "memory": 64 << 10,
     "local": 64 << 10,
     "peer": 64 << 10,
     "remote": 1 << 20,  # an object store answers after tens of milliseconds
-}  # between rows: reading over it costs less than another request
+}  # gap between rows; reading a gap costs less than another request
 
 
 @dataclass(slots=True)
 class Tally:
-    """Bytes read of a file from one source, and the time that it took."""
+    """Bytes read of a file from one source, and the time of these reads."""
 
     file: str
     tier: Tier
@@ -58,7 +58,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Extent:
-    """Rows that one thread reads from one source: each with the offset of its bytes there, in that order."""
+    """Rows that one thread reads from one source, each with its offset in the source, ordered by offset."""
 
     source: ByteSource
     tally: Tally
@@ -67,26 +67,26 @@ class Extent:
 
     @property
     def speed_tier(self) -> Tier:
-        """The tier whose limits apply: rows that the agent has read lie in memory, wherever it read them."""
+        """The tier whose limits apply: rows that the agent has read are in memory, whatever their source."""
         return "memory" if isinstance(self.source, Mapped) else self.tally.tier
 
     @property
     def start(self) -> int:
-        """Offset of the first row that is left; 0 if none is."""
+        """Offset of the first remaining row; 0 if no row remains."""
         return self.left[0][0] if self.left else 0
 
     def ranges(self) -> Sequence[tuple[int, int]]:
-        """Byte ranges (offset, size) that cover the rows that are left."""
+        """Byte ranges (offset, size) that cover the remaining rows."""
         rows = ((start, row.nbytes) for start, row in self.left)
         return merge_ranges(rows, gap_bytes=GAP_BYTES[self.tally.tier])
 
     def gap(self, end: int) -> int:
-        """Bytes to read over from `end` to the next row; 0 if it begins a range of its own."""
+        """Bytes to read and discard from `end` to the next row; 0 if that row begins a new range."""
         gap = self.start - end
         return gap if 0 <= gap <= GAP_BYTES[self.tally.tier] else 0
 
     def drop_until(self, end: float) -> None:
-        """Drop the rows that begin before byte `end`, and at least one."""
+        """Drop the rows that begin before byte `end`, and at least one row."""
         if self.left:
             self.left.popleft()
         while self.left and self.left[0][0] < end:
@@ -118,7 +118,7 @@ def rows_by_file(rows: Iterable[ManifestRow]) -> dict[str, list[ManifestRow]]:
 
 
 def first_rows(wanted: Mapping[RowKey, ManifestRow], max_bytes: int) -> Iterator[RowKey]:
-    """Yield the keys of the first rows, of `max_bytes` together, but at least one."""
+    """Yield the keys of the first rows that have `max_bytes` together, but at least one key."""
     size = 0
     for key, row in wanted.items():
         size += row.nbytes

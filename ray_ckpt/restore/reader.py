@@ -1,9 +1,10 @@
 """Reader of a checkpoint's rows, from the cheapest intact source straight to their targets.
 
 Rows are gathered into extents that several threads read; the bytes of an extent arrive in order, and each
-piece is hashed and copied while it is in the cache. A target may therefore hold wrong bytes for a while: they
-are overwritten from the next source, or the row is named in `damage`, and then the targets must not be used.
-Memory is bounded by the buffers of a few threads, whatever the size of the checkpoint.
+piece is hashed and copied while the piece is in the CPU cache. A target may therefore hold wrong bytes for a
+while: either bytes from the next source overwrite the wrong bytes, or the row is listed in `damage`, and then
+the targets must not be used. Memory is bounded by the buffers of a few threads, whatever the size of the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from ray_ckpt.types import (
     Tier,
 )
 
-PIECE_BYTES = 2 << 20  # hashed and then copied: fits a cache, and is long enough for streaming stores
+PIECE_BYTES = 2 << 20  # hashed and then copied: small enough for a cache, long enough for stores that stream
 FETCH_BYTES = 256 << 20  # requested from the node's agent at a time
 PROGRESS_S = 1.0  # between two calls of `progress`
 LOG_EVERY_S = 5.0  # between two lines about a long restore
-MAX_REJECTED = 200  # notes about bad rows and sources; more would repeat them
+MAX_REJECTED = 200  # notes about bad rows and sources; more notes would repeat these
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
@@ -57,9 +58,9 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 def num_threads(tier: Tier) -> int:
     """Return the number of extents to read at a time from a tier.
 
-    Memory keeps every core busy. A disk read has its own read-ahead, so with two extents the start of one is
-    hidden behind the other; more would only hold more buffers. Peers and stores answer late and have many
-    disks.
+    Reads from memory keep every core busy. A disk read has a read-ahead, so two extents suffice: the start of
+    one extent overlaps with the other extent, and more extents would only hold more buffers. Peers and stores
+    have a high latency and many disks.
     """
     if tier == "memory":
         return min(16, len(os.sched_getaffinity(0)))
@@ -78,10 +79,10 @@ class FileSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreTicket:
-    """Input of a restore on one rank: the checkpoint, its manifest, each file's sources, best first."""
+    """Input of a restore on one rank: checkpoint, manifest, and each file's sources, best source first."""
 
     session: int
-    epoch: int  # of the coordinator that opened the session
+    epoch: int  # epoch of the coordinator that opened the session
     checkpoint: CheckpointInfo | None
     fragments: tuple[Fragment, ...] = ()
     sources: Mapping[str, tuple[FileSource, ...]] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class RestoreTicket:
 class SharedRows:
     """Rows that the node's agent has read for all its ranks, in memory that a rank can map.
 
-    A requested row that is in neither `offsets` nor `refused` will be there later.
+    A requested row that is in neither `offsets` nor `refused` will be available later.
     """
 
     path: str = ""
@@ -110,22 +111,23 @@ class SharedRows:
 
 
 FetchRows: TypeAlias = Callable[[Mapping[RowKey, tuple[int, ...]], tuple[RowKey, ...]], SharedRows]
-"""Requests rows from the agent, each with the ranks of the node that want it, and reports the rows that this
-rank has copied since. Blocks until some are there or refused. CheckpointError if there is no agent."""
+"""Function that requests rows from the agent, each row with the ranks of the node that want it, and reports
+the rows that this rank has copied since the last call. The function blocks until some rows are available or
+refused. CheckpointError if there is no agent."""
 
 RestoreProgress: TypeAlias = Callable[[int, int, Tier], None]
 """Called with bytes read, bytes wanted and the current tier, from one thread, about once a second."""
 
 
 class Sink(Protocol):
-    """Target of the bytes of one row. A row that is read again gets another sink."""
+    """Target of the bytes of one row. A row that is read again gets a new sink."""
 
     def write(self, view: memoryview) -> None:
         """Take the next bytes; `view` is valid during the call only."""
         ...
 
     def finish(self) -> None:
-        """All bytes were there and matched the row's digest."""
+        """Complete the row after all bytes have arrived and matched the row's digest."""
         ...
 
 
@@ -133,7 +135,7 @@ SinkFor: TypeAlias = Callable[[ManifestRow], Sink]
 
 
 class FlatSink:
-    """Sink that copies bytes into memory as they come."""
+    """Sink that copies bytes into memory as the bytes arrive."""
 
     def __init__(self, destination: Bytes) -> None:
         self._destination = destination
@@ -185,11 +187,11 @@ class SourceReader:
         sink_for: SinkFor,
         sharers: Mapping[RowKey, tuple[int, ...]] | None = None,
     ) -> None:
-        """Bring each row to its sink, verified; add rows without an intact source to `damage`.
+        """Write each row to its sink and verify the row; add rows without an intact source to `damage`.
 
-        `sink_for` and the sinks are called from several threads, those of one row from one at a time.
-        `sharers` has the rows that several ranks of this node want, which are first requested from the agent.
-        An empty row needs no source.
+        Several threads call `sink_for` and the sinks, but only one thread at a time those of one row.
+        `sharers` has the rows that several ranks of this node want; these rows are first requested from the
+        agent. An empty row needs no source.
         """
         rows = list(rows)
         for row in rows:
@@ -211,13 +213,13 @@ class SourceReader:
             self.damage += [f"{file}: {row.label}" for row in left[file]]
 
     def read_bytes(self, row: ManifestRow) -> bytes | None:
-        """Return a row's verified bytes; None if no source has them."""
+        """Return a row's verified bytes; None if no source has intact bytes."""
         data, damaged = np.empty(row.nbytes, np.uint8), len(self.damage)
         self.read([row], lambda _: FlatSink(data))
         return None if len(self.damage) > damaged else data.tobytes()
 
     def _extents(self, left: Mapping[str, Sequence[ManifestRow]], turn: int) -> list[Extent]:
-        """Cut the rows that are left, for the source number `turn` of each file. Empty if no file has it."""
+        """Cut the remaining rows, for source number `turn` of each file; [] if no file has such a source."""
         extents: list[Extent] = []
         for file in sorted(left):
             sources = self._sources.get(file, ())
@@ -292,7 +294,7 @@ class SourceReader:
     def _read_extents(
         self, extents: Sequence[Extent], sink_for: SinkFor, pools: _Pools, left: dict[str, list[ManifestRow]]
     ) -> None:
-        """Read all extents, and take the rows that were read out of `left`."""
+        """Read all extents; remove the rows that are done from `left`."""
         futures = [pools.of(extent).submit(self._read_extent, extent, sink_for) for extent in extents]
         while True:
             done, waiting = wait(futures, timeout=PROGRESS_S, return_when=FIRST_EXCEPTION)
@@ -326,7 +328,7 @@ class SourceReader:
             tally.add(sum(row.nbytes for row in extent.done), start_s, time.monotonic())
 
     def _read_rows(self, extent: Extent, sink_for: SinkFor) -> None:
-        """Read the rows that are left. Rows that were read before an error count as done."""
+        """Read the remaining rows. Rows that were read before an error count as done."""
         extent.source.open()
         intact: list[tuple[ManifestRow, Sink]] = []
         try:
@@ -334,7 +336,7 @@ class SourceReader:
                 try:
                     with contextlib.closing(extent.source.read(extent.ranges())) as blocks:
                         self._verify(extent, BlockCutter(self._paced(blocks)), sink_for, intact)
-                except CorruptionError as error:  # of a compressed frame: the rows behind it may be intact
+                except CorruptionError as error:  # of a compressed frame: rows after it may be intact
                     is_table = isinstance(error, FormatError)
                     extent.drop_until(math.inf if is_table else error.fields.get("end", 0))
                     self._reject(f"{extent.tally.file} on {extent.tally.source_text}: {error}")
@@ -364,10 +366,10 @@ class SourceReader:
                 intact.append((row, sink))
             else:
                 self._reject(f"{row.file}: {row.label} on {extent.tally.source_text}: wrong digest")
-        blocks.at_end()  # lets the source check that it has sent all, and no more
+        blocks.at_end()  # the source checks here that it has sent all bytes, and no more
 
     def _read_intact(self, row: ManifestRow, blocks: BlockCutter, sink_for: SinkFor) -> Sink | None:
-        """Bring the next row's bytes to its sink; return None if their digest is wrong."""
+        """Write the next row's bytes to the row's sink; return None if the digest of the bytes is wrong."""
         whole = blocks.take_whole(row.nbytes) if row.nbytes <= PIECE_BYTES else None
         if whole is not None:  # a fast path for thousands of small rows
             if digest(whole) != row.digest:
@@ -390,7 +392,7 @@ class SourceReader:
 
 
 class ProgressLog:
-    """Logger of the progress of a restore, every LOG_EVERY_S once it takes longer than that."""
+    """Logger of a restore's progress, every LOG_EVERY_S if the restore takes longer than that."""
 
     def __init__(
         self, step: int, *, log: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -417,7 +419,7 @@ class ProgressLog:
 
 
 class _Pools:
-    """Threads per tier, started when the tier is first read, so that no tier waits for a slower one."""
+    """Threads per tier, started when the tier is first read, so that no tier waits for a slower tier."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
@@ -433,7 +435,7 @@ class _Pools:
 
 
 class _Meter:
-    """Counter of bytes that calls `progress` now and then."""
+    """Counter of bytes that calls `progress` every PROGRESS_S."""
 
     def __init__(self, progress: RestoreProgress | None) -> None:
         self._progress = progress

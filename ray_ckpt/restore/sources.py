@@ -18,8 +18,8 @@ from ray_ckpt.transport.client import SLOWEST_BYTES_PER_S, PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 
-REMOTE_TRIES = 2  # a connection may break within an answer; the store's client repeats single requests
-PEER_TRIES = 2  # a connection may break once; after that this restore leaves the peer alone
+REMOTE_TRIES = 2  # a connection may break within a response; the store's client repeats single requests
+PEER_TRIES = 2  # a connection may break once; after that this restore no longer uses the peer
 
 Blocks: TypeAlias = Generator[memoryview, None, None]
 
@@ -30,7 +30,7 @@ class ByteSource(ABC):
     tries = 1
 
     def open(self) -> None:  # noqa: B027
-        """Prepare a read; OSError, EOFError or Unavailable if it cannot succeed."""
+        """Prepare a read; OSError, EOFError or Unavailable if the read cannot succeed."""
 
     def check(self) -> None:  # noqa: B027
         """Check after a read; Unavailable if the bytes may have changed meanwhile."""
@@ -77,9 +77,9 @@ class Remote(ByteSource):
 class Mapped(ByteSource):
     """Memory of another process: an arena, or the agent's buffer of shared rows.
 
-    Each extent is mapped by itself, so that page tables are filled and given up by all threads at once: in
-    small pages that takes nearly as long as the copy. The views must not outlive the file's bytes: arenas
-    keep their size, and are freed when the last one has unmapped them.
+    Each extent is mapped separately, so that all threads fill and release page tables at once: with small
+    pages this takes nearly as long as the copy. The views must not outlive the file's bytes: an arena keeps
+    its size, and is freed when the last process has unmapped it.
     """
 
     def __init__(self, path: str, *, base: int, seal: bytes) -> None:
@@ -144,13 +144,13 @@ class Peer(ByteSource):
 
 
 class Peers:
-    """Pool of connections to peers; each thread has its own while it reads."""
+    """Pool of connections to peers; a thread has a connection to itself while it reads."""
 
     def __init__(
         self, credentials: Credentials | None, slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
     ) -> None:
         self._credentials = credentials
-        self.slowest_bytes_per_s = slowest_bytes_per_s  # of a response
+        self.slowest_bytes_per_s = slowest_bytes_per_s  # lowest rate of a response
         self._lock = threading.Lock()
         self._idle: dict[str, list[PeerClient]] = {}
         self.gone: set[str] = set()  # endpoints that this restore no longer uses
@@ -166,7 +166,7 @@ class Peers:
         try:
             yield peer
         except BaseException:
-            peer.__exit__()  # after a failure it may be in any state
+            peer.__exit__()  # a failed connection may be in any state
             raise
         with self._lock:
             self._idle.setdefault(endpoint, []).append(peer)
