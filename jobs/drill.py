@@ -97,7 +97,7 @@ def show(run_name: str, report: DrillReport, as_json: bool) -> None:
 def hold(
     key: str, draw: random.Random, step: int | None, max_bytes_per_s: float | None = None
 ) -> DrillReport:
-    """Hold one drill with a loss of nodes that hold copies now. Raise Unavailable if there is no copy."""
+    """Run one drill for the loss of nodes that now hold copies. Raise Unavailable if there is no copy."""
     run = RunDrills(key, max_bytes_per_s=max_bytes_per_s)
     possible = scenarios(run.sources.live, run.sources.domains)
     if not possible:

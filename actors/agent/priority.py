@@ -40,7 +40,7 @@ def limit_heaps() -> None:
 
 
 def trim_heaps() -> None:
-    """Give freed memory back to the machine."""
+    """Return freed memory to the operating system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in every libc
     if trim is not None:
         trim(0)

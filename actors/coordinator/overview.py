@@ -26,7 +26,7 @@ from ray_ckpt.types import Level
 class Seen:
     """Facts about a run that the run's machine does not have."""
 
-    disks: Mapping[str, DiskSpace]  # by node, by the last reading
+    disks: Mapping[str, DiskSpace]  # by node, from the last reading
     warning: str = ""  # the machine's last warning, "" if there was none
     warned_at_s: float = 0.0  # Unix time of the warning
     owner_lives: bool = True

@@ -14,7 +14,7 @@ EVERY_S = 600.0  # interval between checkpoints
 EVERY_STEPS = 100
 STEPS_PER_EPOCH = 10_000
 REMOTE_EVERY = 10  # one checkpoint of this number is durable
-START_S = 1_790_000_000.0  # Unix time of its first record
+START_S = 1_790_000_000.0  # Unix time of the log's first record
 
 
 class LongLog:

@@ -414,7 +414,7 @@ class _Bands:
 
 
 def _bands(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Yield a tensor in C order, in boxes of at most BAND_BYTES and of one run of elements each.
+    """Yield the boxes of a tensor in C order, each of at most BAND_BYTES and of one run of elements.
 
     Such a box has one index in each of the first dimensions, a range of the next dimension, and all indices
     of the rest. The intersection of such a box with any other box is one run of elements in the other box

@@ -14,7 +14,7 @@ time (`not_counted_s`).
 
 - The group starts until the slowest rank begins to restore, restores until all ranks have their state,
   starts up until its first step begins, trains until its last step ends, and is down until the next session
-  opens. Saves hold up training for a known time. A restore of unknown duration is part of the group's start.
+  opens. Saves delay training for a known time. A restore of unknown duration is part of the group's start.
 - The session's steps survived up to the step from which the lineage continues. A save's step ended at the
   time of its commit minus capture, writing and copying. If these are unknown, or if the commit came after the
   last step (a coordinator may recover a save later), all steps are assumed to have taken equally long.

@@ -63,7 +63,7 @@ class SessionHistory:
 
     @property
     def span(self) -> tuple[float, int]:
-        """Seconds and steps between the session's commits."""
+        """Seconds and steps from the session's first commit to its last commit."""
         if not self.commits:
             return 0.0, 0
         return self.last_s - self.commits[0].time_s, self.last_step - self.commits[0].step

@@ -382,7 +382,7 @@ def _floor(scheduler: LRScheduler | None) -> float:
 
 
 def _on_curve(scheduler: LRScheduler | None) -> list[Any]:
-    """Return the rates at the scheduler's position; none if it cannot compute them."""
+    """Return the rates at the scheduler's position, or [] if the scheduler cannot compute the rates."""
     try:
         if (lrs := closed_form_lrs(scheduler)) is not None:
             return lrs

@@ -63,7 +63,7 @@ def _device_states(device: torch.device) -> dict[str, Any]:
 
 
 def _set_device_states(device: torch.device, saved: Any) -> None:
-    """Set the saved states; the state of the saved current device goes to the device that is current now."""
+    """Set the saved states; the current device gets the state of the device that was current at the save."""
     module = torch.get_device_module(device)
     for index, state in enumerate(saved["states"][: torch.accelerator.device_count()]):
         module.set_rng_state(state, index)

@@ -115,7 +115,7 @@ class SessionProgress:
         return {rank: report.progress for rank, report in self.reports().items()}
 
     def num_saved(self) -> Counter[int]:
-        """Return the number of ranks whose last save was at each step."""
+        """Return, for each step, the number of ranks whose last save was at that step."""
         return Counter(report.progress.saved_step for report in self.reports().values())
 
     # -- one rank ------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def encode_fragment(fragment: Fragment) -> bytes:
 def decode_fragment(data: bytes) -> Fragment:
     """Return the fragment in a Parquet file. Raise FormatError for any violation of the format.
 
-    Names and bounds are checked, and that the rows of each file cover the file exactly once.
+    Check names and bounds, and check that the rows of each file cover the file exactly once.
     """
     jsontext.check_size(data, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
     metadata, table = _read_parquet(data)

@@ -185,7 +185,7 @@ def _replace_wakeup_fd(old: int, new: int) -> None:
 
 
 def _forget_in_child() -> None:
-    """Restore SIGTERM in a forked process, whose signals would reach the parent by shared descriptors."""
+    """Restore the SIGTERM handler in a fork, whose signals would reach the parent by shared descriptors."""
     if _installed is not None:
         _installed._restore()
 

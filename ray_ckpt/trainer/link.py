@@ -155,7 +155,7 @@ class SaveLink(RankLink, Protocol):
         ...
 
     def annotate(self, step: int, metrics: Mapping[str, float], attempt: AttemptId | None) -> Future[None]:
-        """Add metrics to the checkpoint of a step, after `attempt` if this rank's save of the step is open.
+        """Add metrics to the checkpoint of a step; if `attempt` is given, wait until it is committed.
 
         The future is done when the metrics are in the log, or has the error.
         """

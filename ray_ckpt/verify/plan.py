@@ -80,8 +80,8 @@ class PlanReport:
     of `size_bytes` are headers, further copies, and the state file of each rank that saved.
 
     A checkpoint may be `is_restorable` and not `ok`: for example, the folder contains a foreign file, or
-    `checkpoint.json`, which the restore of a run does not read, is damaged. A live checkpoint has `holders`,
-    and can be restored from all of them together even if a copy is bad or copies are missing.
+    `checkpoint.json`, which the restore of a run does not read, is damaged. A live checkpoint has `holders`;
+    it may be restorable from all of them together even if some copies are damaged or missing.
     """
 
     where: str
