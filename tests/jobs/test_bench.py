@@ -287,7 +287,7 @@ def fake(tmp_path: Path, answers: str, *, rest: str = "") -> list[str]:
         "connection = socket.socket(socket.AF_UNIX)\n"
         "connection.connect(sys.argv[sys.argv.index('--socket') + 1])\n"
         "lines = connection.makefile('rw')\n"
-        "def feed(fields):\n    lines.write(json.dumps(fields) + '\\n')\n    lines.flush()\n"
+        "def tell(fields):\n    lines.write(json.dumps(fields) + '\\n')\n    lines.flush()\n"
         "tell({'ready': True})\n"
         "for count, line in enumerate(lines):\n"
         "    command = json.loads(line)['command']\n"
