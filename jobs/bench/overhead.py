@@ -133,7 +133,8 @@ class Group:
     def stretch(self, *, saves: bool) -> tuple[Stretch, ...]:
         """Run ten steps on all ranks and return the stretch of each rank."""
         found = self._all("stretch", saves=saves, accumulate=self._accumulate)
-        self._all("settle")
+        if saves:
+            self._all("settle")
         return tuple(found)
 
     def close(self) -> None:

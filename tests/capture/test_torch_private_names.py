@@ -193,7 +193,7 @@ def test_rates_of_a_scheduler() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_iterators_over_a_loader(workers: int) -> None:
     data: Any = [1, 2, 3]
-    how = (
+    how: dict[str, Any] = (
         {"persistent_workers": True, "multiprocessing_context": "spawn"} if workers else {}
     )  # no fork with threads
     loader: Any = DataLoader(data, num_workers=workers, **how)
