@@ -13,6 +13,7 @@ import socket
 import ssl
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from functools import partial
@@ -70,7 +71,7 @@ def raw_socket(size_bytes: int, *, tls: bool) -> float:
         return peer.send_s()
 
 
-class _Receiver:
+class _Receiver(ABC):
     """A receiving process; `send_s()` sends everything once and returns the seconds."""
 
     _serve: Callable[..., None]
@@ -87,8 +88,8 @@ class _Receiver:
         self._answer: Any = ours.recv()
         self._pipe = ours
 
-    def send_s(self) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def send_s(self) -> float: ...
 
     def __enter__(self) -> Self:
         return self

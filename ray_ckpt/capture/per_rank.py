@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 
 
-class PerRankItem:
+class PerRankItem(ABC):
     """Common methods of items whose ranks share nothing."""
 
     per_rank = True
 
-    def load(self, tree: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def load(self, tree: Any) -> None: ...
 
     def load_for_new_rank(self, tree: Any, rank: int) -> None:
         """Load initial state on a rank without state in the checkpoint; `tree` is the tree of rank 0."""

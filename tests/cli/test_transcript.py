@@ -1,4 +1,4 @@
-"""What each command prints about one small run, word for word: `tests/cli/transcripts/<command>.txt`.
+"""The exact output of each command for one small run: `tests/cli/transcripts/<command>.txt`.
 
 A change of a command's output shows in a diff of these files. `UPDATE_TRANSCRIPTS=1` writes them anew; read
 what has changed before it is committed.

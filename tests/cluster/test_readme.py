@@ -32,7 +32,7 @@ MAX_LINES = 40
 
 
 def programs() -> tuple[Sequence[str], Sequence[str]]:
-    """What the README shows of the run that is killed, and of the next one."""
+    """Return the README's output lines of the killed run and of the next run."""
     killed, resumed = OUTPUT.text.split("$ python train_mlp.py\n")[1:]
     assert killed.endswith("\nKilled\n")
     return killed.splitlines()[:-1], resumed.splitlines()
@@ -91,7 +91,7 @@ def saved_step(folder: Path) -> int:
 
 
 def uninterrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What the script prints if nothing saves and nobody kills it."""
+    """Return the output of the script without saves and without a kill."""
 
     class Checkpointer:
         def __init__(self, **items: Any) -> None:

@@ -236,7 +236,7 @@ def test_those_who_were_let_in_by_the_coordinator_before_are_not_left_alone() ->
     met(run, 10, 2, 3)
     reported = m.RanksProgressed(session_key=run.plan.session_key, ranks={0: at(10)}, met=10)
     assert replies(run.feed(reported)) == {"10 (2, 3)": ()}
-    assert not replies(run.feed(reported)), "said twice"
+    assert not replies(run.feed(reported)), "the reply is sent once"
 
 
 def test_meetings_are_of_one_session_and_bounded() -> None:

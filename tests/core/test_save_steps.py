@@ -341,7 +341,7 @@ def test_the_time_that_has_passed_since_ranks_told_where_they_are_is_not_needed_
     run = training(every_s=None)
     run.feed(reported(run, 100, step_s=0.3, since_s=0.2))
     run.tick(1.5)
-    assert of(leave(run, a=3.2), m.AnnounceSaveStep), "3.9 s from what was told, and 2.2 s from now"
+    assert of(leave(run, a=3.2), m.AnnounceSaveStep), "3.9 s after the reports, and 2.2 s from now"
 
 
 def test_no_step_is_named_while_all_nodes_still_write_the_last_one() -> None:

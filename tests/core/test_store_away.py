@@ -57,7 +57,7 @@ def story(records: list[r.Op]) -> list[tuple[str, int]]:
 def test_commits_that_wait_are_in_the_log_in_step_order_when_it_is_back() -> None:
     run = away()
     for step in (20, 30):
-        assert not of(run.save(step), m.NotifyOutcome), "nothing is told before it is a fact"
+        assert not of(run.save(step), m.NotifyOutcome), "no outcome is sent before its record is in the log"
     assert story(back(run)) == [("commit", 20), ("commit", 30)]
 
 
