@@ -7,6 +7,8 @@ OLDEST  := .venv-oldest
 
 .PHONY: check test test-slow test-oldest soak demo demo-s3 bench docs clean
 .DEFAULT_GOAL := test
+unexport PYTHONDONTWRITEBYTECODE  # without bytecode, imports and assert rewriting take a third of the time
+test test-slow: export OMP_NUM_THREADS = 1  # all cores are in use already; more threads of torch would spin
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,8 +33,8 @@ check: $(VENV)/.ready  ## ruff, mypy strict, import rules
 	$(BIN)/lint-imports
 
 test: $(VENV)/.ready $(SERVERS)/.ready  ## under 8 minutes on 2 cores; nothing runs beside a simulated cluster
-	$(BIN)/python -m pytest -m "cluster and not slow"
-	$(BIN)/python -m pytest -m "not cluster and not slow" --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest -m "cluster and not slow" tests/cluster
+	$(BIN)/python -m pytest -m "not cluster and not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/.ready $(SERVERS)/.ready  ## faults on real Ray that take minutes, a minute of random schedules
 	sh tests/servers/debian.sh $(SERVERS)/debian

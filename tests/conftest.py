@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +21,47 @@ os.environ[METADATA_ENV] = "off"  # no test may ask a cloud's service; those of 
 # Machines are slow and shared: no test may fail because an example took long.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+# Files that take longest, longest first: several processes share the files in this order, so that no process
+# is left with a long file when the others have ended. `--durations=0` shows when this list has aged.
+LONGEST_FIRST = (
+    "storage/test_stores.py",
+    "storage/test_lost_responses.py",
+    "testing/test_exhaustive.py",
+    "transport/test_silent_peers.py",
+    "format/test_parquet.py",
+    "capture/test_classes.py",
+    "testing/test_planted_bugs.py",
+    "test_data.py",
+    "catalog/test_catalog.py",
+    "cli/test_commands.py",
+    "capture/test_shapes.py",
+    "test_notebook.py",
+    "catalog/test_load.py",
+    "analysis/test_diff.py",
+    "testing/test_random.py",
+    "catalog/test_export.py",
+    "core/test_retention.py",
+    "catalog/test_lazy_tensor.py",
+    "format/test_snapshot.py",
+    "storage/test_crash.py",
+    "hostile/test_hostile.py",
+    "jobs/test_bench.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order files by `LONGEST_FIRST`; refuse a quick cluster test that `make test` would not collect."""
+    tests = Path(__file__).parent
+    places = {tests / name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+    for item in items:
+        is_quick = item.get_closest_marker("cluster") and not item.get_closest_marker("slow")
+        if is_quick and not item.path.is_relative_to(tests / "cluster"):
+            raise pytest.UsageError(
+                f"{item.nodeid}: a cluster test that is not slow belongs into tests/cluster"
+            )
 
 
 def pytest_collection_finish() -> None:

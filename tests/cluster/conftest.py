@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,12 +10,25 @@ import pytest
 from jobs.demo.local_cluster import LocalCluster
 from tests.cluster.ranks import RankGroup
 
+HERE = Path(__file__).parent
 TWO_NODES, ONE_NODE = "ab", "aa"  # where rank 0 and rank 1 are
 everywhere = pytest.mark.parametrize(  # on one node as newcomers have it; two take as long again
     "spare_group",
     [pytest.param(TWO_NODES, id="two nodes", marks=pytest.mark.slow), pytest.param(ONE_NODE, id="one node")],
     indirect=True,
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the tests that stop the shared cluster behind those that use it, so that it starts once."""
+    places = [k for k, item in enumerate(items) if item.path.parent == HERE]
+    ordered = sorted((items[k] for k in places), key=lambda item: "no_cluster" in _fixtures(item))
+    for place, item in zip(places, ordered, strict=True):
+        items[place] = item
+
+
+def _fixtures(item: pytest.Item) -> Sequence[str]:
+    return getattr(item, "fixturenames", ())
 
 
 class Shared:
