@@ -19,7 +19,7 @@ from ray_ckpt.analysis.goodput import (
     Seconds,
     measure_goodput,
 )
-from ray_ckpt.analysis.report.facts import clocks_text, measured_percent
+from ray_ckpt.analysis.report.facts import clocks_text, estimate_text, measured_percent, range_text
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
 from ray_ckpt.cli.output import add_row, make_table, print_json, stdout
@@ -37,7 +37,6 @@ UNITS = (
     ("minutes", 120.0, 60.0),
 )  # unit, least wall time for which it is used, seconds per unit
 MAX_TITLE = 60  # characters of a run's name that fit into the picture
-SAME_S = 0.05  # bounds that differ by less are printed as one time
 
 
 def goodput(
@@ -113,7 +112,7 @@ def _print(console: Console, run_name: str, found: Goodput) -> None:
     for name, time, what in rows:
         part = f"{100 * time.estimate / found.wall_s:.1f} %" if found.wall_s else ""
         if time.high or not name.startswith("down_"):
-            add_row(table, name, _estimate(time), part, what)
+            add_row(table, name, range_text(time), part, what)
     console.print(table)
     if found.wall_s and measured_percent(found) < 100:
         note = "Times that are not in the log are estimated, with bounds; see `ray_ckpt/analysis/goodput.py`."
@@ -136,7 +135,7 @@ def _print_interruptions(console: Console, found: Goodput) -> None:
     headers = ("sessions", "cause", "last known", "next one opened", "steps lost", "time to recover")
     table = make_table(*headers, right=(4, 5), whole=(0, 2, 3, 4), gives_way=(2, 3))
     for each in shown:
-        recovery = "none: no steps" if each.recovery is None else _estimate(each.recovery)
+        recovery = "none: no steps" if each.recovery is None else range_text(each.recovery)
         sessions = f"{each.after_session} to {each.session}"
         moments = (local_time_text(each.last_known_s), local_time_text(each.opened_at_s))
         cause = "rollback" if each.is_rollback else each.cause or "unknown"
@@ -147,10 +146,7 @@ def _print_interruptions(console: Console, found: Goodput) -> None:
 def _steps(each: Interruption) -> str:
     if each.steps_lost is None:
         return f"{each.known_steps_lost} or more"
-    lost = each.steps_lost
-    if lost.low == lost.high:
-        return f"{lost.estimate:.0f}"
-    return f"{lost.estimate:.0f} ({lost.low:.0f} to {lost.high:.0f})"
+    return estimate_text(each.steps_lost)
 
 
 def _share(found: Goodput) -> str:
@@ -166,12 +162,6 @@ def _measured(found: Goodput) -> str:
 def _percent(ratios: Seconds) -> str:
     low, share, high = (f"{100 * ratio:.1f}" for ratio in (ratios.low, ratios.estimate, ratios.high))
     return f"{share} %" if low == high else f"{share} % ({low} to {high} %)"
-
-
-def _estimate(time: Seconds) -> str:
-    if time.high - time.low < SAME_S:
-        return duration_text(time.estimate)
-    return f"{duration_text(time.estimate)} ({duration_text(time.low)} to {duration_text(time.high)})"
 
 
 def draw(run_name: str, found: Goodput) -> bytes:

@@ -36,6 +36,7 @@ MAX_METRICS = 3  # metrics of a checkpoint, the first by name
 MAX_QUIET_S = 86_400.0  # time without a checkpoint until a warning, if the usual interval is unknown
 OVERDUE = 3.0  # number of usual intervals without a checkpoint until a warning, for an open session
 RECENT_SAVES = 50  # newest saves, from which the usual interval is computed
+SAME_S = 0.05  # bounds that differ by less are printed as one time
 ALL_MEASURED = 99.95  # percent of the wall time: the rest would be printed as zero
 
 Tone: TypeAlias = Literal["good", "warn", "bad", "plain"]
@@ -465,6 +466,13 @@ def estimate_text(steps: Seconds) -> str:
     if steps.low == steps.high:
         return f"{steps.estimate:.0f}"
     return f"{steps.estimate:.0f} ({steps.low:.0f} to {steps.high:.0f})"
+
+
+def range_text(time: Seconds) -> str:
+    """Return `2.5 h`, or `2.5 h (2.0 h to 3.0 h)` for an estimate."""
+    if time.high - time.low < SAME_S:
+        return duration_text(time.estimate)
+    return f"{duration_text(time.estimate)} ({duration_text(time.low)} to {duration_text(time.high)})"
 
 
 # JSON

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
 
+from markupsafe import Markup
+
 from ray_ckpt.analysis.goodput import SessionSpan, StepsOverTime
 from ray_ckpt.analysis.report.facts import CAUSE_TEXT, RunReport
-from ray_ckpt.analysis.report.markup import Html, el
 from ray_ckpt.texts import duration_text, short_text, tiers_text, to_datetime, utc_text
 from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo
 
@@ -110,7 +111,7 @@ def around_last_failure(report: RunReport) -> Window | None:
     return Window(start_s=max(start_s, report.goodput.spans[0].opened_s), end_s=end_s)
 
 
-def draw(report: RunReport, window: Window, name: str) -> Html:
+def draw(report: RunReport, window: Window, name: str) -> Markup:
     """Return the picture of `window`; `name` is its description for screen readers."""
     spans = [t for t in report.goodput.spans if t.closed_s >= window.start_s]
     spans = [t for t in spans if t.opened_s <= window.end_s][-MAX_DRAWN:]
@@ -139,7 +140,7 @@ def draw(report: RunReport, window: Window, name: str) -> Html:
 # Time
 
 
-def _time_axis(window: Window, bottom: float) -> Iterator[Html]:
+def _time_axis(window: Window, bottom: float) -> Iterator[Markup]:
     every_s = next((s for s in TICK_S if window.length_s / s <= MAX_TICKS), None)
     if every_s is None:  # whole days
         every_s = 86400 * math.ceil(window.length_s / 86400 / MAX_TICKS)
@@ -162,7 +163,7 @@ def _time_axis(window: Window, bottom: float) -> Iterator[Html]:
 # States of the training
 
 
-def _band(report: RunReport, spans: Sequence[SessionSpan], window: Window) -> Iterator[Html]:
+def _band(report: RunReport, spans: Sequence[SessionSpan], window: Window) -> Iterator[Markup]:
     sessions = {info.session: info for info in report.sessions}
     yield _lane_name("training", BAND_Y + BAND_H / 2)
     free_x = 0.0
@@ -182,7 +183,7 @@ def _band(report: RunReport, spans: Sequence[SessionSpan], window: Window) -> It
             free_x = x + CHAR_W * len(label) + 6
 
 
-def _since(span: SessionSpan, info: SessionInfo, now_s: float, window: Window) -> Iterator[Html]:
+def _since(span: SessionSpan, info: SessionInfo, now_s: float, window: Window) -> Iterator[Markup]:
     """Draw the time after the last event of the last session, which may still be open."""
     since = f"since {utc_text(span.closed_s)}"
     if info.is_rollback:
@@ -219,7 +220,7 @@ def _stretches(span: SessionSpan, info: SessionInfo) -> Iterator[tuple[str, floa
             yield kind, start_s, end_s, f"{text}, {duration_text(end_s - start_s)} from {utc_text(start_s)}"
 
 
-def _stretch(kind: str, start_s: float, end_s: float, text: str, window: Window) -> Iterator[Html]:
+def _stretch(kind: str, start_s: float, end_s: float, text: str, window: Window) -> Iterator[Markup]:
     if end_s < window.start_s or start_s > window.end_s:
         return
     x = window.x(start_s)
@@ -227,7 +228,7 @@ def _stretch(kind: str, start_s: float, end_s: float, text: str, window: Window)
     yield from part(kind, text, x=x, y=BAND_Y, width=width, height=BAND_H)
 
 
-def part(kind: str, text: str, *, x: float, y: float, width: float, height: float) -> Iterator[Html]:
+def part(kind: str, text: str, *, x: float, y: float, width: float, height: float) -> Iterator[Markup]:
     """Draw one of several parts side by side; a gap and a hatch distinguish parts without colours."""
     if width > MIN_GAPPED_W:
         width -= GAP_W
@@ -247,7 +248,7 @@ def _hatch(x: float, y: float, width: float, height: float) -> Iterator[str]:
             yield f"M{left:.1f} {bottom:.1f}L{right:.1f} {top:.1f}"
 
 
-def _failures(spans: Sequence[SessionSpan], window: Window) -> Iterator[Html]:
+def _failures(spans: Sequence[SessionSpan], window: Window) -> Iterator[Markup]:
     """Draw a mark and a line where a session failed, with the cause if there is room."""
     free_x = 0.0
     for span in spans:
@@ -270,7 +271,7 @@ def _failures(spans: Sequence[SessionSpan], window: Window) -> Iterator[Html]:
 # Steps
 
 
-def _curve(report: RunReport, spans: Sequence[SessionSpan], window: Window) -> Iterator[Html]:
+def _curve(report: RunReport, spans: Sequence[SessionSpan], window: Window) -> Iterator[Markup]:
     shown = {span.session for span in spans}
     points = [p for p in report.goodput.progress if p.session in shown]
     runs = [list(run) for _, run in groupby(points, key=lambda p: p.session)]
@@ -432,7 +433,7 @@ def _mark(time_s: float, kind: str, text: str, window: Window) -> Iterator[Mark]
         yield Mark(time_s=time_s, kind=kind, text=lambda: f"{short_text(text)}, {utc_text(time_s)}")
 
 
-def _lane(title: str, marks: Sequence[Mark], window: Window, top: float) -> Iterator[Html]:
+def _lane(title: str, marks: Sequence[Mark], window: Window, top: float) -> Iterator[Markup]:
     middle = top + LANE_H / 2
     yield _lane_name(title, middle)
     yield el("line", x1=LEFT, x2=WIDTH - RIGHT, y1=middle, y2=middle, class_="lane")
@@ -447,7 +448,7 @@ def _lane(title: str, marks: Sequence[Mark], window: Window, top: float) -> Iter
         yield _glyph(kind, window.x(first.time_s), middle, text)
 
 
-def _glyph(kind: str, x: float, y: float, text: str) -> Html:
+def _glyph(kind: str, x: float, y: float, text: str) -> Markup:
     title = el("title", text)
     if kind in ("passed", "pin", "restore"):
         return el("path", title, d=f"M{x:.1f} {y - 7:.1f}l6 7l-6 7l-6 -7z", class_=f"m-{kind}")
@@ -457,5 +458,18 @@ def _glyph(kind: str, x: float, y: float, text: str) -> Html:
     return el("rect", title, x=x - MARK_W / 2, y=y - half, width=MARK_W, height=2 * half, class_=f"m-{kind}")
 
 
-def _lane_name(text: str, y: float) -> Html:
+def _lane_name(text: str, y: float) -> Markup:
     return el("text", text, x=8.0, y=y + 4, class_="lane-name")
+
+
+def el(name: str, /, *content: str, **attributes: str | float) -> Markup:
+    """Return an element with escaped text; attribute `class_` is `class`, and any other `_` is `-`."""
+    names = (
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _value(value))
+        for key, value in attributes.items()
+    )
+    return Markup("<{0}{1}>{2}</{0}>").format(name, Markup().join(names), Markup().join(content))
+
+
+def _value(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.1f}".removesuffix(".0")
