@@ -15,7 +15,7 @@ from ray_ckpt.analysis.diff_values import ValueDiff
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.catalog.uri import CheckpointUri
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
-from ray_ckpt.cli.output import add_row, make_table, print_json, stdout
+from ray_ckpt.cli.output import FittedTable, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import without_tilde
@@ -125,7 +125,7 @@ def _print(
     for label, view in (("A", a), ("B", b)):
         console.print(printable(f"{label}: step {view.info.step}, {view.where}"), soft_wrap=True)
     if tensors:
-        table = make_table(
+        table = FittedTable(
             "tensor",
             "",
             *("relative", "max change", "cosine", "norm A", "norm B", "norm B-A", "differ", "NaN", "inf"),
@@ -141,12 +141,12 @@ def _print(
                 _counts(found.inf_a, found.inf_b),
             )
             style = "red" if found.status == "damaged" else None if found.is_finite else "yellow"
-            add_row(table, found.name, _what(found), *numbers, *counts, style=style)
+            table.add(found.name, _what(found), *numbers, *counts, style=style)
         console.print(table)
     if values:
-        table = make_table("value", "A", "B", fold=(0, 1, 2))
+        table = FittedTable("value", "A", "B", fold=(0, 1, 2))
         for value in values:
-            add_row(table, value.name, *("absent" if v is None else v for v in (value.a, value.b)))
+            table.add(value.name, *("absent" if v is None else v for v in (value.a, value.b)))
         console.print(table)
     for found in tensors:
         if found.detail:

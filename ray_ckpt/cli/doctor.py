@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ray_ckpt.cli.doctor_checks import Check, check_machine, check_staging, check_store
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
-from ray_ckpt.cli.output import add_row, make_table, print_json, stdout
+from ray_ckpt.cli.output import FittedTable, print_json, stdout
 from ray_ckpt.config import MIB
 from ray_ckpt.location import locate
 
@@ -67,9 +67,9 @@ def doctor(
     if as_json:
         print_json({"ok": ok, "checks": [dataclasses.asdict(check) for check in found]})
     else:
-        table = make_table("check", "", "found", "what to do", fold=(0, 2, 3))
+        table = FittedTable("check", "", "found", "what to do", fold=(0, 2, 3))
         for check in found:
-            add_row(table, check.name, check.state, check.found, check.advice, style=_style(check))
+            table.add(check.name, check.state, check.found, check.advice, style=_style(check))
         console = stdout()
         console.print(table)
         console.print(f"{len(found)} checks in {time.monotonic() - began_s:.1f} s", soft_wrap=True)

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.live import run_location
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, rate, store_options
-from ray_ckpt.cli.output import add_row, is_narrow, level_text, make_table, print_json, stdout
+from ray_ckpt.cli.output import FittedTable, is_narrow, level_text, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.core.loss_scenarios import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node, lose_rack
 from ray_ckpt.errors import ConfigError
@@ -220,13 +220,13 @@ def print_report(run_name: str, report: DrillReport) -> None:
         verdict = "no checkpoint must survive this loss"
     console.print(printable(f"run {run_name}  {report.scenario.name}: {verdict}"), soft_wrap=True)
     brief, headers = is_narrow(console), ("step", "level", "verdict", "seconds", *_TIERS)
-    table = make_table(*headers, right=(0, 3, 4, 5, 6), whole=(4, 5, 6), gives_way=(3, 1))
+    table = FittedTable(*headers, right=(0, 3, 4, 5, 6), whole=(4, 5, 6), gives_way=(3, 1))
     for result in report.results:
         cells = (_read_text(result.reads.get(tier), brief=brief) for tier in _TIERS)
         seconds = f"{result.seconds:.2f}" if result.seconds else "-"
         style = _STYLES.get(result.verdict)
         info = result.checkpoint
-        add_row(table, info.step, level_text(info, brief=brief), result.verdict, seconds, *cells, style=style)
+        table.add(info.step, level_text(info, brief=brief), result.verdict, seconds, *cells, style=style)
     console.print(table)
     for result in report.results:
         for line in (*result.problems, *(f"{note} (another copy was read instead)" for note in result.notes)):

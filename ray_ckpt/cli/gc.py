@@ -14,11 +14,10 @@ from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
 from ray_ckpt.cli.output import (
     MAX_ROWS,
-    add_row,
+    FittedTable,
     info_json,
     is_narrow,
     level_text,
-    make_table,
     print_json,
     stdout,
     when_text,
@@ -137,11 +136,10 @@ def _decision_json(view: CheckpointView, decision: Decision) -> dict[str, Any]:
 def _print_decisions(catalog: Catalog, policies: Iterable[Policy], decisions: Sequence[Decision]) -> None:
     console = stdout()
     brief, headers = is_narrow(console), ("", "step", "level", "session", "size", "when", "why")
-    table = make_table(*headers, right=(1, 3, 4), whole=(4,) if not brief else (4, 5), gives_way=(3, 4))
+    table = FittedTable(*headers, right=(1, 3, 4), whole=(4,) if not brief else (4, 5), gives_way=(3, 4))
     for decision in decisions[-MAX_ROWS:]:
         info = decision.checkpoint
-        add_row(
-            table,
+        table.add(
             "stays" if decision.kept else "goes",
             info.step,
             level_text(info, brief=brief),

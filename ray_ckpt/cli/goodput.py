@@ -22,7 +22,7 @@ from ray_ckpt.analysis.goodput import (
 from ray_ckpt.analysis.report.facts import clocks_text, estimate_text, measured_percent, range_text
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
-from ray_ckpt.cli.output import add_row, make_table, print_json, stdout
+from ray_ckpt.cli.output import FittedTable, print_json, stdout
 from ray_ckpt.errors import ConfigError, missing_package
 from ray_ckpt.storage.output_file import output_file, whole_file
 from ray_ckpt.texts import count_text, duration_text, local_time_text, printable
@@ -106,13 +106,13 @@ def _print(console: Console, run_name: str, found: Goodput) -> None:
     more = f", {count_text(found.steps_lost, 'committed step')} lost" if found.steps_lost else ""
     console.print(f"step {found.step}{more}; a step takes {pace}", soft_wrap=True)
     headers = ("cause", "time", "share", "what")
-    table = make_table(*headers, right=(1, 2), whole=(1, 2), gives_way=(3,))
+    table = FittedTable(*headers, right=(1, 2), whole=(1, 2), gives_way=(3,))
     rows = [("goodput", found.productive, "steps whose effect survived")]
     rows += [(cause, time, CAUSES[cause]) for cause, time in found.badput.items()]
     for name, time, what in rows:
         part = f"{100 * time.estimate / found.wall_s:.1f} %" if found.wall_s else ""
         if time.high or not name.startswith("down_"):
-            add_row(table, name, range_text(time), part, what)
+            table.add(name, range_text(time), part, what)
     console.print(table)
     if found.wall_s and measured_percent(found) < 100:
         note = "Times that are not in the log are estimated, with bounds; see `ray_ckpt/analysis/goodput.py`."
@@ -133,13 +133,13 @@ def _print_interruptions(console: Console, found: Goodput) -> None:
         hidden = count_text(len(found.interruptions) - len(shown), "earlier interruption")
         console.print(f"Without {hidden}; --json has all.", soft_wrap=True)
     headers = ("sessions", "cause", "last known", "next one opened", "steps lost", "time to recover")
-    table = make_table(*headers, right=(4, 5), whole=(0, 2, 3, 4), gives_way=(2, 3))
+    table = FittedTable(*headers, right=(4, 5), whole=(0, 2, 3, 4), gives_way=(2, 3))
     for each in shown:
         recovery = "none: no steps" if each.recovery is None else range_text(each.recovery)
         sessions = f"{each.after_session} to {each.session}"
         moments = (local_time_text(each.last_known_s), local_time_text(each.opened_at_s))
         cause = "rollback" if each.is_rollback else each.cause or "unknown"
-        add_row(table, sessions, cause, *moments, _steps(each), recovery)
+        table.add(sessions, cause, *moments, _steps(each), recovery)
     console.print(table)
 
 

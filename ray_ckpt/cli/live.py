@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 from rich.text import Text
 
-from ray_ckpt.cli.output import FittedTable, add_row, make_table
+from ray_ckpt.cli.output import FittedTable
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError
 from ray_ckpt.format.names import SERVICE_DIR
 from ray_ckpt.location import Location, locate
@@ -109,7 +109,7 @@ def service_line(view: ServiceView) -> str:
 
 
 def runs_table(runs: Iterable[RunView]) -> FittedTable:
-    table = make_table(
+    table = FittedTable(
         "run",
         "state",
         "session",
@@ -124,8 +124,7 @@ def runs_table(runs: Iterable[RunView]) -> FittedTable:
         gives_way=(2, 3, 10, 6, 9, 5),
     )
     for run in runs:
-        add_row(
-            table,
+        table.add(
             run.name,
             run.state,
             _or_dash(run.session),
@@ -158,9 +157,9 @@ def run_details(run: RunView) -> Group:
 
 
 def agents_table(agents: Iterable[AgentCard]) -> FittedTable:
-    table = make_table("agent on node", "endpoint", "staging", whole=(1,), fold=(2,), gives_way=(2,))
+    table = FittedTable("agent on node", "endpoint", "staging", whole=(1,), fold=(2,), gives_way=(2,))
     for agent in agents:
-        add_row(table, short(agent.node_id), agent.endpoint, agent.staging)
+        table.add(short(agent.node_id), agent.endpoint, agent.staging)
     return table
 
 
@@ -245,18 +244,18 @@ def _risk_text(nodes: Sequence[NodeView]) -> str:
 
 
 def _levels_table(run: RunView) -> FittedTable:
-    table = make_table("level", "newest step", "age", "steps behind", right=(1, 3))
+    table = FittedTable("level", "newest step", "age", "steps behind", right=(1, 3))
     for level in LEVELS:
         found = next((newest for newest in run.newest if newest.level == level), None)
         if found is None:
-            add_row(table, level, "-", "-", "-")
+            table.add(level, "-", "-", "-")
         else:
-            add_row(table, level, found.step, age_text(found.age_s), found.steps_behind)
+            table.add(level, found.step, age_text(found.age_s), found.steps_behind)
     return table
 
 
 def _nodes_table(nodes: Sequence[NodeView]) -> FittedTable:
-    table = make_table(
+    table = FittedTable(
         "node",
         "ranks",
         "copies on",
@@ -274,8 +273,7 @@ def _nodes_table(nodes: Sequence[NodeView]) -> FittedTable:
     shown = list(nodes) if len(nodes) <= MAX_NODES else risky[:MAX_NODES]
     for node in shown:
         lost, disk = node.exposure, node.disk
-        add_row(
-            table,
+        table.add(
             short(node.node_id),
             ranks_text(node.ranks) or "-",
             ", ".join(map(short, node.holders)) or "-",
@@ -287,7 +285,7 @@ def _nodes_table(nodes: Sequence[NodeView]) -> FittedTable:
             style="yellow" if _node_note(node) else None,
         )
     if len(shown) < len(nodes):
-        add_row(table, f"{len(nodes) - len(shown)} more")
+        table.add(f"{len(nodes) - len(shown)} more")
     return table
 
 
@@ -308,11 +306,10 @@ def _node_note(node: NodeView) -> str:
 
 def _saves_table(run: RunView) -> FittedTable:
     headers = ("save", "phase", "captured", "stored", "copies", "bytes", "for")
-    table = make_table(*headers, right=(2, 3, 4, 5, 6), whole=(0, 5, 6), gives_way=(2, 4))
+    table = FittedTable(*headers, right=(2, 3, 4, 5, 6), whole=(0, 5, 6), gives_way=(2, 4))
     for save in run.saves:
         copies = save.copies + save.copies_awaited
-        add_row(
-            table,
+        table.add(
             f"step {save.step}",
             save.phase,
             f"{save.ranks_captured}/{save.world_size}",
@@ -326,14 +323,13 @@ def _saves_table(run: RunView) -> FittedTable:
 
 def _drains_table(run: RunView) -> FittedTable:
     headers = ("drain", "state", "fragments", "bytes", "rate", "left", "tries", "on nodes")
-    table = make_table(*headers, right=(2, 3, 4, 5, 6), whole=(0, 3, 4, 5), gives_way=(7, 6, 2, 5, 4))
+    table = FittedTable(*headers, right=(2, 3, 4, 5, 6), whole=(0, 3, 4, 5), gives_way=(7, 6, 2, 5, 4))
     for drain in run.drains:
         # fragments have about the same size; for unfinished ones, agents report the compressed bytes sent
         done = drain.size_bytes * drain.fragments_done // drain.fragments
         done = min(done + run.sent_bytes.get(drain.attempt, 0), drain.size_bytes)
         rate = done / drain.started_s if drain.started_s else 0.0
-        add_row(
-            table,
+        table.add(
             f"step {drain.step}",
             drain.state,
             f"{drain.fragments_done}/{drain.fragments}",

@@ -16,11 +16,9 @@ from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_
 from ray_ckpt.cli.output import (
     MAX_ROWS,
     FittedTable,
-    add_row,
     info_json,
     is_narrow,
     level_text,
-    make_table,
     print_json,
     stdout,
     when_text,
@@ -103,9 +101,9 @@ def _write_tables(catalog: Catalog, folder: Path, steps: Collection[int] | None,
         rows = [{"table": name, "file": files[name], "rows": count} for name, count in num_rows.items()]
         print_json({"run_name": catalog.run_name, "run_uid": catalog.run_uid, "tables": rows})
         return
-    table = make_table("table", "rows", "file", right=(1,), fold=(2,))
+    table = FittedTable("table", "rows", "file", right=(1,), fold=(2,))
     for name, count in num_rows.items():
-        add_row(table, name, count, files[name])
+        table.add(name, count, files[name])
     stdout().print(table)
 
 
@@ -144,15 +142,14 @@ def _table(
     """Return a row for each checkpoint; `newest` and `lineage` are attempts. `brief` has fewer columns."""
     if brief:
         shown = "", "step", "level", "session", "size", "when", "metrics"
-        table = make_table(*shown, right=(1, 3, 4), whole=range(6), fold=(6,), gives_way=(6,))
+        table = FittedTable(*shown, right=(1, 3, 4), whole=range(6), fold=(6,), gives_way=(6,))
     else:
         more = "", "step", "level", "state", "session", "world", "size", "when", "metrics"
-        table = make_table(*more, right=(1, 4, 5, 6), whole=(6,), fold=(8,))
+        table = FittedTable(*more, right=(1, 4, 5, 6), whole=(6,), fold=(8,))
     for info in infos:
         attempt = info.id.attempt
         mark = "*" if attempt == newest else "+" if attempt in lineage else ""
-        add_row(
-            table,
+        table.add(
             mark,
             *(_brief_cells(info) if brief else _all_cells(info)),
             metrics_text(info.metrics),
@@ -194,14 +191,14 @@ def _list_runs(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     if as_json:
         print_json({"runs": rows})
         return
-    table = make_table("run", "live checkpoints", "newest step", "level", "when", right=(1, 2), fold=(0,))
+    table = FittedTable("run", "live checkpoints", "newest step", "level", "when", right=(1, 2), fold=(0,))
     for row in rows:
         if "error" in row:
-            add_row(table, row["run_name"], "", "", row["error"], "", style="red")
+            table.add(row["run_name"], "", "", row["error"], "", style="red")
         elif row["newest_step"] is None:
-            add_row(table, row["run_name"], row["live_checkpoints"], "", "", "")
+            table.add(row["run_name"], row["live_checkpoints"], "", "", "")
         else:
             level = row["newest_level"] + (", in cluster" if row["in_cluster"] else "")
             when = when_text(row["committed_at_s"])
-            add_row(table, row["run_name"], row["live_checkpoints"], row["newest_step"], level, when)
+            table.add(row["run_name"], row["live_checkpoints"], row["newest_step"], level, when)
     stdout().print(table)

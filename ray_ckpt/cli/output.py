@@ -8,8 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import typer
@@ -103,20 +102,21 @@ class _Console(Console):
 
 
 class FittedTable:
-    """A table that fits its terminal.
+    """A table that fits its terminal; `right`, `whole`, `fold` and `gives_way` are indices of columns.
 
-    Names and texts are folded into several lines; if that is not enough, columns are left out, and then words
-    are broken. Numbers and ids stay whole, even if a line is then longer than the terminal is wide.
+    Columns in `right` are aligned to the right. In a narrow terminal, cells are folded between words; in
+    `fold`, for names and paths, at any character; in `whole` not at all. If the table still does not fit,
+    columns are left out in the order of `gives_way`; then words are broken. Numbers and ids stay whole, even
+    if a line is then longer than the terminal is wide.
     """
 
     def __init__(
         self,
-        headers: Sequence[str],
-        *,
-        right: Sequence[int],
-        whole: Sequence[int],
-        fold: Sequence[int],
-        gives_way: Sequence[int],
+        *headers: str,
+        right: Collection[int] = (),
+        whole: Collection[int] = (),
+        fold: Collection[int] = (),
+        gives_way: Sequence[int] = (),
     ) -> None:
         self._headers = headers
         self._right = right
@@ -125,18 +125,23 @@ class FittedTable:
         self._gives_way = gives_way
         self._rows: list[tuple[Sequence[str], str | None]] = []
 
-    def add(self, cells: Sequence[str], style: str | None) -> None:
-        missing = len(self._headers) - len(cells)
-        self._rows.append(((*cells, *("",) * missing), style))
+    def add(self, *cells: object, style: str | None = None) -> None:
+        """Add a row; cells at its end may be missing."""
+        texts = [printable(str(cell)) for cell in cells]
+        self._rows.append((texts + [""] * (len(self._headers) - len(cells)), style))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns = [self._measured(index, options.max_width) for index in range(len(self._headers))]
+        room = options.max_width
+        columns = {index: self._widths(index, room) for index in range(len(self._headers))}
         for index in self._gives_way:
-            if _width(column.least for column in columns) > options.max_width:
-                columns = [column for column in columns if column.index != index]
-        widths = {column.index: column.width for column in columns}
-        _shrink(widths, {column.index: column.least for column in columns}, options.max_width)
-        _shrink(widths, {column.index: column.unbroken for column in columns}, options.max_width)
+            if _total(least for _, least, _ in columns.values()) > room:
+                del columns[index]
+        widths = {index: width for index, (width, _, _) in columns.items()}
+        for limit in (1, 2):  # first to whole words, then to whole numbers; the widest column shrinks first
+            while _total(widths.values()) > room:
+                if not (wide := [index for index in widths if widths[index] > columns[index][limit]]):
+                    break
+                widths[max(wide, key=widths.__getitem__)] -= 1
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for index, width in widths.items():
             table.add_column(
@@ -148,65 +153,25 @@ class FittedTable:
             )
         for cells, style in self._rows:
             table.add_row(*(cells[index] for index in widths), style=style)
-        max_width = max(options.max_width, _width(widths.values()))
-        yield from console.render(table, options.update(max_width=max_width))
+        yield from console.render(table, options.update(max_width=max(room, _total(widths.values()))))
 
-    def _measured(self, index: int, max_width: int) -> _Column:
+    def _widths(self, index: int, room: int) -> tuple[int, int, int]:
+        """Return the width of a column unfolded, and the least that breaks no usual word, and no number."""
         cells = [self._headers[index], *(cells[index] for cells, _ in self._rows)]
         width = max(map(cell_len, cells))
         if index in self._whole:
-            return _Column(index, width=width, least=width, unbroken=width)
+            return width, width, width
         words = [word for cell in cells for word in cell.split()]
         longest = max(map(cell_len, words), default=0)
         least = min(longest, MIN_FOLD if index in self._fold else MAX_WORD)
         number = max((cell_len(word) for word in words if _NUMBER_OR_ID.match(word)), default=0)
-        unbroken = min(least, max(number, MIN_WORD))
-        return _Column(index, width=min(width, max_width), least=least, unbroken=unbroken)
+        return min(width, room), least, min(least, max(number, MIN_WORD))
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """Widths of a column: unfolded, and the least that breaks no usual word, or no number or id."""
-
-    index: int
-    width: int
-    least: int
-    unbroken: int
-
-
-def _shrink(widths: dict[int, int], least: Mapping[int, int], max_width: int) -> None:
-    """Reduce the widest columns first, until the table fits or every column has its least width."""
-    while _width(widths.values()) > max_width:
-        if not (wide := [index for index in widths if widths[index] > least[index]]):
-            break
-        widths[max(wide, key=widths.__getitem__)] -= 1
-
-
-def _width(columns: Iterable[int]) -> int:
+def _total(columns: Iterable[int]) -> int:
     """Return the width of a table with such columns, including the space between and around them."""
     widths = tuple(columns)
     return sum(widths) + 3 * len(widths) - 1
-
-
-def make_table(
-    *headers: str,
-    right: Sequence[int] = (),
-    whole: Sequence[int] = (),
-    fold: Sequence[int] = (),
-    gives_way: Sequence[int] = (),
-) -> FittedTable:
-    """Return an empty table; `right`, `whole`, `fold` and `gives_way` are indices of columns.
-
-    Columns in `right` are aligned to the right. In a narrow terminal, cells are folded between words; in
-    `fold`, for names and paths, at any character; in `whole` not at all. If the table still does not fit,
-    columns are left out in the order of `gives_way`; then words are broken, except numbers and ids.
-    """
-    return FittedTable(headers, right=right, whole=whole, fold=fold, gives_way=gives_way)
-
-
-def add_row(table: FittedTable, *cells: object, style: str | None = None) -> None:
-    """Add a row; cells at its end may be missing."""
-    table.add([printable(str(cell)) for cell in cells], style)
 
 
 def is_narrow(console: Console) -> bool:

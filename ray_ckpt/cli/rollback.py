@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ray_ckpt.admin.rollback import QUIET_S, LogTail, Rollback, open_log, plan_rollback, roll_back
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, YesOption, store_options
-from ray_ckpt.cli.output import add_row, is_narrow, level_text, make_table, print_json, stdout, when_text
+from ray_ckpt.cli.output import FittedTable, is_narrow, level_text, print_json, stdout, when_text
 from ray_ckpt.cli.questions import confirm
 from ray_ckpt.errors import ConfigError, RunInUse
 from ray_ckpt.texts import metrics_text, printable
@@ -97,11 +97,11 @@ def _print_plan(console: Console, plan: Rollback, notes: Iterable[str]) -> None:
     )
     if plan.left_aside:
         headers = ("left aside", "level", "session", "when", "metrics")
-        table = make_table(*headers, right=(0, 2), fold=(4,), gives_way=(4,))
+        table = FittedTable(*headers, right=(0, 2), fold=(4,), gives_way=(4,))
         for left in plan.left_aside:
             level, when = level_text(left, brief=brief), when_text(left.committed_at_s, brief=brief)
             cells = (left.step, level, left.id.session, when)
-            add_row(table, *cells, metrics_text(left.metrics))
+            table.add(*cells, metrics_text(left.metrics))
         console.print(table)
         console.print("They are deleted after the first save of the next training, except pinned ones.")
     for note in notes:

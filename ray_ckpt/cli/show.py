@@ -12,10 +12,9 @@ from rich.filesize import decimal
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
 from ray_ckpt.cli.output import (
-    add_row,
+    FittedTable,
     info_json,
     level_text,
-    make_table,
     pins_text,
     print_json,
     stdout,
@@ -114,20 +113,20 @@ def _is_slice(table: Any) -> Any:
 
 
 def _print_content(console: Console, document: Mapping[str, Any]) -> None:
-    table = make_table("file", "size", right=(1,), whole=(1,), fold=(0,))
+    table = FittedTable("file", "size", right=(1,), whole=(1,), fold=(0,))
     for file in document["files"]:
-        add_row(table, file["name"], decimal(file["size_bytes"]))
+        table.add(file["name"], decimal(file["size_bytes"]))
     console.print(table)
-    table = make_table("item", "tensors", "slices", "size", "dtypes", right=(1, 2, 3), whole=(3,), fold=(0,))
+    table = FittedTable("item", "tensors", "slices", "size", "dtypes", right=(1, 2, 3), whole=(3,), fold=(0,))
     for item in document["items"]:
         size = decimal(item["size_bytes"])
-        add_row(table, item["item"], item["tensors"], item["slices"], size, " ".join(item["dtypes"]))
+        table.add(item["item"], item["tensors"], item["slices"], size, " ".join(item["dtypes"]))
     console.print(table)
     if "slices" in document:
         headers = ("tensor", "dtype", "global shape", "offset", "shape", "file", "at byte", "bytes")
-        table = make_table(*headers, right=(6, 7), whole=(2, 3, 4), fold=(0, 5), gives_way=(2, 1, 4, 3))
+        table = FittedTable(*headers, right=(6, 7), whole=(2, 3, 4), fold=(0, 5), gives_way=(2, 1, 4, 3))
         for part in document["slices"]:
             key = f"{part['item']}.{part['name']}" if part["name"] else part["item"]
             shapes = (part["global_shape"], part["offset"], part["shape"])
-            add_row(table, key, part["dtype"], *shapes, part["file"], part["byte_offset"], part["nbytes"])
+            table.add(key, part["dtype"], *shapes, part["file"], part["byte_offset"], part["nbytes"])
         console.print(table)

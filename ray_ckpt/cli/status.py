@@ -19,7 +19,7 @@ from ray_ckpt.cli.live import (
     service_if_any,
 )
 from ray_ckpt.cli.options import AddressOption, JsonOption, RunArgument, StorageOption, store_options
-from ray_ckpt.cli.output import add_row, make_table, print_json, stdout
+from ray_ckpt.cli.output import FittedTable, print_json, stdout
 from ray_ckpt.errors import ServiceError
 from ray_ckpt.texts import age_text, printable, steps_text
 from ray_ckpt.types import Level
@@ -97,11 +97,11 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
         f"{number}  checkpoints: {counts}  on the storage path: {decimal(document['bytes_on_storage'])} live",
         soft_wrap=True,
     )
-    table = make_table("level", "newest step", "age", right=(1,))
+    table = FittedTable("level", "newest step", "age", right=(1,))
     ages = {found["level"]: found for found in document["newest"]}
     for level in LEVELS:
         known = ages.get(level)
-        add_row(table, level, known["step"] if known else "-", age_text(known["age_s"]) if known else "-")
+        table.add(level, known["step"] if known else "-", age_text(known["age_s"]) if known else "-")
     console.print(table)
     if document["in_cluster_only"]:
         steps = steps_text(document["in_cluster_only"])

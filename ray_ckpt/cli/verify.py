@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView, Damage, VerifyReport
 from ray_ckpt.cli.live import run_location
 from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_USAGE, JsonOption, StorageOption, store_options
-from ray_ckpt.cli.output import add_row, damage_json, make_table, print_json, report_json, stdout
+from ray_ckpt.cli.output import FittedTable, damage_json, print_json, report_json, stdout
 from ray_ckpt.cli.progress import byte_bar, count_bar
 from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
 from ray_ckpt.format import names
@@ -287,23 +287,23 @@ def _print_plan(report: PlanReport, nodes: bool) -> None:
         printable(f"{report.where}: {_verdict(report)}; read {decimal(report.read_bytes)}"), soft_wrap=True
     )
     headers = ("item", "tensors", "slices", "size", "coverage", "notes")
-    table = make_table(*headers, right=(1, 2, 3, 4), whole=(3, 4), fold=(0,), gives_way=(1,))
+    table = FittedTable(*headers, right=(1, 2, 3, 4), whole=(3, 4), fold=(0,), gives_way=(1,))
     for item in report.items:
         percent = 100 * item.num_covered / item.num_elements if item.num_elements else 100.0
         note = f"{item.num_differing} slices differ between ranks" if item.num_differing else ""
         size, coverage = decimal(item.size_bytes), f"{percent:.6g} %"
-        add_row(table, item.item, item.num_tensors, item.num_slices, size, coverage, note)
+        table.add(item.item, item.num_tensors, item.num_slices, size, coverage, note)
     console.print(table)
     if nodes:
-        table = make_table("node", "ranks", "files", "size", right=(0, 2, 3), whole=(3,))
+        table = FittedTable("node", "ranks", "files", "size", right=(0, 2, 3), whole=(3,))
         for node in report.nodes:
             ranks = ", ".join(map(str, node.ranks))
-            add_row(table, node.node_index, ranks, node.num_files, decimal(node.size_bytes))
+            table.add(node.node_index, ranks, node.num_files, decimal(node.size_bytes))
         console.print(table)
     if nodes and report.holders:
-        table = make_table("holder", "fragments", "findings", right=(2,), fold=(0,))
+        table = FittedTable("holder", "fragments", "findings", right=(2,), fold=(0,))
         for holder in report.holders:
-            add_row(table, holder.where, ", ".join(map(str, holder.fragments)), len(holder.damages))
+            table.add(holder.where, ", ".join(map(str, holder.fragments)), len(holder.damages))
         console.print(table)
     if report.is_restorable:
         console.print(

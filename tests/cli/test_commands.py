@@ -24,7 +24,7 @@ from ray_ckpt.cli import app, main
 from ray_ckpt.cli import gc as cli_gc
 from ray_ckpt.cli import ls as cli_ls
 from ray_ckpt.cli.options import EXIT_INTERRUPTED
-from ray_ckpt.cli.output import FittedTable, add_row, make_table, stdout, when_text
+from ray_ckpt.cli.output import FittedTable, stdout, when_text
 from ray_ckpt.cli.tree import MAX_SESSIONS
 from ray_ckpt.format import names, records
 from ray_ckpt.location import Location
@@ -212,8 +212,8 @@ def test_without_a_terminal_no_line_is_folded(tmp_path: Path, monkeypatch: pytes
 def test_where_it_is_narrow_names_and_words_of_a_table_wrap_and_then_columns_go(
     width: int, rows: list[str]
 ) -> None:
-    table = make_table("name", "size", "when", "why", whole=(1,), fold=(0,), gives_way=(2,))
-    add_row(table, "a" * 20, "1.2 GB", "14:19:20", "no policy keeps it")
+    table = FittedTable("name", "size", "when", "why", whole=(1,), fold=(0,), gives_way=(2,))
+    table.add("a" * 20, "1.2 GB", "14:19:20", "no policy keeps it")
     console = Console(width=width)
     with console.capture() as captured:
         console.print(table)
@@ -222,8 +222,8 @@ def test_where_it_is_narrow_names_and_words_of_a_table_wrap_and_then_columns_go(
 
 
 def test_a_word_that_is_longer_than_the_terminal_is_folded() -> None:
-    table = make_table("size", "why", whole=(0,))
-    add_row(table, "1.2 GB", "a" * 200)
+    table = FittedTable("size", "why", whole=(0,))
+    table.add("1.2 GB", "a" * 200)
     console = Console(width=60)
     with console.capture() as captured:
         console.print(table)
@@ -244,10 +244,8 @@ def at_sixty(
 def test_numbers_stay_whole_at_sixty_columns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = make_table("run", "state", "step", "durable", "at risk", right=(2,), fold=(0,))
-    add_row(
-        table, "gpt-" * 6, "training", 1234567, "1234000, 55 min ago", "1234567 step(s), from the beginning"
-    )
+    table = FittedTable("run", "state", "step", "durable", "at risk", right=(2,), fold=(0,))
+    table.add("gpt-" * 6, "training", 1234567, "1234000, 55 min ago", "1234567 step(s), from the beginning")
     words, width = at_sixty(table, monkeypatch, capsys)
     assert {"training", "1234567", "1234000,", "step(s),", "beginning"} <= set(words) and width <= 60
 
@@ -255,8 +253,8 @@ def test_numbers_stay_whole_at_sixty_columns(
 def test_a_line_is_rather_too_long_than_that_a_number_or_an_id_is_broken(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = make_table("node", "word", "rate", *("step",) * 4, right=(3, 4, 5, 6), whole=(2,))
-    add_row(table, "ab" * 6, "w" * 12, "123.4 MB/s", *(f"{number}234567 steps" for number in (1, 2, 3, 4)))
+    table = FittedTable("node", "word", "rate", *("step",) * 4, right=(3, 4, 5, 6), whole=(2,))
+    table.add("ab" * 6, "w" * 12, "123.4 MB/s", *(f"{number}234567 steps" for number in (1, 2, 3, 4)))
     words, width = at_sixty(table, monkeypatch, capsys)
     assert {"ab" * 6, "123.4", "MB/s", "1234567", "2234567", "3234567", "4234567"} <= set(words)
     assert "w" * 8 in words and width > 60, "words are broken first"
