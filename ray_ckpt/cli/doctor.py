@@ -50,7 +50,7 @@ def doctor(
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine: memory, staging folders, disk speed, clock, versions, ports; with PATH a store too.
+    """Check this machine: memory, staging folders, disk speed, ports; with PATH a store too.
 
     Shows the measurements and advice. It checks the machine on which it runs: run it on each kind of node.
     Exits with 1 if a check has failed. Files that it writes are removed.

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.metadata
 import os
-import re
 import resource
 import socket
 import statistics
@@ -26,6 +24,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
+
+import psutil
 
 from ray_ckpt.config import (
     ADDRESS_ENV,
@@ -53,8 +53,7 @@ from ray_ckpt.storage.local.memory import available_memory_bytes
 from ray_ckpt.storage.local.pages import HUGE_BYTES, make_huge
 from ray_ckpt.storage.remote.file_store import read_whole
 from ray_ckpt.storage.remote.tier import CLOCK_FILE, RemoteTier
-
-__all__ = ["Check", "check_machine", "check_staging", "check_store"]
+from ray_ckpt.texts import size_text
 
 State: TypeAlias = Literal["ok", "warn", "fail"]
 
@@ -71,13 +70,10 @@ LEAST_DISK_BYTES_S = 200 * MIB  # below it, a node's checkpoint of 10 GB takes m
 SLOW_FSYNC_S = 0.05  # seconds per fsync; a save does several
 SLOW_STORE_S = 1.0  # seconds per small file: a commit writes one, and a restore waits for a few
 CLOCK_OFF_S = 5.0  # ages (retention, sweeps) are hours; tokens of clouds are refused at minutes
-DRIFT_S = 0.05  # drift between two clocks of this machine within CLOCK_SAMPLE_S
-CLOCK_SAMPLE_S = 0.2  # duration of the comparison of two clocks
 MAX_PORTS = 1000  # ports of a range that are tried
-OLDEST_RAY, NEWEST_RAY = (2, 56), (2, 60)  # as in pyproject.toml
-OLDEST_TORCH, NEWEST_TORCH = (2, 13), (2, 13)
 MEMORY_FILES = ("tmpfs", "ramfs")
 NETWORK_FILES = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "fuse.sshfs", "fuse.gcsfuse")
+PTRACE_RULE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _READ_BY_ANOTHER = "import sys; open(sys.argv[1], 'r+b').read(1)"
 
 
@@ -99,16 +95,13 @@ Finding: TypeAlias = tuple[State, str, str]  # state, found, advice
 
 
 def check_machine() -> Iterator[Check]:
-    """Run the checks that need no folder: memory, limits, versions, ports, clocks. Takes about a second."""
+    """Run the checks that need no folder: memory, limits, ports. Takes about a second."""
     checks: Mapping[str, Callable[[], Finding]] = {
         "shared memory": _shared_memory,
         "huge pages": _huge_pages,
         "memory of others": _memory_of_others,
         "memory": _memory,
         "open files": _open_files,
-        "clock": _clock,
-        "ray": partial(_version, "ray", OLDEST_RAY, NEWEST_RAY),
-        "torch": partial(_version, "torch", OLDEST_TORCH, NEWEST_TORCH),
         "ports": _ports,
     }
     for name, look in checks.items():
@@ -128,20 +121,24 @@ def check_staging(
         place = root
         while not place.is_dir() and place != place.parent:
             place = place.parent
-        small = {
-            "staging": partial(_space, root, place, size_bytes),
-            "fsync": partial(_small_files, place),
+        stop = threading.Event()
+        checks: dict[str, tuple[Callable[[], Finding], float]] = {
+            "staging": (partial(_space, root, place, size_bytes), CHECK_S),
+            "fsync": (partial(_small_files, place), CHECK_S),
         }
-        is_fit = True
-        for name, look in small.items():
-            if is_fit:
-                check = _run(f"{name} {root}", look, limit_s=CHECK_S, advice=_OTHER_FOLDER)
-                yield check
-                is_fit = check.state != "fail"
-        if is_fit and size_bytes:
-            stop = threading.Event()
-            speed = partial(_speed, place, size_bytes, stop)
-            yield _run(f"speed {root}", speed, limit_s=limit_s, advice=_OTHER_FOLDER, stop=stop)
+        if size_bytes:
+            checks["speed"] = (partial(_speed, place, size_bytes, stop), limit_s)
+        for name, (look, allowed_s) in checks.items():
+            check = _run(
+                f"{name} {root}",
+                look,
+                limit_s=allowed_s,
+                advice=_OTHER_FOLDER,
+                stop=stop if name == "speed" else None,
+            )
+            yield check
+            if check.state == "fail":
+                break
 
 
 def check_store(
@@ -213,7 +210,7 @@ def _shared_memory() -> Finding:
     if not folder.is_dir():
         return "warn", "there is no /dev/shm", "Mount a tmpfs there; Ray's object store needs it."
     total, free = total_bytes(folder), free_bytes(folder)
-    found = f"/dev/shm has {_size(free)} free of {_size(total)}"
+    found = f"/dev/shm has {size_text(free)} free of {size_text(total)}"
     if total <= LEAST_SHM_BYTES:
         return "warn", found, "Give the container more (docker --shm-size); Ray's object store needs it."
     return "ok", found, ""
@@ -235,18 +232,16 @@ def _huge_pages() -> Finding:
 
 def _memory_of_others() -> Finding:
     """Check that another process of this user may map a memfd of this one, as ranks map the agent's."""
-    rule = _text(Path("/proc/sys/kernel/yama/ptrace_scope"))
-    rule_text = f" (kernel.yama.ptrace_scope is {rule})" if rule else ""
+    rule_text = ""
+    with contextlib.suppress(OSError):
+        rule_text = f" (kernel.yama.ptrace_scope is {PTRACE_RULE.read_text().strip()})"
     fd = os.memfd_create("ray_ckpt-doctor", os.MFD_CLOEXEC)
     try:
         command = [sys.executable, "-I", "-S", "-c", _READ_BY_ANOTHER, f"/proc/{os.getpid()}/fd/{fd}"]
         ended = subprocess.run(command, capture_output=True, timeout=CHECK_S / 2)
     except subprocess.TimeoutExpired:
-        return (
-            "warn",
-            f"another process did not answer{rule_text}",
-            "Try again on a machine that is less busy.",
-        )
+        busy = "Try again on a machine that is less busy."
+        return "warn", f"another process did not answer{rule_text}", busy
     finally:
         os.close(fd)
     if ended.returncode == 0:
@@ -257,7 +252,7 @@ def _memory_of_others() -> Finding:
 
 def _memory() -> Finding:
     free = available_memory_bytes()
-    found = f"{_size(free)} available, by the machine and its cgroup limits"
+    found = f"{size_text(free)} available, by the machine and its cgroup limits"
     if free < LEAST_MEMORY_BYTES:
         advice = "Free memory, raise the limit, or use memory='stream': captures need room for the state."
         return "warn", found, advice
@@ -271,31 +266,6 @@ def _open_files() -> Finding:
     if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
         return "warn", found, "Raise it with `ulimit -n 65536` where Ray is started."
     return "ok", found, ""
-
-
-def _clock() -> Finding:
-    """Check that wall clock and monotonic clock run at the same rate."""
-    before = time.time(), time.monotonic()
-    time.sleep(CLOCK_SAMPLE_S)
-    wall_s, steady_s = time.time() - before[0], time.monotonic() - before[1]
-    drift_s = abs(wall_s - steady_s)
-    found = f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, {1000 * drift_s:.1f} ms off the monotonic clock"
-    if steady_s <= 0 or drift_s > DRIFT_S:
-        return "warn", found, "The clock jumps: check NTP or the virtual machine's time service."
-    return "ok", found, ""
-
-
-def _version(package: str, oldest: tuple[int, int], newest: tuple[int, int]) -> Finding:
-    """Return the version of an installed package from its metadata, without importing it."""
-    wanted = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
-    try:
-        text = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "warn", "not installed", f"Training needs {package} {wanted}; looking at runs does not."
-    found = re.match(r"(\d+)\.(\d+)", text)
-    if found is None or not oldest <= (int(found[1]), int(found[2])) <= newest:
-        return "warn", text, f"Supported: {wanted}."
-    return "ok", text, ""
 
 
 def _ports() -> Finding:
@@ -330,11 +300,13 @@ def _space(root: Path, place: Path, size_bytes: int) -> Finding:
     """Check free space and file system of `place`: `root`, or its nearest parent that exists."""
     reserve, free = RunOptions().reserve_bytes, free_bytes(place)
     kind = _file_system(place)
-    found = f"{_size(free)} free of {_size(total_bytes(place))}, {kind or 'unknown file system'}"
+    found = f"{size_text(free)} free of {size_text(total_bytes(place))}, {kind or 'unknown file system'}"
     if place != root:
         found += "; the folder is created when it is needed"
     if free < reserve + size_bytes:
-        advice = f"{_size(reserve)} stay free by default (reserve_bytes). Make room, or name another folder"
+        advice = (
+            f"{size_text(reserve)} stay free by default (reserve_bytes). Make room, or name another folder"
+        )
         return "fail", found, f"{advice} with staging or {STAGING_ENV}."
     if kind in MEMORY_FILES:
         return "warn", found, "This is memory, lost with the machine. Name a folder on a disk."
@@ -344,14 +316,10 @@ def _space(root: Path, place: Path, size_bytes: int) -> Finding:
 
 
 def _file_system(path: Path) -> str:
-    """Return the file system type of `path` by the kernel's table of mounts; empty if the table lacks it."""
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in (_text(Path("/proc/self/mountinfo")) or "").splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split()[2:3] == [wanted] and after:
-            return after.split()[0]
-    return ""
+    """Return the type of the file system that holds `path`; empty if it is unknown."""
+    mounts = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    whole = path.resolve()
+    return next((mounts[str(place)] for place in (whole, *whole.parents) if str(place) in mounts), "")
 
 
 def _small_files(place: Path) -> Finding:
@@ -399,7 +367,7 @@ def _speed(place: Path, size_bytes: int, stop: threading.Event) -> Finding:
             _go_on(stop)
         read_s = time.monotonic()
     rates = [size_bytes / max(t, 1e-6) for t in (written_s - began_s, read_s - written_s)]
-    found = f"{_size(size_bytes)} written at {_size(rates[0])}/s, read at {_size(rates[1])}/s"
+    found = f"{size_text(size_bytes)} written at {size_text(rates[0])}/s, read at {size_text(rates[1])}/s"
     if min(rates) < LEAST_DISK_BYTES_S and size_bytes >= PAGE_BYTES:
         return "warn", found, "Saves take long to be local, restores are slow. Use NVMe or several disks."
     return "ok", found, ""
@@ -471,21 +439,3 @@ def _remove(tier: RemoteTier) -> None:
             with contextlib.suppress(FileNotFoundError):
                 (tier.root.folder / names.LOG_DIR).rmdir()
             tier.root.folder.rmdir()
-
-
-# Texts
-
-
-def _text(path: Path) -> str | None:
-    """Return the text of a small file of the kernel; None if it does not exist."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
-
-
-def _size(size_bytes: float) -> str:
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.1f} {name}"
-    return f"{size_bytes / 1024:.1f} KiB"

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 import uuid
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from ray_ckpt.storage.remote.tier import open_store
 from tests.servers.stores import bucket_url
 from tests.servers.strict_store import Fault, Hang, Match, Status, StrictStore
 
-ROOT = Path(__file__).parents[2]
 SOON_S = 0.5
 
 
@@ -60,29 +58,11 @@ def test_this_machine_is_measured() -> None:
         "memory of others",
         "memory",
         "open files",
-        "clock",
-        "ray",
-        "torch",
         "ports",
     ]
     assert all(check.found and check.state in ("ok", "warn") for check in checks.values()), checks
     assert all(check.advice for check in checks.values() if check.state != "ok")
-    assert checks["ray"].found.startswith("2.") and checks["torch"].state == "ok"
     assert checks["memory of others"].state == "ok"
-
-
-def test_versions_are_held_against_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = " ".join(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
-    for name, (oldest, newest) in {
-        "ray[default,train]": (doctor.OLDEST_RAY, doctor.NEWEST_RAY),
-        "torch": (doctor.OLDEST_TORCH, doctor.NEWEST_TORCH),
-    }.items():
-        assert f"{name}>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}" in wanted
-    monkeypatch.setattr(doctor, "OLDEST_RAY", (99, 0))
-    monkeypatch.setattr(doctor, "NEWEST_RAY", (99, 1))
-    assert machine()["ray"].state == "warn" and machine()["ray"].advice == "Supported: 99.0 to 99.1."
-    state, found, advice = doctor._version("no-such-package", (1, 2), (1, 3))
-    assert (state, found) == ("warn", "not installed") and "no-such-package 1.2 to 1.3" in advice
 
 
 def test_ports_that_are_taken_or_make_no_sense_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +94,7 @@ def test_a_staging_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None
     space, small, speed = staging(tmp_path)
     assert [space.name, small.name, speed.name] == [f"{n} {tmp_path}" for n in ("staging", "fsync", "speed")]
     assert all(check.state in ("ok", "warn") for check in (space, small, speed))
-    assert "free of" in space.found and "O_DIRECT" in small.found and "1.0 MiB written at" in speed.found
+    assert "free of" in space.found and "O_DIRECT" in small.found and "1.0 MB written at" in speed.found
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -255,7 +235,7 @@ def test_the_command_shows_a_table_and_exits_with_0(tmp_path: Path) -> None:
     args = ["doctor", str(tmp_path), "--staging", str(tmp_path), "--size", "1"]
     result = CliRunner().invoke(app, args, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    for name in ("shared memory", f"speed {tmp_path}", "store clock", "15 checks in"):
+    for name in ("shared memory", f"speed {tmp_path}", "store clock", "12 checks in"):
         assert name in result.stdout
     assert "\x1b" not in result.stdout and list(tmp_path.iterdir()) == []
 
