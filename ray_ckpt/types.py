@@ -103,6 +103,21 @@ class AttemptId:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FragmentMetadata:
+    """The sealed metadata of a fragment: everything but its rows."""
+
+    attempt: AttemptId
+    node_index: int
+    num_nodes: int
+    world_size: int
+    ranks: tuple[int, ...]
+    files: tuple[FileEntry, ...]
+    num_rows: int
+    replicated: tuple[str, ...] = ()
+    metrics: Mapping[str, MetricValue] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
     """One node's share of the manifest: fragment `node_index` of `num_nodes` of an attempt."""
 
@@ -115,6 +130,20 @@ class Fragment:
     rows: tuple[ManifestRow, ...]
     replicated: tuple[str, ...] = ()  # digests of content that this node's ranks share with all others
     metrics: Mapping[str, MetricValue] | None = None  # from the node of rank 0
+
+    @property
+    def metadata(self) -> FragmentMetadata:
+        return FragmentMetadata(
+            attempt=self.attempt,
+            node_index=self.node_index,
+            num_nodes=self.num_nodes,
+            world_size=self.world_size,
+            ranks=self.ranks,
+            files=self.files,
+            num_rows=len(self.rows),
+            replicated=self.replicated,
+            metrics=self.metrics,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

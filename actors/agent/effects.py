@@ -122,6 +122,7 @@ class NodeEffects:
             )
         else:
             entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
+            run.staging.known.add(entry.digest, fragment.metadata)  # checked when it was encoded
             event = n.FragmentWritten(attempt=fragment.attempt, entry=entry)
         await self.handle(run, event)
 

@@ -146,7 +146,7 @@ def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> tuple[str, ...]:
 
 def holding(run: NodeRun, attempt: AttemptId, node_index: int) -> Holding:
     """Return a complete fragment on this node, else raise Unavailable."""
-    for held in run.staging.holdings(run.run_uid):
+    for held in run.staging.holdings(run.run_uid, directory=attempt.directory):
         if held.fragment.attempt == attempt and held.fragment.node_index == node_index:
             return held
     raise Unavailable(f"fragment {node_index} of step {attempt.step} is not on its node any more")

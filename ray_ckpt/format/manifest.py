@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise, product
+from itertools import islice, product
 from math import prod
 from typing import Any, TypeAlias
 
@@ -28,9 +28,10 @@ from ray_ckpt.format.names import (
     check_run_uid,
     fragment_file,
 )
+from ray_ckpt.format.row_columns import are_sound, rows_of
 from ray_ckpt.format.shard import MAX_HEADER_BYTES, check_slice
 from ray_ckpt.format.tree import MAX_TREE_BYTES
-from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow, Slice
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, FragmentMetadata, ManifestRow, Slice
 
 MAX_FRAGMENT_BYTES = 64 * 2**20  # bounds a reader's memory; a million rows take about 40 MB
 MAX_ROWS = 1_000_000  # rows of one fragment: eight ranks with 125,000 slices each
@@ -89,6 +90,14 @@ def encode_fragment(fragment: Fragment) -> bytes:
     Raise FormatError for a fragment that `decode_fragment` would refuse.
     """
     _check_fragment(fragment)
+    return encode_columns(fragment.metadata, rows_table([fragment]))
+
+
+def encode_columns(fragment: FragmentMetadata, table: pa.Table) -> bytes:
+    """Return a fragment whose rows are in `table` as a Parquet file. The rows are not checked.
+
+    Raise FormatError for a file that is too large.
+    """
     document = {
         **_attempt_json(fragment.attempt),
         "node_index": fragment.node_index,
@@ -96,7 +105,7 @@ def encode_fragment(fragment: Fragment) -> bytes:
         "world_size": fragment.world_size,
         "ranks": list(fragment.ranks),
         "files": _files_json(fragment.files),
-        "num_rows": len(fragment.rows),
+        "num_rows": fragment.num_rows,
         "replicated": list(fragment.replicated),
         "metrics": None if fragment.metrics is None else jsontext.metrics_json(fragment.metrics),
     }
@@ -110,7 +119,7 @@ def encode_fragment(fragment: Fragment) -> bytes:
         write_page_checksum=True,
         store_schema=False,
     ) as writer:
-        writer.write_table(rows_table([fragment]), row_group_size=MAX_ROWS)
+        writer.write_table(table, row_group_size=MAX_ROWS)
         writer.add_key_value_metadata({METADATA_KEY: metadata})
     data = sink.getvalue().to_pybytes()
     jsontext.check_size(data, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
@@ -122,27 +131,71 @@ def decode_fragment(data: bytes) -> Fragment:
 
     Check names and bounds, and check that the rows of each file cover the file exactly once.
     """
+    metadata, table = decode_columns(data)
+    return _with_rows(metadata, table)
+
+
+def decode_metadata(data: bytes) -> FragmentMetadata:
+    """Return the sealed metadata of a fragment. Raise FormatError for any violation of the format in it.
+
+    No row is read, so damage of the rows is not found: a caller that has to know it compares the digest of
+    `data`, or reads the rows.
+    """
     jsontext.check_size(data, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
-    metadata, table = _read_parquet(data)
-    document = jsontext.loads_sealed(metadata, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
-    if document.get("num_rows") != table.num_rows:
-        raise FormatError(f"The fragment has {table.num_rows} rows, not {document.get('num_rows')}.")
-    fragment = Fragment(
+    try:
+        metadata = parquet.metadata(data, METADATA_KEY)
+    except Exception as error:  # as in `decode_columns`
+        raise FormatError(f"The fragment is not a Parquet file of a manifest: {error}.") from error
+    return _metadata(metadata)
+
+
+def decode_columns(data: bytes) -> tuple[FragmentMetadata, pa.Table]:
+    """Return a fragment with its rows as columns, after the checks of `decode_fragment`.
+
+    Texts are dictionaries. Raise FormatError for any violation of the format.
+    """
+    jsontext.check_size(data, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
+    sealed, table = _read_parquet(data)
+    metadata = _metadata(sealed)
+    if metadata.num_rows != table.num_rows:
+        raise FormatError(f"The fragment has {table.num_rows} rows, not {metadata.num_rows}.")
+    if not are_sound(table, metadata.files, _MAX_BYTES):
+        _check_fragment(_with_rows(metadata, table))  # finds the row and the rule
+    return metadata, table
+
+
+def _metadata(sealed: bytes) -> FragmentMetadata:
+    document = jsontext.loads_sealed(sealed, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
+    metadata = FragmentMetadata(
         attempt=_attempt(document),
         node_index=jsontext.integer(document.get("node_index"), "node_index"),
         num_nodes=jsontext.integer(document.get("num_nodes"), "num_nodes"),
         world_size=jsontext.integer(document.get("world_size"), "world_size"),
         ranks=tuple(jsontext.integer(r, "ranks") for r in jsontext.array(document.get("ranks"), "ranks")),
         files=_files(document.get("files")),
-        rows=_rows(table),
+        num_rows=jsontext.integer(document.get("num_rows"), "num_rows", high=MAX_ROWS),
         replicated=tuple(
             jsontext.text(d, "replicated")
             for d in jsontext.array(document.get("replicated", []), "replicated")
         ),
         metrics=_metrics(document.get("metrics")),
     )
-    _check_fragment(fragment)
-    return fragment
+    _check_metadata(metadata)
+    return metadata
+
+
+def _with_rows(metadata: FragmentMetadata, table: pa.Table) -> Fragment:
+    return Fragment(
+        attempt=metadata.attempt,
+        node_index=metadata.node_index,
+        num_nodes=metadata.num_nodes,
+        world_size=metadata.world_size,
+        ranks=metadata.ranks,
+        files=metadata.files,
+        rows=rows_of(table),
+        replicated=metadata.replicated,
+        metrics=metadata.metrics,
+    )
 
 
 def rows_table(fragments: Iterable[Fragment]) -> pa.Table:
@@ -160,9 +213,10 @@ def rows_table(fragments: Iterable[Fragment]) -> pa.Table:
 def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
     """Return the metadata and the columns of a fragment, of the right types."""
     try:
-        metadata = parquet.metadata(data, METADATA_KEY)
+        footer = parquet.open_metadata(data)
+        metadata: bytes = footer.metadata[METADATA_KEY]
         jsontext.refuse_newer(metadata, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
-        table = parquet.read_table(data, COLUMNS, max_rows=MAX_ROWS)
+        table = parquet.read_table(data, COLUMNS, max_rows=MAX_ROWS, file_metadata=footer)
         if missing := set(COLUMNS.names) - set(table.column_names):
             raise FormatError(f"it has no column {min(missing)}")
     except NewerFormat:
@@ -170,39 +224,6 @@ def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
     except Exception as error:  # the decoder's errors on damaged bytes have no common class
         raise FormatError(f"The fragment is not a Parquet file of a manifest: {error}.") from error
     return metadata, table
-
-
-def _rows(table: pa.Table) -> tuple[ManifestRow, ...]:
-    plain = [parquet.values(table, name) for name in ("kind", "file", "byte_offset", "nbytes", "digest")]
-    texts = [parquet.values(table, name) for name in ("item", "name", "dtype")]
-    lists = [_tuples(parquet.column(table, name)) for name in ("global_shape", "offset", "shape")]
-    return tuple(
-        ManifestRow(
-            kind=kind,
-            file=file,
-            byte_offset=byte_offset,
-            nbytes=nbytes,
-            digest=digest,
-            slice=_slice(*parts) if any(part is not None for part in parts) else None,
-        )
-        for kind, file, byte_offset, nbytes, digest, *parts in zip(*plain, *texts, *lists, strict=True)
-    )
-
-
-def _slice(item: Any, name: Any, dtype: Any, global_shape: Any, offset: Any, shape: Any) -> Slice:
-    if any(part is None for part in (item, name, dtype, global_shape, offset, shape)):
-        raise FormatError("A row of the fragment describes half a slice.")
-    return Slice(item=item, name=name, dtype=dtype, global_shape=global_shape, offset=offset, shape=shape)
-
-
-def _tuples(column: pa.ListArray) -> list[tuple[int, ...] | None]:
-    """Return a column of lists as tuples, equal ones as one object; faster than `to_pylist`."""
-    values, ends = column.values.to_pylist(), column.offsets.to_pylist()
-    present, known = column.is_valid().to_pylist(), dict[tuple[int, ...], tuple[int, ...]]()
-    return [
-        known.setdefault(found := tuple(values[a:b]), found) if valid else None
-        for (a, b), valid in zip(pairwise(ends), present, strict=True)
-    ]
 
 
 def version_files(version: FragmentVersion) -> tuple[FileEntry, ...]:
@@ -401,17 +422,21 @@ def _check_description(description: CheckpointDescription) -> None:
         raise FormatError(f"{CHECKPOINT_JSON}: the root digest is not that of the files.")
 
 
-def _check_fragment(fragment: Fragment) -> None:
+def _check_metadata(fragment: FragmentMetadata) -> None:
     _check_group(fragment.attempt, fragment.world_size, fragment.num_nodes, fragment.files)
     jsontext.integer(fragment.node_index, "node_index", high=fragment.num_nodes - 1)
     for rank in fragment.ranks:
         jsontext.integer(rank, "ranks", high=fragment.world_size - 1)
     if list(fragment.ranks) != sorted(set(fragment.ranks)):
         raise FormatError("The ranks of a fragment must be distinct and in order.")
-    if len(fragment.rows) > MAX_ROWS:
-        raise FormatError(f"A fragment has {len(fragment.rows)} rows; the format allows {MAX_ROWS}.")
+    if fragment.num_rows > MAX_ROWS:
+        raise FormatError(f"A fragment has {fragment.num_rows} rows; the format allows {MAX_ROWS}.")
     if not all(file.name.startswith(tuple(_KINDS)) for file in fragment.files):
         raise FormatError("A fragment lists shards and state files only.")
+
+
+def _check_fragment(fragment: Fragment) -> None:
+    _check_metadata(fragment.metadata)
     spans: dict[str, list[tuple[int, int]]] = {file.name: [] for file in fragment.files}
     for row in fragment.rows:
         _check_row(row, spans)

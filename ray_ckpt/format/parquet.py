@@ -27,18 +27,23 @@ _PHYSICAL = {pa.string(): 6, pa.int64(): 2, pa.float64(): 5}  # BYTE_ARRAY, INT6
 T = TypeVar("T")
 
 
-def read_table(data: bytes, schema: pa.Schema, *, max_rows: int) -> pa.Table:
+def read_table(
+    data: bytes, schema: pa.Schema, *, max_rows: int, file_metadata: pq.FileMetaData | None = None
+) -> pa.Table:
     """Return the columns of `schema` in the file, with texts as dictionaries.
 
-    Raise FormatError if the file exceeds the limits above; errors of pyarrow if it is no Parquet file.
+    `file_metadata` is that of `open_metadata` for the same file, which spares another parse. Raise
+    FormatError if the file exceeds the limits above; errors of pyarrow if it is no Parquet file.
     """
     _check_pages(data, schema)
-    there = set(column_names(data))
+    known = file_metadata or open_metadata(data)
+    there = set(known.schema.to_arrow_schema().names)
     texts = [path for field in schema if field.name in there for path in _text_paths(field)]
     file = pq.ParquetFile(
         pa.BufferReader(data),
         page_checksum_verification=True,
         read_dictionary=texts,
+        metadata=known,
         thrift_container_size_limit=MAX_THRIFT_ITEMS,
     )
     num_rows = file.metadata.num_rows
@@ -58,9 +63,13 @@ def read_table(data: bytes, schema: pa.Schema, *, max_rows: int) -> pa.Table:
 
 def metadata(data: bytes, key: bytes) -> bytes:
     """Return the metadata under `key`; KeyError if there is none, errors of pyarrow for a bad file."""
-    file = pq.ParquetFile(pa.BufferReader(data), thrift_container_size_limit=MAX_THRIFT_ITEMS)
-    found: bytes = file.metadata.metadata[key]
+    found: bytes = open_metadata(data).metadata[key]
     return found
+
+
+def open_metadata(data: bytes) -> pq.FileMetaData:
+    """Return the footer of a file, parsed; errors of pyarrow for a bad file."""
+    return pq.ParquetFile(pa.BufferReader(data), thrift_container_size_limit=MAX_THRIFT_ITEMS).metadata
 
 
 def column_names(data: bytes) -> list[str]:

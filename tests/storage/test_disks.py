@@ -117,7 +117,7 @@ def test_a_checkpoint_is_whole_over_all_disks(three: Disks, free: dict[str, int]
     assert all(found.values()), "files on every disk"
     assert {n for n in itertools.chain(*found.values()) if n.startswith("manifest")} <= set(found["a"])
     holdings = list(three.holdings(UID))
-    assert [h.fragment for h in holdings] == list(saved.fragments)
+    assert [h.fragment for h in holdings] == [f.metadata for f in saved.fragments]
     for holding in holdings:
         for entry in (*holding.fragment.files, holding.entry):
             path = three.path(UID, saved.attempt.directory, entry.name)
@@ -293,7 +293,7 @@ def test_one_disk_is_as_its_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     saved = sample()
     with contextlib.closing(Disks([tmp_path / "only"])) as disks:
         put(disks, saved)
-        assert [h.fragment for h in disks.holdings(UID)] == list(saved.fragments)
+        assert [h.fragment for h in disks.holdings(UID)] == [f.metadata for f in saved.fragments]
         assert (
             disks.path(UID, saved.attempt.directory, "checkpoint.json").parent.name == saved.attempt.directory
         )

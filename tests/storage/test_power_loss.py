@@ -151,7 +151,7 @@ def check_refused(stage: Staging, size_bytes: int) -> int:
     with pytest.raises(OSError) as caught:
         put_large(stage, size_bytes)
     assert list(stage.folder(UID, SECOND.attempt.directory).iterdir()) == []
-    assert [holding.fragment for holding in stage.holdings(UID)] == [FIRST.fragments[0]]
+    assert [holding.fragment for holding in stage.holdings(UID)] == [FIRST.fragments[0].metadata]
     return caught.value.errno or 0
 
 

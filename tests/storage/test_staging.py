@@ -8,12 +8,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from ray_ckpt.errors import FormatError, InsufficientSpace, StagingError
+from ray_ckpt.format.manifest import decode_columns
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.storage.local import files, staging
 from ray_ckpt.storage.local.staging import Staging
+from ray_ckpt.types import FragmentMetadata
 from tests.support.sample_run import SampleCheckpoint, make_checkpoint
 
 UID = "0123456789abcdef" * 2
@@ -72,7 +75,7 @@ def test_holdings_are_fragments_that_are_complete(stage: Staging) -> None:
     saved = sample()
     put(stage, saved, node=0)
     (holding,) = stage.holdings(UID)
-    assert holding.fragment == saved.fragments[0]
+    assert holding.fragment == saved.fragments[0].metadata
     assert holding.entry in saved.entries
     put(stage, saved)
     assert [h.fragment.node_index for h in stage.holdings(UID)] == [0, 1]
@@ -254,3 +257,36 @@ def test_a_folder_whose_name_is_damaged_gets_a_new_one(tmp_path: Path, damaged: 
     again.close()
     assert again.disk not in ("", opened.disk) and len(again.disk) == 32
     assert (tmp_path / "stage" / staging.DISK_FILE).read_text() == again.disk
+
+
+def test_a_fragment_is_checked_once_and_again_when_its_bytes_change(
+    stage: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damage of rows, which the seal of the metadata does not cover, is found as before."""
+    saved, other = sample(), sample(99)
+    put(stage, saved)
+    decoded: list[bytes] = []
+
+    def counted(data: bytes) -> tuple[FragmentMetadata, pa.Table]:
+        decoded.append(data)
+        return decode_columns(data)
+
+    monkeypatch.setattr(staging, "decode_columns", counted)
+    before = list(stage.holdings(UID))
+    assert list(stage.holdings(UID)) == before and len(decoded) == len(before) > 0
+    path = stage.path(UID, saved.attempt.directory, before[0].entry.name)
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+    assert list(stage.holdings(UID)) == before[1:]
+    path.write_bytes(bytes(data[:100]) + bytes([data[100] ^ 1]) + bytes(data[101:]))
+    assert list(stage.holdings(UID)) == before and len(decoded) == len(before) + 1
+    assert list(stage.holdings(UID, directory=saved.attempt.directory)) == before
+    assert list(stage.holdings(UID, directory=other.attempt.directory)) == []
+
+
+def test_known_fragments_are_bounded() -> None:
+    known = staging.KnownFragments()
+    for at in range(staging.MAX_KNOWN + 5):
+        known.add(f"{at:032x}", sample().fragments[0].metadata)
+    assert len(known._known) == staging.MAX_KNOWN

@@ -22,7 +22,7 @@ from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.errors import InsufficientSpace, StagingError
 from ray_ckpt.storage.local import files
 from ray_ckpt.storage.local.direct import Written
-from ray_ckpt.storage.local.staging import Holding, Staging
+from ray_ckpt.storage.local.staging import Holding, KnownFragments, Staging
 
 log = logging.getLogger("ray_ckpt.disks")
 
@@ -40,6 +40,7 @@ class Disks:
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
+        self.known = KnownFragments()
         self._stages: list[Staging] = []
         self._out: set[Path] = set()  # roots that get no new files
         self._pending: dict[Path, int] = dict.fromkeys(roots, 0)  # bytes that are being written to each root
@@ -48,7 +49,7 @@ class Disks:
         try:
             for root in self._pending:
                 try:
-                    self._stages.append(Staging(root))
+                    self._stages.append(Staging(root, self.known))
                 except StagingError as error:
                     if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in BROKEN):
                         raise
@@ -200,13 +201,15 @@ class Disks:
 
     # -- what is here --------------------------------------------------------------------------------
 
-    def holdings(self, run_uid: str) -> Iterator[Holding]:
+    def holdings(self, run_uid: str, *, directory: str | None = None) -> Iterator[Holding]:
         """Yield the run's fragments whose listed files are all on the disks. See `Staging.holdings`."""
         if len(self._stages) == 1:
-            yield from self._stages[0].holdings(run_uid)
+            yield from self._stages[0].holdings(run_uid, directory=directory)
             return
         seen = set()
-        on_each = self._call_each(self._stages, lambda stage: tuple(stage.holdings(run_uid, self.path)))
+        on_each = self._call_each(
+            self._stages, lambda stage: tuple(stage.holdings(run_uid, self.path, directory=directory))
+        )
         for on_disk in on_each:
             for holding in on_disk:
                 key = (holding.fragment.attempt, holding.entry.name)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing_extensions import Buffer
 
 from ray_ckpt.errors import CorruptionError, NewerFormat
-from ray_ckpt.format.manifest import decode_fragment
+from ray_ckpt.format.manifest import decode_columns
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.storage.local.direct import read_blocks_direct
 from ray_ckpt.storage.local.files import checked
@@ -29,7 +29,7 @@ def verify_stored(
     """
     name = fragment_file(node_index, num_nodes)
     try:
-        fragment = decode_fragment(b"".join(map(bytes, read(name))))
+        fragment, _ = decode_columns(b"".join(map(bytes, read(name))))
     except NewerFormat:
         return ()
     except (FileNotFoundError, CorruptionError):

@@ -10,6 +10,7 @@ import stat
 import threading
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,10 @@ from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.errors import CorruptionError, FormatError, InsufficientSpace, StagingError
 from ray_ckpt.format import jsontext, names
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_fragment
+from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
 from ray_ckpt.storage.local import files
 from ray_ckpt.storage.local.direct import Written, write_direct
-from ray_ckpt.types import FileEntry, Fragment
+from ray_ckpt.types import FileEntry, FragmentMetadata
 
 MARK_FILE = "run.json"  # <staging>/<run uid>/run.json: the names of the run and its highest known epoch
 DISK_FILE = "disk"  # <staging>/disk: the name of this staging folder
@@ -34,6 +35,7 @@ _MARK_FIELDS = frozenset(("run_uid", "run_name", "storage_path", "epoch"))
 _DISK_NAME = re.compile(r"[0-9a-f]{32}\Z")
 QUARANTINE_DIR = "quarantine"
 MAX_QUARANTINED = 4  # newest checkpoints of a run whose damaged files are kept for inspection
+MAX_KNOWN = 1024  # fragments of all runs of a node; the metadata of 8 ranks takes about 6 KB
 LOCK_WAIT_S = 20.0  # a killed agent loses the lock within seconds, a live agent keeps it
 
 
@@ -41,15 +43,46 @@ LOCK_WAIT_S = 20.0  # a killed agent loses the lock within seconds, a live agent
 class Holding:
     """A fragment that is complete on this node: its manifest file and every file that it lists exist."""
 
-    fragment: Fragment
+    fragment: FragmentMetadata
     entry: FileEntry
+
+
+class KnownFragments:
+    """The metadata of fragments by the digest of their bytes, so that the rows of each are checked once.
+
+    Bytes with the digest of checked bytes need no further check: all of a fragment is under its digest, while
+    its seal covers the metadata only. Several threads may use an object.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, FragmentMetadata] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def decode(self, data: bytes) -> tuple[FragmentMetadata, str]:
+        """Return the metadata and the digest of a fragment. FormatError for any violation of the format."""
+        found = digest(data)
+        with self._lock:
+            known = self._known.get(found)
+        if known is None:
+            known, _ = decode_columns(data)
+        self.add(found, known)
+        return known, found
+
+    def add(self, fragment_digest: str, metadata: FragmentMetadata) -> None:
+        """Note a checked fragment, in place of the one that was not needed for the longest time."""
+        with self._lock:
+            self._known[fragment_digest] = metadata
+            self._known.move_to_end(fragment_digest)
+            while len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
 
 
 class Staging:
     """The staging folder of a disk, with an exclusive lock until `close`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, known: KnownFragments | None = None) -> None:
         self.root = root
+        self._known = known or KnownFragments()
         self._publishing = threading.Lock()  # held while a file is visible but not durable yet
         try:
             files.make_dirs(root)
@@ -188,17 +221,23 @@ class Staging:
     # -- what is here --------------------------------------------------------------------------------
 
     def holdings(
-        self, run_uid: str, find: Callable[[str, str, str], Path] | None = None
+        self,
+        run_uid: str,
+        find: Callable[[str, str, str], Path] | None = None,
+        *,
+        directory: str | None = None,
     ) -> Iterator[Holding]:
         """Yield each durable fragment of the run whose listed files exist with the listed sizes.
 
-        If files may be on other disks, `find` returns the path for (run uid, directory, file).
+        With `directory` only fragments of that checkpoint. If files may be on other disks, `find` returns the
+        path for (run uid, directory, file).
         """
-        for folder in self._folders(run_uid):
+        folders = self._folders(run_uid) if directory is None else [self.folder(run_uid, directory)]
+        for folder in folders:
             with self._publishing:
                 manifests = sorted(folder.glob("manifest-*.parquet"))
             for path in manifests:
-                if holding := _holding(path, run_uid, find or self.path):
+                if holding := _holding(path, run_uid, find or self.path, self._known):
                     yield holding
 
     def directories(self, run_uid: str) -> tuple[str, ...]:
@@ -295,10 +334,12 @@ def _read_mark(path: Path) -> dict[str, Any] | None:
     return mark if mark.keys() >= _MARK_FIELDS else None
 
 
-def _holding(path: Path, run_uid: str, find: Callable[[str, str, str], Path]) -> Holding | None:
+def _holding(
+    path: Path, run_uid: str, find: Callable[[str, str, str], Path], known: KnownFragments
+) -> Holding | None:
     try:
         data = files.read_small(path, MAX_FRAGMENT_BYTES)
-        fragment = decode_fragment(data)
+        fragment, found_digest = known.decode(data)
     except (OSError, EOFError, FormatError):
         return None
     if fragment.attempt.run_uid != run_uid or fragment.attempt.directory != path.parent.name:
@@ -311,7 +352,7 @@ def _holding(path: Path, run_uid: str, find: Callable[[str, str, str], Path]) ->
         except (OSError, FormatError):
             return None
     return Holding(
-        fragment=fragment, entry=FileEntry(name=path.name, size_bytes=len(data), digest=digest(data))
+        fragment=fragment, entry=FileEntry(name=path.name, size_bytes=len(data), digest=found_digest)
     )
 
 
