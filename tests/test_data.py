@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.items import Item
-from ray_ckpt.capture.walk import resolve_leaves, walk
+from ray_ckpt.capture.walk import walk
 from ray_ckpt.config import RunOptions
 from ray_ckpt.data import (
     Batches,
@@ -34,7 +34,7 @@ from ray_ckpt.data import (
 from ray_ckpt.errors import ConfigError, MismatchError, UnsupportedItem
 from ray_ckpt.format.tree import MAX_TREE_BYTES, decode_tree, encode_tree
 from ray_ckpt.trainer.checkpointer import Checkpointer
-from tests.capture.local import LocalLink
+from tests.capture.local import LocalLink, resolve_leaves
 
 T = TypeVar("T")
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13

@@ -15,15 +15,13 @@ from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
 
-from ray_ckpt.capture.fsdp1 import Fsdp1OptimizerItem
-from ray_ckpt.capture.items import Item, OptimizerItem, SchedulerItem
+from ray_ckpt.capture.items import BaseOptimizerItem, Item, SchedulerItem
 from ray_ckpt.capture.predict import is_torch_step, used_keys
 from ray_ckpt.capture.torch_private import inner_schedulers
 from ray_ckpt.errors import MismatchError
 
 MAX_NAMED = 5  # names of state in one message
 
-OPTIMIZER_ITEMS = (OptimizerItem, Fsdp1OptimizerItem)
 _RATES = ("lr", "initial_lr")
 Classes: TypeAlias = Mapping[str, str]
 """`<module>.<class>` by the name of an item; the name of an inner scheduler is like `scheduler.0`."""
@@ -33,7 +31,7 @@ def classes_of(items: Mapping[str, Item]) -> dict[str, str]:
     """Return the classes of the optimizers and torch's schedulers among `items`."""
     found: dict[str, str] = {}
     for name, item in items.items():
-        if isinstance(item, OPTIMIZER_ITEMS):
+        if isinstance(item, BaseOptimizerItem):
             found[name] = _path(type(inmost(item.optimizer)))
         elif isinstance(item, SchedulerItem):
             found |= scheduler_classes(name, item.obj)
@@ -44,7 +42,7 @@ def class_problems(name: str, item: Item, saved: Any, classes: Classes) -> Itera
     """Yield the reasons why `saved`, from a checkpoint with these classes, does not fit the item."""
     if isinstance(item, SchedulerItem):
         yield from _scheduler_problems(name, item.obj, classes)
-    elif isinstance(item, OPTIMIZER_ITEMS):
+    elif isinstance(item, BaseOptimizerItem):
         problem = _optimizer_problem(item, saved, classes.get(name, ""))
         if problem is not None:
             yield f"{name}: {problem}"
@@ -69,7 +67,7 @@ def taken(name: str, item: Item, saved: Any, classes: Classes) -> Any:
     Settings are constructor arguments, and entries that a scheduler sets. Other entries of a group define the
     class: AdamW is an Adam with `decoupled_weight_decay`.
     """
-    if not isinstance(item, OPTIMIZER_ITEMS) or not is_other_class(name, item, classes):
+    if not isinstance(item, BaseOptimizerItem) or not is_other_class(name, item, classes):
         return saved
     optimizer = item.optimizer
     takes = inspect.signature(type(inmost(optimizer)).__init__).parameters
@@ -85,7 +83,7 @@ def rates_of(item: Item, saved: Any) -> Any:
 
     None for other items, and if the groups differ.
     """
-    if not isinstance(item, OPTIMIZER_ITEMS) or not isinstance(saved, dict) or "param_groups" not in saved:
+    if not isinstance(item, BaseOptimizerItem) or not isinstance(saved, dict) or "param_groups" not in saved:
         return None
     groups, saved_groups = item.optimizer.param_groups, saved["param_groups"]
     if len(groups) != len(saved_groups):
@@ -99,7 +97,7 @@ def rates_of(item: Item, saved: Any) -> Any:
 
 def take_rates(item: Item, rates: Any) -> None:
     """Put the result of `rates_of` into the optimizer's groups."""
-    assert isinstance(item, OPTIMIZER_ITEMS)
+    assert isinstance(item, BaseOptimizerItem)
     for group, values in zip(item.optimizer.param_groups, rates["param_groups"], strict=True):
         group.update(values)
 
@@ -107,7 +105,7 @@ def take_rates(item: Item, rates: Any) -> None:
 def check_settings(items: Mapping[str, Item]) -> None:
     """Raise MismatchError if a restored optimizer lacks state that is needed by settings kept as built."""
     for name, item in items.items():
-        if not isinstance(item, OPTIMIZER_ITEMS):
+        if not isinstance(item, BaseOptimizerItem):
             continue
         optimizer = inmost(item.optimizer)
         used = used_keys(optimizer, type(optimizer), optimizer.param_groups)
@@ -133,7 +131,7 @@ def inmost(optimizer: Optimizer) -> Optimizer:
 # -- optimizers ---------------------------------------------------------------------------------------
 
 
-def _optimizer_problem(item: OptimizerItem | Fsdp1OptimizerItem, saved: Any, then: str) -> str | None:
+def _optimizer_problem(item: BaseOptimizerItem, saved: Any, then: str) -> str | None:
     """Return why `saved` does not fit the optimizer; `then` is the saved class, "" if unknown."""
     optimizer = inmost(item.optimizer)
     used, is_certain = _used(optimizer, saved["param_groups"])

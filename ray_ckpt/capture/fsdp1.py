@@ -24,8 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ray_ckpt.capture.flat_shards import FlatShard
-from ray_ckpt.capture.items import ModuleItem, clean_name, is_extra_state, parameter_names, unwrap
+from ray_ckpt.capture.items import (
+    BaseOptimizerItem,
+    FlatShard,
+    ModuleItem,
+    clean_name,
+    parameter_names,
+    unwrap,
+)
 from ray_ckpt.capture.torch_private import EXTRA_STATE_SUFFIX, own_parameters, persistent_buffers
 from ray_ckpt.errors import UnsupportedItem, UnsupportedLeaf
 from ray_ckpt.plan.regions import flat_parts
@@ -225,9 +231,6 @@ class Fsdp1ModuleItem(ModuleItem):
             if type(inside).get_extra_state is not nn.Module.get_extra_state:
                 yield _join(prefix, EXTRA_STATE_SUFFIX), inside
 
-    def is_replaced(self, path: tuple[str, ...]) -> bool:
-        return is_extra_state(path[0])
-
     def _piece_of(self, name: str, flat: FlatName) -> FlatShard:
         local = flat.unit.local
         return self._memo.get((name,), local, lambda: flat.unit.shard_pieces(flat.index, local))
@@ -267,7 +270,7 @@ class _Entry:
         return flat.unit.everyone() if self.is_flat else flat.unit.users(flat.index)
 
 
-class Fsdp1OptimizerItem:
+class Fsdp1OptimizerItem(BaseOptimizerItem):
     """An optimizer over parameters of FSDP1, with the same tree as OptimizerItem.
 
     Without use_orig_params the optimizer has the flat parameters, each with one state for all parameters
@@ -275,16 +278,13 @@ class Fsdp1OptimizerItem:
     names of that state.
     """
 
-    per_rank = False
-
     def __init__(
         self,
         name: str,
         optimizer: torch.optim.Optimizer,
         owners: Mapping[str, nn.Module | nn.Parameter],
     ) -> None:
-        self._name = name
-        self._optimizer = optimizer
+        super().__init__(name, optimizer)
         self._memo = _Memo()
         self._new: dict[tuple[int, str], torch.Tensor] = {}  # state of flat parameters, during a load
         self._members = _members(name, owners)
@@ -292,55 +292,42 @@ class Fsdp1OptimizerItem:
         self._groups()
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
-
-    @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The tensors in its groups, by the names of the parameters in each."""
         return {
             name: entry.param for entries in self._groups() for entry in entries for name in entry.members
         }
 
     def _groups(self) -> list[list[_Entry]]:
         """Return the entries of all groups, which may grow. UnsupportedItem for unknown parameters."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         return [[self._entry(param) for param in group["params"]] for group in groups]
 
     def _entry(self, param: torch.Tensor) -> _Entry:
         if id(param) in self._entries:
             return self._entries[id(param)]
         if id(param) not in self._members:
-            raise UnsupportedItem(
-                f"{self._name!r} optimizes a parameter of shape {tuple(param.shape)} "
-                "that belongs to no registered item.",
-                hint="Register its module too, and build the optimizer after wrapping the module.",
-                item=self._name,
-            )
+            hint = "Register its module too, and build the optimizer after wrapping the module."
+            raise self._without_owner(param, hint)
         return self._entries.setdefault(id(param), _Entry(param, self._members[id(param)]))
 
-    def tree(self) -> Any:
+    def _group_names(self) -> list[list[str]]:
+        return [[name for entry in entries for name in entry.members] for entries in self._groups()]
+
+    def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
         for entries in self._groups():
-            like = next((entry for entry in entries if self._optimizer.state.get(entry.param)), None)
+            like = next((entry for entry in entries if self.optimizer.state.get(entry.param)), None)
             for entry in entries:
                 for name, flat in entry.members.items():
-                    if (found := self._state(entry, name, flat, like)) is not None:
+                    if (found := self._state_of(entry, name, flat, like)) is not None:
                         state[name] = found
-        groups = [
-            {
-                **{k: v for k, v in group.items() if k != "params"},
-                "params": [n for e in entries for n in e.members],
-            }
-            for group, entries in zip(self._optimizer.param_groups, self._groups(), strict=True)
-        ]
-        return {"state": state, "param_groups": groups}
+        return state
 
-    def _state(
+    def _state_of(
         self, entry: _Entry, name: str, flat: FlatName | None, like: _Entry | None
     ) -> dict[str, Any] | None:
         """Return the state of one parameter; without local elements, the names and shapes of `like`."""
-        own = self._optimizer.state.get(entry.param)
+        own = self.optimizer.state.get(entry.param)
         if flat is None:
             return dict(own) if own else None
         if own:
@@ -351,7 +338,7 @@ class Fsdp1OptimizerItem:
             key: FlatShard(shape=flat.unit.shape(flat.index), dtype=value.dtype)
             if isinstance(value, torch.Tensor)
             else value
-            for key, value in self._optimizer.state[like.param].items()
+            for key, value in self.optimizer.state[like.param].items()
         }
 
     def _leaf(self, entry: _Entry, name: str, flat: FlatName, key: str, value: Any) -> Any:
@@ -375,23 +362,17 @@ class Fsdp1OptimizerItem:
             path=f"{self._name}.state.{name}.{key}",
         )
 
-    def load(self, tree: Any) -> None:
-        self._optimizer.state.clear()  # as in OptimizerItem
+    def _load_state(self, saved: Mapping[str, Any]) -> None:
         self._new.clear()
         for entry in (entry for entries in self._groups() for entry in entries):
-            saved = next((tree["state"][name] for name in entry.members if name in tree["state"]), None)
-            if saved is not None and entry.is_here():
-                self._optimizer.state[entry.param] = {
-                    key: value.base if isinstance(value, FlatShard) else value for key, value in saved.items()
+            state = next((saved[name] for name in entry.members if name in saved), None)
+            if state is not None and entry.is_here():
+                self.optimizer.state[entry.param] = {
+                    key: value.base if isinstance(value, FlatShard) else value for key, value in state.items()
                 }
-        for group, values in zip(self._optimizer.param_groups, tree["param_groups"], strict=True):
-            group.update({k: v for k, v in values.items() if k != "params"})
 
     def problems(self, saved: Any) -> list[str]:
-        here = [{name for entry in entries for name in entry.members} for entries in self._groups()]
-        if here != [set(group["params"]) for group in saved["param_groups"]]:
-            return ["groups its parameters otherwise than the checkpoint"]
-        return [
+        return super().problems(saved) or [
             f"state.{name}: not in the checkpoint, but state of other parameters in its flat parameter is"
             for entry in (entry for entries in self._groups() for entry in entries)
             if any(name in saved["state"] for name in entry.members)
@@ -399,32 +380,16 @@ class Fsdp1OptimizerItem:
             if name not in saved["state"]
         ]
 
-    def is_shared(self, path: tuple[str, ...]) -> bool:
-        return True
-
-    def is_replaced(self, path: tuple[str, ...]) -> bool:
-        return False
-
-    def changes_in_step(self, path: tuple[str, ...]) -> bool:
-        return path[0] == "state"
-
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """Return memory for state: cut like the parameter if shapes are equal, else as in OptimizerItem."""
-        found = [
-            (entry, group)
-            for entries, group in zip(self._groups(), self._optimizer.param_groups, strict=True)
-            for entry in entries
-            if path[0] == "state" and path[1] in entry.members
-        ]
-        if not found:
+        every = (entry for entries in self._groups() for entry in entries)
+        found = next((e for e in every if path[0] == "state" and path[1] in e.members), None)
+        if found is None:
             return torch.zeros(shape, dtype=dtype)
-        (entry, group), key = found[0], path[-1]
+        entry, key = found, path[-1]
         flat = entry.members[path[1]]
         if flat is None or shape != flat.unit.shape(flat.index):
-            if flat is None and shape == tuple(entry.param.shape) and key != "step":
-                return torch.empty_like(entry.param, dtype=dtype, requires_grad=False).detach()
-            on_device = key != "step" or group.get("fused") or group.get("capturable")
-            return torch.zeros(shape, dtype=dtype, device=entry.param.device if on_device else "cpu")
+            return self._allocate_for(entry.param, key, shape, dtype)
         place = (id(entry.param), key)
         if not entry.is_flat or place not in self._new:
             local = torch.zeros(entry.local_shape(flat), dtype=dtype, device=flat.unit.local.device)

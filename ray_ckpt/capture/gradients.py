@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ray_ckpt.capture.items import local_tensor, parameter_names
-from ray_ckpt.capture.per_rank import PerRankItem
+from ray_ckpt.capture.items import Item, local_tensor, parameter_names
 from ray_ckpt.capture.torch_private import (
     has_hidden_gradients,
     is_updated_in_backward,
@@ -188,12 +187,14 @@ def _refuse(name: str, reason: str) -> None:
     )
 
 
-class GradientsItem(PerRankItem):
+class GradientsItem(Item):
     """Gradients of this rank within an accumulation window, by parameter name.
 
     {"world_size": int, "gradients": {name: local part}, "layouts": {name: layout of a DTensor}}; without
     gradients if the window is closed, so that any world size can restore the checkpoint.
     """
+
+    per_rank = True
 
     def __init__(
         self, modules: Mapping[str, nn.Module | nn.Parameter], *, window: Window, world_size: int

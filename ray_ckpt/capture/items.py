@@ -7,33 +7,40 @@ sets only the rest of the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping, MutableSequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from ray_ckpt.capture.per_rank import PerRankItem
 from ray_ckpt.capture.torch_private import EXTRA_STATE_SUFFIX, WRAPPER_SEGMENTS, compiled_module
 from ray_ckpt.data import loader_problems
 from ray_ckpt.errors import UnsupportedItem
 from ray_ckpt.format.short import key_text
 
 
-class Item(Protocol):
+class Item(ABC):
     """An adapter around a registered object."""
 
-    per_rank: bool
+    per_rank: ClassVar[bool] = False
     """True if each rank has its own state; the names of its tensors then begin with `rank<k>.`."""
 
+    @abstractmethod
     def tree(self) -> Any: ...
 
+    @abstractmethod
     def load(self, tree: Any) -> None: ...
+
+    def load_for_new_rank(self, tree: Any, rank: int) -> None:
+        """Load initial state on a rank without state in the checkpoint; `tree` is the tree of rank 0."""
+        self.load(tree)
 
     def problems(self, saved: Any) -> list[str]:
         """Return why a saved tree (with TensorRef leaves) does not fit; called before a byte is read."""
-        ...
+        return []
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
         """Return whether all ranks hold the same bytes at `path` by construction, so that one copy is enough.
@@ -41,19 +48,63 @@ class Item(Protocol):
         True for parameters and optimizer state. Buffers (BatchNorm) and a user's own tensors may differ
         between ranks, so each rank saves its own.
         """
-        ...
+        return False
 
     def is_replaced(self, path: tuple[str, ...]) -> bool:
         """Return whether `load` needs a new tensor for `path`; else the live tensor is filled."""
-        ...
+        return self.per_rank
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
         """Return whether the tensor at `path` is of a kind that only an optimizer's step changes."""
-        ...
+        return self.is_shared(path)
 
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a new tensor for a saved leaf that does not exist yet, on the device that the item uses."""
-        ...
+        """Return memory for a saved leaf that does not exist yet, on the device that the item uses."""
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlatShard:
+    """Regions of a tensor of `shape` in this rank's memory that is not cut into boxes, as FSDP1 flattens it.
+
+    A part is the offset of a region, and the region's live memory in the region's shape: views of `base`, a
+    tensor that the owner keeps. Without parts other ranks hold the whole tensor. `ranks` hold the same
+    regions. If the memory moves, a new FlatShard is made.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    base: torch.Tensor | None = None
+    parts: tuple[tuple[tuple[int, ...], torch.Tensor], ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
+Leaf: TypeAlias = torch.Tensor | FlatShard
+"""A leaf of an item's tree that holds a tensor."""
+
+
+class NewItem(Item):
+    """An item without a live object: it accepts any saved state, with whole tensors on the CPU."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+        self.num_tensors = 0
+
+    def tree(self) -> Any:
+        return None
+
+    def load(self, tree: Any) -> None:
+        self.state = tree
+
+    def is_shared(self, path: tuple[str, ...]) -> bool:
+        return True
+
+    def is_replaced(self, path: tuple[str, ...]) -> bool:
+        return True
+
+    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.num_tensors += 1
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def clean_name(name: str) -> str:
@@ -71,9 +122,7 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
-class ModuleItem:
-    per_rank = False
-
+class ModuleItem(Item):
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parameters = {clean_name(n) for n, _ in module.named_parameters(remove_duplicate=False)}
@@ -102,16 +151,8 @@ class ModuleItem:
     def is_replaced(self, path: tuple[str, ...]) -> bool:
         return is_extra_state(path[0])
 
-    def changes_in_step(self, path: tuple[str, ...]) -> bool:
-        return ".".join(path) in self._parameters
 
-    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
-
-class TensorItem:
-    per_rank = False
-
+class TensorItem(Item):
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
@@ -121,29 +162,19 @@ class TensorItem:
     def load(self, tree: Any) -> None:
         pass  # the tensor was restored in place
 
-    def problems(self, saved: Any) -> list[str]:
-        return []
-
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return isinstance(self._tensor, nn.Parameter)
 
-    def is_replaced(self, path: tuple[str, ...]) -> bool:
-        return False
 
-    def changes_in_step(self, path: tuple[str, ...]) -> bool:
-        return isinstance(self._tensor, nn.Parameter)
-
-    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
-
-class StatefulItem(PerRankItem):
+class StatefulItem(Item):
     """An object with state_dict and load_state_dict: scheduler, scaler, sampler, loader.
 
     The state may differ between ranks (data position), so each rank saves its own state. The object's
     load_state_dict decides whether saved state fits; only loaders of torchdata are checked here, since they
     would fail too late.
     """
+
+    per_rank = True
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
@@ -174,12 +205,14 @@ class ScalerItem(StatefulItem):
         return []
 
 
-class SamplerItem(PerRankItem):
+class SamplerItem(Item):
     """A DistributedSampler: {"epoch"}.
 
     A DistributedSampler has no position within an epoch, so the epoch begins again after a restore. The
     batches of a `ray_ckpt.data.GlobalBatchSampler` also save the position.
     """
+
+    per_rank = True
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:
         self.obj = sampler
@@ -191,10 +224,8 @@ class SamplerItem(PerRankItem):
         self.obj.set_epoch(tree["epoch"])
 
 
-class TreeItem:
+class TreeItem(Item):
     """A dict or list of plain values and tensors, updated in place."""
-
-    per_rank = False
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
@@ -208,84 +239,45 @@ class TreeItem:
     def problems(self, saved: Any) -> list[str]:
         return _structure_problems(self._tree, saved, "")
 
-    def is_shared(self, path: tuple[str, ...]) -> bool:
-        return False
 
-    def is_replaced(self, path: tuple[str, ...]) -> bool:
-        return False
-
-    def changes_in_step(self, path: tuple[str, ...]) -> bool:
-        return False
-
-    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
-
-class OptimizerItem:
+class BaseOptimizerItem(Item):
     """An optimizer with state by parameter name: {"state": {name: {...}}, "param_groups": [...]}."""
 
-    per_rank = False
-
-    def __init__(
-        self,
-        name: str,
-        optimizer: torch.optim.Optimizer,
-        owners: Mapping[str, nn.Module | nn.Parameter],
-    ) -> None:
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self._name = name
-        self._optimizer = optimizer
-        self._owners = owners
-        self._params = dict(self._named(parameter_names(owners)))
-
-    def _refresh(self) -> None:
-        """Name the parameters of added groups; UnsupportedItem if no registered item owns a parameter."""
-        named = set(map(id, self._params.values()))
-        if any(id(param) not in named for group in self._optimizer.param_groups for param in group["params"]):
-            self._params = dict(self._named(parameter_names(self._owners)))
-
-    def _named(self, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) not in names:
-                    raise UnsupportedItem(
-                        f"{self._name!r} optimizes a parameter of shape {tuple(param.shape)} "
-                        "that belongs to no registered item.",
-                        hint="Register its module too: Checkpointer(model=model, optimizer=optimizer). "
-                        "Build the optimizer after fully_shard(), which replaces parameters.",
-                        item=self._name,
-                    )
-                yield names[id(param)], param
+        self.optimizer = optimizer
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
-
-    @property
+    @abstractmethod
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The optimized parameters, by the names of their saved state."""
-        return self._params
+        """The optimized tensors, by the names of their saved state."""
+
+    @abstractmethod
+    def _group_names(self) -> list[list[str]]:
+        """Return the parameter names of each group; UnsupportedItem if no registered item owns one."""
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _load_state(self, saved: Mapping[str, Any]) -> None:
+        """Set the state in an optimizer without state."""
 
     def tree(self) -> Any:
-        self._refresh()
-        names = {id(p): n for n, p in self._params.items()}
-        state = {
-            n: dict(self._optimizer.state[p]) for n, p in self._params.items() if p in self._optimizer.state
-        }
         groups = [
-            {**{k: v for k, v in g.items() if k != "params"}, "params": [names[id(p)] for p in g["params"]]}
-            for g in self._optimizer.param_groups
+            {**{k: v for k, v in group.items() if k != "params"}, "params": names}
+            for group, names in zip(self.optimizer.param_groups, self._group_names(), strict=True)
         ]
-        return {"state": state, "param_groups": groups}
+        return {"state": self._state(), "param_groups": groups}
 
     def load(self, tree: Any) -> None:
-        self._optimizer.state.clear()  # live state that was not saved does not belong to the saved step
-        for param_name, state in tree["state"].items():
-            self._optimizer.state[self._params[param_name]] = state
-        for group, values in zip(self._optimizer.param_groups, tree["param_groups"], strict=True):
+        self.optimizer.state.clear()  # live state that was not saved does not belong to the saved step
+        self._load_state(tree["state"])
+        for group, values in zip(self.optimizer.param_groups, tree["param_groups"], strict=True):
             group.update({k: v for k, v in values.items() if k != "params"})
 
     def problems(self, saved: Any) -> list[str]:
-        here = [set(g["params"]) for g in self.tree()["param_groups"]]
+        here = list(map(set, self._group_names()))
         if here != [set(g["params"]) for g in saved["param_groups"]]:  # sets: the order depends on wrappers
             return ["groups its parameters otherwise than the checkpoint"]
         return []
@@ -293,26 +285,78 @@ class OptimizerItem:
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return True
 
-    def is_replaced(self, path: tuple[str, ...]) -> bool:
-        return False
-
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
         return path[0] == "state"  # a tensor in a group, such as a learning rate, may change in a schedule
 
-    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _allocate_for(
+        self, param: torch.Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return a tensor for state: laid out like the parameter if it has that shape, else on that device.
 
         `step` stays on the CPU unless the group is fused or capturable, as in torch's load_state_dict.
         """
+        if tuple(param.shape) == shape and key != "step":
+            # Not zeroed: the threads that read the saved bytes fill, and first touch, all of the memory.
+            return torch.empty_like(param, dtype=dtype, requires_grad=False).detach()
+        group = next(g for g in self.optimizer.param_groups if any(p is param for p in g["params"]))
+        on_device = key != "step" or group.get("fused") or group.get("capturable")
+        return torch.zeros(shape, dtype=dtype, device=param.device if on_device else "cpu")
+
+    def _without_owner(self, param: torch.Tensor, hint: str) -> UnsupportedItem:
+        return UnsupportedItem(
+            f"{self._name!r} optimizes a parameter of shape {tuple(param.shape)} "
+            "that belongs to no registered item.",
+            hint=hint,
+            item=self._name,
+        )
+
+
+class OptimizerItem(BaseOptimizerItem):
+    def __init__(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        owners: Mapping[str, nn.Module | nn.Parameter],
+    ) -> None:
+        super().__init__(name, optimizer)
+        self._owners = owners
+        self._names: dict[int, str] = {}  # by id, of the parameters in the groups
+        self._params: dict[str, torch.Tensor] = {}
+        self._group_names()
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return self._params
+
+    def _group_names(self) -> list[list[str]]:
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        if any(id(param) not in self._names for params in groups for param in params):
+            known = parameter_names(self._owners)
+            self._names, self._params = {}, {}
+            for param in (param for params in groups for param in params):
+                if id(param) not in known:
+                    raise self._without_owner(
+                        param,
+                        "Register its module too: Checkpointer(model=model, optimizer=optimizer). "
+                        "Build the optimizer after fully_shard(), which replaces parameters.",
+                    )
+                self._names[id(param)] = known[id(param)]
+                self._params[known[id(param)]] = param
+        return [[self._names[id(param)] for param in params] for params in groups]
+
+    def _state(self) -> dict[str, Any]:
+        state = self.optimizer.state
+        return {name: dict(state[param]) for name, param in self._params.items() if param in state}
+
+    def _load_state(self, saved: Mapping[str, Any]) -> None:
+        for name, state in saved.items():
+            self.optimizer.state[self._params[name]] = state
+
+    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         param = self._params.get(path[1]) if path[0] == "state" else None
         if param is None:
             return torch.zeros(shape, dtype=dtype)
-        if tuple(param.shape) == shape and path[-1] != "step":
-            # Not zeroed: the threads that read the saved bytes fill, and first touch, all of the memory.
-            return torch.empty_like(param, dtype=dtype, requires_grad=False).detach()
-        group = next(g for g in self._optimizer.param_groups if any(p is param for p in g["params"]))
-        on_device = path[-1] != "step" or group.get("fused") or group.get("capturable")
-        return torch.zeros(shape, dtype=dtype, device=param.device if on_device else "cpu")
+        return self._allocate_for(param, path[-1], shape, dtype)
 
 
 def parameter_names(owners: Mapping[str, nn.Module | nn.Parameter]) -> dict[int, str]:

@@ -21,13 +21,11 @@ from ray_ckpt.capture.classes import (
 )
 from ray_ckpt.capture.dtensors import boxes_on, is_dtensor
 from ray_ckpt.capture.hyperparameters import Changed
-from ray_ckpt.capture.items import Item
-from ray_ckpt.capture.per_rank import PerRankItem
+from ray_ckpt.capture.items import Item, Leaf
 from ray_ckpt.capture.sinks import Target, sink_for
 from ray_ckpt.capture.walk import (
     DTYPES,
     HeldLeaf,
-    Leaf,
     LiveSlice,
     Walked,
     is_global,
@@ -123,7 +121,7 @@ def load_items(
             tree = wanted.filled(name, trees[name])
             if name in begun:
                 take_rates(item, tree)
-            elif is_new and isinstance(item, PerRankItem):
+            elif is_new and item.per_rank:
                 item.load_for_new_rank(tree, rank)
             else:
                 item.load(taken(name, item, tree, classes))

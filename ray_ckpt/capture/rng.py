@@ -12,19 +12,22 @@ The streams are the same for the same checkpoint, and independent of the streams
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ray_ckpt.capture.per_rank import PerRankItem
+from ray_ckpt.capture.items import Item
 from ray_ckpt.format.digest import Digester
 
 
-class RngItem(PerRankItem):
+class RngItem(Item):
     """The generators of this process; registered automatically on every rank."""
+
+    per_rank = True
 
     def tree(self) -> Any:
         """Return copies of the states: "python", "numpy", "torch_cpu", and "device" with an accelerator."""
@@ -73,108 +76,30 @@ def _set_device_states(device: torch.device, saved: Any) -> None:
 # -- generators that a user made ----------------------------------------------------------------------
 
 
-class GeneratorItem(PerRankItem, ABC):
+@dataclass(frozen=True, slots=True)
+class GeneratorItem(Item):
     """A generator, restored in place: {"kind": which generator and algorithm, "state": ...}."""
 
+    kind: str
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], object]
+    seed: Callable[[np.random.SeedSequence], object]
+
+    per_rank = True
+
     def tree(self) -> Any:
-        return {"kind": self.kind, "state": self._state()}
+        return {"kind": self.kind, "state": self.get_state()}
 
     def load(self, tree: Any) -> None:
-        self._set_state(tree["state"])
+        self.set_state(tree["state"])
 
     def load_for_new_rank(self, tree: Any, rank: int) -> None:
         """Start a stream for a rank that the checkpoint does not have, as RngItem does."""
-        self._seed(_seeds(tree, rank))
+        self.seed(_seeds(tree, rank))
 
     def problems(self, saved: Any) -> list[str]:
         kind = saved.get("kind") if isinstance(saved, dict) else None
         return [] if kind == self.kind else [f"is a {self.kind}, in the checkpoint it is {kind or 'none'}"]
-
-    @property
-    @abstractmethod
-    def kind(self) -> str: ...
-
-    @abstractmethod
-    def _state(self) -> Any: ...
-
-    @abstractmethod
-    def _set_state(self, state: Any) -> None: ...
-
-    @abstractmethod
-    def _seed(self, seeds: np.random.SeedSequence) -> None: ...
-
-
-class _PythonGenerator(GeneratorItem):
-    kind = "random.Random"
-
-    def __init__(self, generator: random.Random) -> None:
-        self._generator = generator
-
-    def _state(self) -> Any:
-        return self._generator.getstate()
-
-    def _set_state(self, state: Any) -> None:
-        self._generator.setstate(state)
-
-    def _seed(self, seeds: np.random.SeedSequence) -> None:
-        self._generator.seed(_number(seeds))
-
-
-class _NumpyGenerator(GeneratorItem):
-    """A generator over any BitGenerator; the number of spawned children is not part of its state."""
-
-    def __init__(self, generator: np.random.Generator) -> None:
-        self._bits = generator.bit_generator
-
-    @property
-    def kind(self) -> str:
-        return f"numpy Generator over {type(self._bits).__name__}"
-
-    def _state(self) -> Any:
-        return self._bits.state
-
-    def _set_state(self, state: Any) -> None:
-        self._bits.state = state
-
-    def _seed(self, seeds: np.random.SeedSequence) -> None:
-        self._bits.state = type(self._bits)(seeds).state
-
-
-class _NumpyRandomState(GeneratorItem):
-    def __init__(self, generator: np.random.RandomState) -> None:
-        self._generator = generator
-
-    @property
-    def kind(self) -> str:
-        return f"numpy RandomState over {self._state()['bit_generator']}"
-
-    def _state(self) -> Any:
-        return self._generator.get_state(legacy=False)
-
-    def _set_state(self, state: Any) -> None:
-        self._generator.set_state(state)
-
-    def _seed(self, seeds: np.random.SeedSequence) -> None:
-        bits = getattr(np.random, self._state()["bit_generator"])
-        self._generator.set_state({**bits(seeds).state, "has_gauss": 0, "gauss": 0.0})
-
-
-class _TorchGenerator(GeneratorItem):
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    @property
-    def kind(self) -> str:
-        return f"torch.Generator on {self._generator.device.type}"
-
-    def _state(self) -> Any:
-        return self._generator.get_state()
-
-    def _set_state(self, state: Any) -> None:
-        self._generator.set_state(state)
-
-    def _seed(self, seeds: np.random.SeedSequence) -> None:
-        self._generator.manual_seed(_number(seeds) % 2**64)
 
 
 def generator_item(obj: object) -> GeneratorItem | None:
@@ -183,14 +108,44 @@ def generator_item(obj: object) -> GeneratorItem | None:
         case random.SystemRandom():
             return None
         case random.Random():
-            return _PythonGenerator(obj)
+            return GeneratorItem(
+                "random.Random", obj.getstate, obj.setstate, lambda seeds: obj.seed(_number(seeds))
+            )
         case np.random.Generator():
-            return _NumpyGenerator(obj)
+            return _numpy_generator(obj.bit_generator)
         case np.random.RandomState():
-            return _NumpyRandomState(obj)
+            return _numpy_random_state(obj)
         case torch.Generator():
-            return _TorchGenerator(obj)
+            return GeneratorItem(
+                f"torch.Generator on {obj.device.type}",
+                obj.get_state,
+                obj.set_state,
+                lambda seeds: obj.manual_seed(_number(seeds) % 2**64),
+            )
     return None
+
+
+def _numpy_generator(bits: Any) -> GeneratorItem:
+    """Return the adapter for any BitGenerator, without the number of its spawned children."""
+
+    def set_state(state: Any) -> None:
+        bits.state = state
+
+    kind = f"numpy Generator over {type(bits).__name__}"
+    return GeneratorItem(
+        kind, lambda: bits.state, set_state, lambda seeds: set_state(type(bits)(seeds).state)
+    )
+
+
+def _numpy_random_state(generator: np.random.RandomState) -> GeneratorItem:
+    get_state = partial(generator.get_state, legacy=False)
+    name = get_state()["bit_generator"]
+
+    def seed(seeds: np.random.SeedSequence) -> None:
+        state = getattr(np.random, name)(seeds).state
+        generator.set_state({**state, "has_gauss": 0, "gauss": 0.0})
+
+    return GeneratorItem(f"numpy RandomState over {name}", get_state, generator.set_state, seed)
 
 
 # -- streams for new ranks ----------------------------------------------------------------------------

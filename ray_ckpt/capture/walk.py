@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ray_ckpt.capture.dtensors import holders, is_dtensor, parts_here
-from ray_ckpt.capture.flat_shards import FlatShard
-from ray_ckpt.capture.items import Item, local_tensor
+from ray_ckpt.capture.items import FlatShard, Item, Leaf, local_tensor
 from ray_ckpt.capture.torch_private import local_part
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.digest import digest
@@ -42,8 +41,6 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
 }
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 MIN_BLOCK_TENSORS = 16  # fewest tensors in a container compared as a whole; fewer are as fast one by one
-Leaf: TypeAlias = torch.Tensor | FlatShard
-"""A leaf of an item's tree that holds a tensor."""
 SliceKey: TypeAlias = tuple[str, tuple[int, ...]]
 """Identity of a slice on a rank: tensor name and offset. A rank may hold several slices of a tensor."""
 
@@ -359,11 +356,6 @@ def _same_kind(value: Any, mapped: dict[Any, Any]) -> Any:
     for key, item in mapped.items():
         copy[key] = item
     return copy
-
-
-def resolve_leaves(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return a tree in which tensors, by key, and dtypes replace the placeholders of `walk`."""
-    return replace_refs(tree, lambda ref, _: tensors[ref.key])
 
 
 def replace_refs(tree: Any, found: Callable[[TensorRef, tuple[str, ...]], Any]) -> Any:

@@ -32,6 +32,7 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level
 if TYPE_CHECKING:
     import torch
 
+    from ray_ckpt.capture.items import NewItem
     from ray_ckpt.capture.load import RestoreInfo
 
 log = logging.getLogger("ray_ckpt")
@@ -282,11 +283,12 @@ class _Saved:
             seconds=time.monotonic() - start_s,
         )
 
-    def _load(self, trees: Mapping[str, Any], rank: int) -> dict[str, _NewItem]:
+    def _load(self, trees: Mapping[str, Any], rank: int) -> dict[str, NewItem]:
         """Load the tensors of the trees; where ranks differ in a tensor of one name, that of `rank`."""
+        from ray_ckpt.capture.items import NewItem
         from ray_ckpt.capture.load import load_items
 
-        items = {name: _NewItem() for name in trees}
+        items = {name: NewItem() for name in trees}
         reader, state = self._reader(), {"step": self.info.step, "items": trees}
         put_rest = load_items(items, state, self._rows, reader, rank=rank, world_size=self.info.world_size)
         self._check(reader)
@@ -356,40 +358,6 @@ class _Saved:
                 item,
                 f"{item}.*",
             )
-
-
-class _NewItem:
-    """An item without a live object: it accepts any saved state, with whole tensors on the CPU."""
-
-    per_rank = False
-
-    def __init__(self) -> None:
-        self.state: Any = None
-        self.num_tensors = 0
-
-    def tree(self) -> Any:
-        return None
-
-    def load(self, tree: Any) -> None:
-        self.state = tree
-
-    def problems(self, saved: Any) -> list[str]:
-        return []
-
-    def is_shared(self, path: tuple[str, ...]) -> bool:
-        return True
-
-    def is_replaced(self, path: tuple[str, ...]) -> bool:
-        return True
-
-    def changes_in_step(self, path: tuple[str, ...]) -> bool:
-        return False
-
-    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        import torch
-
-        self.num_tensors += 1
-        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _group() -> tuple[int, int]:

@@ -22,8 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ray_ckpt.capture.fsdp1 import Fsdp1OptimizerItem
-from ray_ckpt.capture.items import Item, ModuleItem, OptimizerItem, SamplerItem, TensorItem
+from ray_ckpt.capture.items import BaseOptimizerItem, Item, ModuleItem, SamplerItem, TensorItem
 from ray_ckpt.capture.rng import GeneratorItem, RngItem
 from ray_ckpt.capture.walk import bytes_digest, map_leaves, walk
 from ray_ckpt.errors import ConfigError
@@ -162,7 +161,7 @@ def kind_of(item: Item) -> Kind:
             return "random"
         case ModuleItem() | TensorItem():
             return "model"
-        case OptimizerItem() | Fsdp1OptimizerItem():
+        case BaseOptimizerItem():
             return "optimizer"
         case SamplerItem():
             return "data"

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load
 
 from ray_ckpt.actors.agent.arena import RankArena, SignalPage, make_arena
+from ray_ckpt.capture.walk import replace_refs
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.node_messages import SaveOutcome
@@ -37,6 +38,11 @@ from ray_ckpt.types import (
 )
 
 T = TypeVar("T")
+
+
+def resolve_leaves(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return a tree in which tensors, by key, and dtypes replace the placeholders of `walk`."""
+    return replace_refs(tree, lambda ref, _: tensors[ref.key])
 
 
 @dataclass(slots=True)

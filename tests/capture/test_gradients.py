@@ -19,9 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ray_ckpt.capture.gradients import GradientsItem, Window, check_public
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.overlap_guard import hooks_in_backward
-from ray_ckpt.capture.walk import resolve_leaves, walk
+from ray_ckpt.capture.walk import walk
 from ray_ckpt.errors import UnsupportedItem
 from ray_ckpt.format.tree import decode_tree, encode_tree
+from tests.capture.local import resolve_leaves
 
 
 class Loop:

@@ -29,9 +29,10 @@ from ray_ckpt.capture.items import (
     unwrap,
 )
 from ray_ckpt.capture.predict import predicted_state
-from ray_ckpt.capture.walk import resolve_leaves, walk
+from ray_ckpt.capture.walk import walk
 from ray_ckpt.errors import UnsupportedItem, UnsupportedLeaf
 from ray_ckpt.format.tree import decode_tree, encode_tree
+from tests.capture.local import resolve_leaves
 
 OptimizerOf = Callable[[list[Any]], torch.optim.Optimizer]
 

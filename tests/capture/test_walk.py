@@ -18,11 +18,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.items import Item
-from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked, bytes_digest, resolve_leaves, walk
+from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked, bytes_digest, walk
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.format.tree import TensorRef, TorchDtype
 from ray_ckpt.types import Slice
+from tests.capture.local import resolve_leaves
 
 
 def items_of(**objects: Any) -> dict[str, Item]:
