@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -210,50 +210,53 @@ class RunOptions:
     """Report pointers to Ray Train, so that `Result.checkpoint` shows the newest checkpoint."""
 
     def __post_init__(self) -> None:
-        for name, least in _WHOLE.items():
-            self._need(name, _is_whole(getattr(self, name), least), f"an integer of at least {least}")
-        for name, least in _WHOLE_OR_NONE.items():
-            value = getattr(self, name)
-            good = value is None or _is_whole(value, least)
-            self._need(name, good, f"an integer of at least {least}, or to None")
-        for name in _SECONDS:
-            self._need(name, _is_number(getattr(self, name)), "a number of seconds, 0 or more")
-        for name in _SECONDS_OR_NONE:
-            value = getattr(self, name)
-            good = value is None or (_is_number(value) and value > 0)
-            self._need(name, good, "a number of seconds above 0, or to None")
-        for name in ("every_s", "remote_every_s"):
-            every = getattr(self, name)
-            good = every is None or every == "auto" or (_is_number(every) and every > 0)
-            self._need(name, good, "a number of seconds above 0, 'auto' or None")
-        good = _is_number(self.overhead_budget) and 0 < self.overhead_budget < 1
-        self._need("overhead_budget", good, "a fraction above 0 and below 1")
+        for option in fields(self):
+            self._check_type(option.name, option.type)
+        budget = self.overhead_budget
+        self._need("overhead_budget", _is_number(budget) and 0 < budget < 1, "a fraction above 0 and below 1")
         is_known = self.resume in ("auto", "never", "must") or resume_step(self.resume) is not None
         is_known = is_known or is_uri(self.resume)
         self._need("resume", is_known, "'auto', 'never', 'must', 'step:N' or the URI of a checkpoint")
-        self._check_origin()
-        self._check_unprotected()
-        for name in _FLAGS:
-            self._need(name, isinstance(getattr(self, name), bool), "True or False")
         self._need("memory", self.memory in MEMORY_MODES, f"one of {', '.join(MEMORY_MODES)}")
         domain = self.failure_domain
         good = isinstance(domain, str) and domain != ""
         self._need("failure_domain", good, "'auto', 'none' or the name of a Ray node label")
         good = self.compress is None or self.compress <= MAX_COMPRESS_LEVEL
         self._need("compress", good, f"a zstd level of at most {MAX_COMPRESS_LEVEL}")
+        self._check_origin()
+        self._check_unprotected()
         self._check_storage_options()
         self._check_staging()
         self._check_best()
         self._check_milestones()
         self._check_watermarks()
 
+    def _check_type(self, name: str, type_: Any) -> None:
+        """Check an option as far as its type, as it is written above, decides about its values."""
+        value, least = getattr(self, name), _LEAST.get(name, 1)
+        is_period = _is_number(value) and value > 0
+        match type_:
+            case "bool":
+                self._need(name, isinstance(value, bool), "True or False")
+            case "int":
+                self._need(name, _is_whole(value, least), f"an integer of at least {least}")
+            case "int | None":
+                good = value is None or _is_whole(value, least)
+                self._need(name, good, f"an integer of at least {least}, or to None")
+            case "float" if name.endswith("_s"):
+                self._need(name, _is_number(value), "a number of seconds, 0 or more")
+            case "float | None":
+                self._need(name, value is None or is_period, "a number of seconds above 0, or to None")
+            case "float | Literal['auto'] | None":
+                good = value is None or value == "auto" or is_period
+                self._need(name, good, "a number of seconds above 0, 'auto' or None")
+            case "tuple[str, ...]":
+                good = isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
+                self._need(name, good, "a tuple of names")
+
     def _check_origin(self) -> None:
         good = self.init_from is None or is_uri(self.init_from)
         self._need("init_from", good, "the URI of a checkpoint, such as s3://bucket/runs/gpt@30, or to None")
-        for name in ("init_items", "keep", "anew"):
-            texts = getattr(self, name)
-            good = isinstance(texts, tuple) and all(isinstance(text, str) and text for text in texts)
-            self._need(name, good, "a tuple of names")
         self._need("init_items", self.init_items != (), "a tuple of at least one name")
         if self.init_from is not None and is_uri(self.resume):
             raise ConfigError(
@@ -345,37 +348,8 @@ class RunOptions:
         return cls(**options)
 
 
-_WHOLE = {  # option -> minimum
-    "replicas": 0,
-    "keep_last": 1,
-    "keep_local": 1,
-    "remote_every": 1,
-    "reserve_bytes": 0,
-    "repair_bytes_per_s": 1,
-    "scrub_bytes_per_s": 0,
-}
-_FLAGS = ("keep_epochs", "keep_local_at_end", "overlap", "verify_captures", "partial_grads", "ray_report")
-_WHOLE_OR_NONE = {
-    "every_steps": 1,
-    "keep_every": 1,
-    "total_steps": 1,
-    "replicate_bytes_per_s": 1,
-    "drain_bytes_per_s": 1,
-    "compress": 1,
-}
-_SECONDS = (
-    "max_block_s",
-    "goal_timeout_s",
-    "attempt_timeout_s",
-    "inventory_wait_s",
-    "restore_timeout_s",
-    "finish_timeout_s",
-    "retire_grace_s",
-    "scrub_every_s",
-    "store_wait_s",
-    "agent_idle_s",
-)
-_SECONDS_OR_NONE = ("keep_every_s", "ttl_s")
+_LEAST = {"replicas": 0, "reserve_bytes": 0, "scrub_bytes_per_s": 0}
+"""Smallest values of integers; of all others it is 1."""
 
 
 def _is_whole(value: object, least: int) -> bool:
