@@ -15,36 +15,18 @@ one integer is the position of the whole group, epochs follow each other without
 lost, doubled, dropped or padded, even if the number of ranks and the batch size change. The state that
 `batches` saves is that integer, the seed and the length of the data set.
 
-Limits, and alternatives:
+Alternatives, and their limits, are in docs/guides/resume.md. In addition:
 
-- `DistributedSampler` has an epoch but no position. Its state restores only the epoch: after a restart within
-  an epoch, all samples of that epoch are read again.
-- torchdata's `StatefulDataLoader` is saved and restored exactly, also within an epoch, if the numbers of
-  ranks and of worker processes stay the same. The state of a loader belongs to one rank: at another world
-  size samples are lost and doubled, and torchdata reports no error (`is_bound_to_world_size`). Another number
-  of workers is an error (`loader_problems`). In torchdata 0.11 pass no `generator` to the loader: without
-  worker processes the loader also draws the seed of workers from the generator, one time less after a
-  restore, so the epochs after the restored epoch have another order. Save within an epoch, as `ckpt.step` at
-  the end of a loop's body does: a loader restored between two epochs returns the right samples, but draws
-  once more from the random state that dropout uses. Inside `sampler.batches(...)` the loader works as a plain
-  DataLoader, and the loader's own state is not needed.
-- Random augmentation: the random state of DataLoader's worker processes is not saved. Wrap the data set in
-  `SeededSamples`: then a sample depends on its number only.
-- Ray Data has no position that can be restored; see below.
-
-Ray Data (Ray 2.60): `ray.train.get_dataset_shard(name)` returns a `DataIterator`, which has no `state_dict`
-and always begins at the start. Each epoch executes the data set again
-(`SplitCoordinator._try_start_new_epoch`), and `OutputSplitter` hands each block to the rank that has the
-fewest rows so far, preferring blocks near the rank by default, in the order in which blocks become ready
-(Ray: "does not provide any ordering guarantees"). `ExecutionOptions(preserve_order=True)` makes that order
-repeatable only while the number of ranks, the blocks (`override_num_blocks`, sizes of files) and every
-`map_batches` are the same, and a seeded shuffle depends on the count of executions
-(`DataContext._execution_idx`), which restarts at 0 with each new group. `CheckpointConfig` of Ray Data leaves
-out rows whose ids are stored under a path, also for a training split, but only a `Write` stores ids under
-that path. So a restart begins an epoch again: rows that were read before the restart are read twice, in
-another order. Skipping the number of rows that were read would skip other rows, and is not offered. For an
-exact position, store the rows so that they can be read by number (Parquet or Arrow files, a memory-mapped
-array) and use `GlobalBatchSampler`; keep Ray Data for preprocessing.
+- torchdata's `StatefulDataLoader` belongs to one rank: at another world size samples are lost and doubled,
+  and torchdata reports no error (`is_bound_to_world_size`). Another number of workers is an error
+  (`loader_problems`). In torchdata 0.11 pass no `generator` to the loader: without worker processes the
+  loader also draws the seed of workers from the generator, one time less after a restore, so the epochs after
+  the restored epoch have another order. Save within an epoch: a loader restored between two epochs returns
+  the right samples, but draws once more from the random state that dropout uses. Inside
+  `sampler.batches(...)` the loader works as a plain DataLoader, and its own state is not needed.
+- Ray Data (Ray 2.60) has no position: a `DataIterator` has no `state_dict`, each epoch executes the data set
+  again, and `OutputSplitter` hands out blocks in the order in which they become ready. Skipping as many rows
+  as were read would skip other rows, and is not offered.
 """
 
 from __future__ import annotations
