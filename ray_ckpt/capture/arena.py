@@ -122,9 +122,8 @@ class Ring:
     def __init__(self, path: str) -> None:
         self.mapping = Mapping(path)
         self._filled = 0  # number of filled blocks
-
         self._in_block = 0  # filled bytes of the current block
-        self._is_over: Callable[[], bool] = _never
+        self._is_over: Callable[[], bool] = lambda: False
 
     def begin(self, attempt: str, is_over: Callable[[], bool]) -> None:
         """Start a stream; `is_over` returns whether the agent has stopped reading the stream."""
@@ -135,7 +134,7 @@ class Ring:
 
     def write(self, tensor: torch.Tensor) -> None:
         """Append a tensor's bytes. Unavailable if the agent stops reading."""
-        flat = tensor.contiguous().view(-1).view(torch.uint8) if tensor.dim() else _scalar_bytes(tensor)
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
         start = 0
         while start < flat.numel():
             room = self._room()
@@ -166,11 +165,3 @@ class Ring:
     def _publish(self) -> None:
         self._filled, self._in_block = self._filled + 1, 0
         self.mapping.page.filled_blocks = self._filled
-
-
-def _never() -> bool:
-    return False
-
-
-def _scalar_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(1).view(torch.uint8)

@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from ray_ckpt.capture.fsdp1 import fsdp1_modules
 from ray_ckpt.capture.items import Item, local_tensor, parameter_names
+from ray_ckpt.capture.overlap_guard import runs_hooks
 from ray_ckpt.capture.torch_private import (
     has_hidden_gradients,
     is_updated_in_backward,
@@ -42,7 +44,7 @@ class Window:
         self, optimizers: Iterable[torch.optim.Optimizer], modules: Iterable[nn.Module] = ()
     ) -> None:
         """Watch `optimizers`, and the FSDP2 modules in `modules`, which hide unsynchronized gradients."""
-        self._used = [_Used(optimizer) for optimizer in optimizers if _runs_hooks(optimizer)]
+        self._used = [_Used(optimizer) for optimizer in optimizers if runs_hooks(optimizer)]
         self._sharded = [m for module in modules for m in module.modules() if _is_fsdp2(m)]
         self._last: _Used | None = None
         # The hook runs outside compiled graphs, as the hook in overlap_guard.py does.
@@ -147,18 +149,9 @@ def _any_nonzero(grads: Sequence[torch.Tensor]) -> bool:
     return any(bool(torch.stack(found).any()) for found in flags.values())
 
 
-def _runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    return getattr(type(optimizer).step, "hooked", False)
-
-
 def _is_fsdp2(module: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: no FSDP2 module exists
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
-def _is_fsdp1(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
 # -- saving them --------------------------------------------------------------------------------------
@@ -171,7 +164,7 @@ def check_public(modules: Mapping[str, nn.Module | nn.Parameter]) -> None:
     for name, owner in modules.items():
         parts = list(owner.modules()) if isinstance(owner, nn.Module) else []
         params = list(owner.parameters()) if isinstance(owner, nn.Module) else [owner]
-        if any(map(_is_fsdp1, parts)):
+        if isinstance(owner, nn.Module) and fsdp1_modules(owner):
             _refuse(name, "FullyShardedDataParallel keeps them in its own flat buffer")
         if any(map(_is_fsdp2, parts)):
             _refuse(name, "fully_shard keeps unsynchronized ones in its own buffers")

@@ -72,14 +72,19 @@ def guarded_storages(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     guarded: set[int] = set()
     refused: set[int] = set()
     for optimizer in optimizers:
-        runs_hooks = getattr(type(optimizer).step, "hooked", False)
+        is_hooked = runs_hooks(optimizer)
         for group in optimizer.param_groups:
             for param in group["params"]:
-                places = guarded if runs_hooks and not is_updated_in_backward(param) else refused
+                places = guarded if is_hooked and not is_updated_in_backward(param) else refused
                 places.add(storage_of(param))
                 state = optimizer.state.get(param, {}) if param in optimizer.state else {}
                 places.update(storage_of(v) for v in state.values() if isinstance(v, torch.Tensor))
     return guarded - refused
+
+
+def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step` of the optimizer runs hooks."""
+    return getattr(type(optimizer).step, "hooked", False)
 
 
 def hooks_in_backward(optimizers: Iterable[torch.optim.Optimizer]) -> int:

@@ -120,9 +120,8 @@ def _step_of_twin(
             twin = kind(copies, **options)
             for copy in copies:
                 copy.grad = torch.zeros_like(copy)
-            with contextlib.suppress(
-                DataDependentOutputException
-            ):  # the step needs a value, but the state exists by then
+            # An exception because the step needs a value comes when the state exists.
+            with contextlib.suppress(DataDependentOutputException):
                 _bare_step(kind)(twin)  # without the user's global hooks
     except Exception:  # raised by code of another package
         return []

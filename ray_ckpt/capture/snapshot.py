@@ -28,9 +28,7 @@ from ray_ckpt.errors import StateError, Unavailable
 log = logging.getLogger("ray_ckpt")
 
 COPY_WAIT_S = 300.0  # longest wait of training for a copy: a copy takes about a second, so a longer one hangs
-MAX_CLONED_BYTES = (
-    1 << 30
-)  # of device memory for copies of tensors that may change at any time, such as buffers
+MAX_CLONED_BYTES = 1 << 30  # device memory for copies of tensors that may change at any time
 OPERATION_S = 2.0  # longest time that an operation on a tensor may still run after the copy has ended
 
 
@@ -140,9 +138,8 @@ class Snapshotter:
         self._verify = verify
         self._thread = ThreadPoolExecutor(1, "ray_ckpt-capture", initializer=_use_one_core)
         self._streams: dict[torch.device, Any] = {}
-        self._unsafe: set[str] = (
-            set()
-        )  # slices that changed during a copy; later copies of them are made before `start` returns
+        # Slices that changed during a copy; later copies of them are made before `start` returns.
+        self._unsafe: set[str] = set()
 
     def start(
         self,
@@ -219,9 +216,8 @@ class Snapshotter:
             return batch, [_Piece(live, live.tensor, is_late=live.slice.key in safe) for live in slices]
         for live, view in zip(slices, target.views, strict=True):
             source = live.tensor
-            is_late = (
-                bool(safe) and live.changes_in_step and live.slice.key in safe
-            )  # the key costs most, so the key is checked last
+            # The key costs most, so the key is checked last.
+            is_late = bool(safe) and live.changes_in_step and live.slice.key in safe
             if is_late or self._verify or not _is_on_host(source):
                 reference = source.detach().clone() if self._verify else None
                 parts.append(_Piece(live, source, is_late=is_late, view=view, reference=reference))

@@ -9,6 +9,7 @@ Unknown objects are examined by `type()` only, which, unlike `__class__`, runs n
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections import deque
@@ -87,8 +88,11 @@ def _phrases(objects: Mapping[str, object]) -> list[str]:
     for suspect in suspects:
         covered |= _held_by([suspect]) - {id(suspect)}
     owners = _Owners(objects)
-    missing = (_phrase_or_none(suspect, owners) for suspect in suspects if id(suspect) not in covered)
-    return [phrase for phrase in missing if phrase][:MAX_NAMED]
+    phrases: list[str] = []
+    for suspect in (suspect for suspect in suspects if id(suspect) not in covered):
+        with contextlib.suppress(Exception):  # of a partly initialized object
+            phrases += filter(None, [_phrase(suspect, owners)])
+    return phrases[:MAX_NAMED]
 
 
 def _suspects() -> list[Any]:
@@ -161,13 +165,6 @@ class _Owners:
                 params = list(unwrap(obj).parameters())
                 self.params |= {id(param): name for param in params}
                 self.shapes.setdefault(tuple(param.shape for param in params), name)
-
-
-def _phrase_or_none(suspect: Any, owners: _Owners) -> str | None:
-    try:
-        return _phrase(suspect, owners)
-    except Exception:
-        return None
 
 
 def _phrase(suspect: Any, owners: _Owners) -> str | None:

@@ -202,7 +202,12 @@ def walk(
             if id(value) not in keys:
                 prefix, inner = place_in(name, item, value, path, rank)
                 key = ".".join((prefix, *inner))
-                _check_free(key, held)
+                if key in held:
+                    raise UnsupportedLeaf(
+                        f"Two tensors would be stored under the name {key}.",
+                        hint="Rename one of their keys; names are joined with dots.",
+                        path=key,
+                    )
                 keys[id(value)] = key
                 held_before = known.get(key)
                 if held_before is not None and held_before.is_still(value):
@@ -210,9 +215,10 @@ def walk(
                 else:
                     ranks = everyone if item.is_shared(path) else (rank,)
                     changes = item.changes_in_step(path)
-                    held[key] = _held_leaf(
-                        value, prefix, inner, ranks=ranks, changes_in_step=changes, first=first
+                    slices = slices_of(
+                        value, item=prefix, path=inner, ranks=ranks, changes_in_step=changes, first=first
                     )
+                    held[key] = HeldLeaf(leaf=value, slices=tuple(slices), memory=_memory(value))
                 all_slices.extend(held[key].slices)
             return TensorRef(keys[id(value)])
 
@@ -238,19 +244,6 @@ def walk(
     if before is not None and len(slices) == len(before.slices) and all(map(is_, slices, before.slices)):
         slices = before.slices
     return Walked(slices=slices, trees=trees, held=held, blocks=blocks)
-
-
-def _held_leaf(
-    value: Any,
-    item: str,
-    path: tuple[str, ...],
-    *,
-    ranks: tuple[int, ...],
-    changes_in_step: bool,
-    first: int,
-) -> HeldLeaf:
-    slices = slices_of(value, item=item, path=path, ranks=ranks, changes_in_step=changes_in_step, first=first)
-    return HeldLeaf(leaf=value, slices=tuple(slices), memory=_memory(value))
 
 
 def plain_tensors(value: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] | None:
@@ -310,15 +303,6 @@ def place_in(
 def is_global(leaf: Leaf) -> bool:
     """Return whether the leaf is this rank's part of a tensor that is cut over ranks."""
     return isinstance(leaf, FlatShard) or is_dtensor(leaf)
-
-
-def _check_free(key: str, held: Mapping[str, HeldLeaf]) -> None:
-    if key in held:
-        raise UnsupportedLeaf(
-            f"Two tensors would be stored under the name {key}.",
-            hint="Rename one of their keys; names are joined with dots.",
-            path=key,
-        )
 
 
 def _memory(leaf: Leaf) -> tuple[Any, ...]:
