@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from operator import is_not
 
+import torch
+
 from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.walk import LiveSlice, SliceKey, Walked, bytes_digest
-from ray_ckpt.errors import text_of
+from ray_ckpt.errors import CheckpointError, text_of
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.trainer.link import Identity, SaveLink, SealedShard
 from ray_ckpt.types import AttemptId
@@ -131,7 +133,7 @@ class Handoff:
     ) -> None:
         """`stall_s` maps the begin time of a save to the seconds for which the save has blocked training."""
         self.released: Future[None] = Future()
-        self.digest = digest
+        self._digest = digest
         self._link = link
         self._buffer = buffer
         self._plan = plan
@@ -141,13 +143,40 @@ class Handoff:
         self._is_known = False  # the agent was notified, reads the buffer, and releases it
         buffer.released, buffer.layout = self.released, None  # set again once the layout is sent to the agent
 
-    def hand_over(self) -> None:
+    def begin(self) -> bool:
+        """Prepare the buffer, and a stream up to its header; return False if the save has failed already."""
+        target, layout = self._buffer.target, self._plan.layout
+        if isinstance(target, Arena):
+            target.begin()
+            if target.layout is not layout:
+                target.lay_out(layout)
+            return True
+        self._digest.complete()
+        target.begin(self._parts.attempt.attempt, self.released.done)
+        self._hand_over()
+        try:
+            target.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
+        except CheckpointError as error:
+            self.fail(error)
+            return False
+        return True
+
+    def finish(self) -> None:
+        """Seal the buffer when every slice is copied."""
+        target, attempt = self._buffer.target, self._parts.attempt.attempt
+        if isinstance(target, Arena):
+            target.seal(attempt)
+            self._hand_over()
+        else:
+            target.end(attempt)
+
+    def _hand_over(self) -> None:
         parts, layout = self._parts, self._plan.layout
         shard = SealedShard(
             attempt=parts.attempt,
             rank=self._link.identity.rank,
             state=parts.state,
-            replicated=(self.digest.text(), f"{self._link.identity.part}/{parts.count}"),
+            replicated=(self._digest.text(), f"{self._link.identity.part}/{parts.count}"),
             metrics=parts.metrics(),
             buffer=self._buffer.index,
             layout=layout if self._is_new_layout else None,
@@ -172,15 +201,6 @@ class Handoff:
             self.released.set_result(None)
         else:
             self.released.set_exception(error)
-
-    def finish_copy(self) -> None:
-        assert isinstance(self._buffer.target, Arena)
-        self._buffer.target.seal(self._parts.attempt.attempt)
-        self.hand_over()
-
-    def finish_stream(self) -> None:
-        assert isinstance(self._buffer.target, Ring)
-        self._buffer.target.end(self._parts.attempt.attempt)
 
     def fail(self, error: Exception) -> None:
         """Cancel the save after `error`."""

@@ -18,7 +18,7 @@ from ray_ckpt.capture.dtensors import mesh_text
 from ray_ckpt.capture.overlap_guard import background_slices, guarded_storages, hooks_in_backward
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 from ray_ckpt.capture.walk import Walked
-from ray_ckpt.errors import CheckpointError, ConfigError, InsufficientSpace, Unavailable, text_of
+from ray_ckpt.errors import ConfigError, InsufficientSpace, Unavailable, text_of
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.trainer.handoff import CopyPlan, Handoff, SaveBuffer, SaveParts, SharedDigest
 from ray_ckpt.trainer.link import ArenaGrant, SaveLink
@@ -194,15 +194,18 @@ class Saver:
         buffer = self._buffers[0]
         digest = SharedDigest(walked, self._link.identity, content=parts.compare_content)
         digest.add_now(plan.background)
-        if isinstance(buffer.target, Arena) and buffer.target.layout is not plan.layout:
-            buffer.target.lay_out(plan.layout)
         handoff = Handoff(self._link, buffer, plan, parts, digest, self._stalled_s)
         self._buffers.rotate(-1)
         try:
-            if isinstance(buffer.target, Ring):
-                self._start_stream(buffer.target, plan, parts.attempt.attempt, handoff)
-            else:
-                self._start_copy(buffer.target, plan, handoff)
+            if handoff.begin():
+                self._snapshot = self._snapshotter.start(
+                    buffer.target,
+                    plan.slices,
+                    background=plan.background,
+                    during=digest.complete,
+                    finish=handoff.finish,
+                    fail=handoff.fail,
+                )
         except BaseException:
             handoff.abandon()
             raise
@@ -214,35 +217,6 @@ class Saver:
             return time.monotonic() - began_s
         waits_since_s = self._snapshot.waits_since_s if self._snapshot is not None else None
         return self._stall_s + (time.monotonic() - waits_since_s if waits_since_s is not None else 0.0)
-
-    def _start_copy(self, arena: Arena, plan: CopyPlan, handoff: Handoff) -> None:
-        arena.begin()
-        self._snapshot = self._snapshotter.start(
-            arena,
-            plan.slices,
-            background=plan.background,
-            during=handoff.digest.complete,
-            finish=handoff.finish_copy,
-            fail=handoff.fail,
-        )
-
-    def _start_stream(self, ring: Ring, plan: CopyPlan, attempt: str, handoff: Handoff) -> None:
-        handoff.digest.complete()
-        ring.begin(attempt, handoff.released.done)
-        handoff.hand_over()
-        try:
-            ring.write(torch.frombuffer(bytearray(plan.layout.header), dtype=torch.uint8))
-        except CheckpointError as error:
-            handoff.fail(error)
-            return
-        self._snapshot = self._snapshotter.start(
-            ring,
-            plan.slices,
-            background=plan.background,
-            during=lambda: None,
-            finish=handoff.finish_stream,
-            fail=handoff.fail,
-        )
 
     def settle(self) -> None:
         """Wait until training may change its state."""
