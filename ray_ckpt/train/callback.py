@@ -36,7 +36,7 @@ from ray_ckpt.train.ray_compat import (
 )
 from ray_ckpt.train.report import PointerReporter
 from ray_ckpt.trainer.checkpointer import close_all
-from ray_ckpt.trainer.connection import Connection, StepObserver, set_connection
+from ray_ckpt.trainer.connection import Connection, set_connection
 from ray_ckpt.trainer.probe import ProbeSpec, ResumeProbe
 
 log = logging.getLogger("ray_ckpt")
@@ -174,7 +174,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         """Set the connection of this worker's Checkpointers, or the reason why there is none."""
         if self._is_passive:
             return
-        with _guarded("this worker has no checkpoints", _set_problem):
+        with _guarded("this worker has no checkpoints", lambda e: set_connection(Connection(problem=e))):
             set_connection(Connection(problem=self._problem))
             if self._joined is not None:
                 self._connect(self._joined)
@@ -186,7 +186,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             Connection(
                 link=link,
                 reporter=PointerReporter(joined.spec, validates=has_validation()),
-                observer=StepObserver() if self._probe is None else ResumeProbe(self._probe, rank),
+                probe=None if self._probe is None else ResumeProbe(self._probe, rank),
             )
         )
         with _guarded("SIGTERM is not watched"):
@@ -219,10 +219,6 @@ def _guarded(
             hint = "This is not supposed to happen; the log has a traceback."
             unexpected = ServiceError(f"{what}: {named_text(error)}", hint=hint)
             keep(error if isinstance(error, CheckpointError) else unexpected)
-
-
-def _set_problem(problem: CheckpointError) -> None:
-    set_connection(Connection(problem=problem))
 
 
 def _defaults() -> dict[str, Any]:

@@ -39,7 +39,6 @@ from ray_ckpt.trainer.handoff import SaveParts
 from ray_ckpt.trainer.link import Link
 from ray_ckpt.trainer.metrics import MetricReader, detached
 from ray_ckpt.trainer.outcomes import Outcomes, SaveStats
-from ray_ckpt.trainer.postponing import Postponing
 from ray_ckpt.trainer.rank_items import RankItems, gap_warnings
 from ray_ckpt.trainer.reports import Reports
 from ray_ckpt.trainer.restoring import Restoring, step_of
@@ -92,14 +91,13 @@ class Checkpointer:
                 "Ray Train with num_workers=0 runs no callbacks: use num_workers=1.",
             )
         self._link = link = connection.link
-        self._observer = connection.observer
+        self._probe = connection.probe
         self._objects: dict[str, Any] = {}
         # Set by the restore:
         self._session: int | None = None
         self._epoch = 0
         self._items: RankItems | None = None
         self._saver: Saver | None = None
-        self._postponing: Postponing | None = None
         self._watch: ProgressThread | None = None
         self._rng: Any = None  # the restored random state, kept until the first step
         # State of steps and saves:
@@ -162,8 +160,8 @@ class Checkpointer:
         self._session, self._epoch = restored.session, restored.epoch
         info = restored.info
         checkpoint = restored.checkpoint
-        self._observer.restored(items.items, checkpoint.step if checkpoint else None, warnings)
-        self._postponing = Postponing(items.window, partial_grads=options.partial_grads)
+        if self._probe is not None:
+            self._probe.restored(items.items, checkpoint.step if checkpoint else None, warnings)
         self._saver = Saver(link, restored.session, items.optimizers, on_wait=self._outcomes.count_wait)
         self._saver.prepare(items.predicted_layout(items.walk()))
         self._rng = items.items["rng"].tree() if info else None
@@ -200,7 +198,8 @@ class Checkpointer:
         """
         total = whole_number(total, "total")
         self.restore()
-        total = self._observer.total(total)
+        if self._probe is not None:
+            total = self._probe.total(total)
         if 0 < total <= self._count.last and self._link.identity.rank == 0:
             log.warning(
                 "step %d was restored and total=%d: no step is left; a larger total trains on",
@@ -215,7 +214,8 @@ class Checkpointer:
         self.restore_random_state()
         try:
             for step in range(first, total + 1):
-                self._observer.begun(step, items.items)
+                if self._probe is not None:
+                    self._probe.begun(step, items.items)
                 yield step
         except GeneratorExit:  # break, or an exception in the body: other ranks may still be in the loop
             is_whole = self._whole_step == step  # otherwise the state is between two steps
@@ -329,14 +329,16 @@ class Checkpointer:
         """
         step = self._complete(step, "step")
         self._last_metrics = detached(metrics)
-        is_due = self._is_due(step) or self._observer.due(step)
-        if is_due or (self._postponing is not None and self._postponing.is_active):
+        items = self._require_items()
+        is_due = self._is_due(step) or (self._probe is not None and self._probe.due(step))
+        if is_due or items.is_postponing:
             self._save_now(step, metrics)
         else:
             self._check_outcomes(step)
         self._reports.report_if_due(step)
         self._whole_step = step
-        self._observer.ended(step, self._require_items().items)
+        if self._probe is not None:
+            self._probe.ended(step, items.items)
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
         """Save the state after `step`, on every rank. Return False if it was skipped or not captured.
@@ -359,8 +361,7 @@ class Checkpointer:
         return saved
 
     def _save_now(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
-        assert self._postponing is not None
-        if self._postponing.postpone():
+        if self._require_items().postpone():
             self._outcomes.refuse(f"step {step}: its save waits for the end of the accumulation window")
             return False
         max_block_s = self._link.options.max_block_s
@@ -495,7 +496,7 @@ class Checkpointer:
             self._require_saver().settle()
             if self._outcomes.is_committed(pending[-1]):
                 return
-        if self._postponing is not None and self._postponing.postpone():
+        if self._require_items().postpone():
             log.warning("the loop ends in an accumulation window; its gradients are not in the checkpoint")
         self._save(step, self._last_metrics, max_block_s=FLUSH_S)
 

@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ray_ckpt.core.values import RankProgress
@@ -17,7 +17,7 @@ from ray_ckpt.trainer.save_signal import SaveSignals
 from ray_ckpt.trainer.waiting import WaitingLog
 
 if TYPE_CHECKING:
-    from ray_ckpt.capture.items import Item
+    from ray_ckpt.trainer.probe import ResumeProbe
 
 log = logging.getLogger("ray_ckpt")
 
@@ -26,34 +26,13 @@ REFRESH_S = 5.0  # between two requests for the agent's signal page (a new agent
 # the ranks that the group waits for
 
 
-class StepObserver:
-    """Hooks that a Checkpointer calls at its restore and around each step. This base class does nothing."""
-
-    def total(self, total: int) -> int:
-        """Return the number of steps to run for a loop that requests `total` steps."""
-        return total
-
-    def due(self, step: int) -> bool:
-        """Return True if a save is needed after `step`."""
-        return False
-
-    def restored(self, items: Mapping[str, Item], step: int | None, warnings: Sequence[str] = ()) -> None:
-        """Handle the end of the restore from this run's checkpoint of `step`; None: no checkpoint."""
-
-    def begun(self, step: int, items: Mapping[str, Item]) -> None:
-        """Handle the start of the loop body for `step`."""
-
-    def ended(self, step: int, items: Mapping[str, Item]) -> None:
-        """Handle the end of `step`, which has been saved if a save was due."""
-
-
 @dataclass(frozen=True, slots=True)
 class Connection:
     """A link, or the reason why there is no link."""
 
     link: Link | None = None
     reporter: Reporter | None = None
-    observer: StepObserver = field(default_factory=StepObserver)
+    probe: ResumeProbe | None = None
     problem: CheckpointError | None = None
 
 

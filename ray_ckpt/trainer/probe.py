@@ -29,7 +29,6 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.short import key_text
 from ray_ckpt.format.tree import TensorRef, encode_tree
-from ray_ckpt.trainer.connection import StepObserver
 
 MAX_STEPS = 1000  # steps of a comparison; a line per step and rank has about 100 bytes per tensor or value
 MAX_NOTES = 100_000  # notes of one state; beyond this number a container gets one note
@@ -90,7 +89,7 @@ class Trace:
 # -- in a rank -------------------------------------------------------------------------------------------
 
 
-class ResumeProbe(StepObserver):
+class ResumeProbe:
     """Writes notes about the states of this rank, called by its Checkpointer at the restore and each step."""
 
     def __init__(self, spec: ProbeSpec, rank: int) -> None:
@@ -108,6 +107,7 @@ class ResumeProbe(StepObserver):
         return self._spec.last
 
     def due(self, step: int) -> bool:
+        """Return True if a save is needed after `step`."""
         return self._spec.part == "first" and step == self._spec.at
 
     def restored(self, items: Mapping[str, Item], step: int | None, warnings: Sequence[str] = ()) -> None:
@@ -276,13 +276,13 @@ class Difference:
     rank: int
     step: int
     moment: Moment
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     """Names that differ, at most MAX_NAMES of `count`; the names that explain the others come first."""
-    count: int
-    first: str | None
+    count: int = 0
+    first: str | None = None
     """The note of `names[0]` in the first run, or None; `second` is the same for the second run."""
-    second: str | None
-    first_tensor: str | None
+    second: str | None = None
+    first_tensor: str | None = None
     """The first tensor that differs, in the order of registration; None if no tensor differs."""
     cause: Cause
     what: str
@@ -363,26 +363,13 @@ def _compare_rank(rank: int, first: Trace, second: Trace) -> Difference | None:
     before: tuple[Noted, Noted] | None = None
     for one, other in zip_longest(first.states, second.states):
         if one is None or other is None or (one.moment, one.step) != (other.moment, other.step):
-            return _ended_early(rank, one or other)
+            at: Noted = one or other
+            what = _EXPLANATIONS["ended early"]
+            return Difference(rank=rank, step=at.step, moment=at.moment, cause="ended early", what=what)
         if one.state != other.state:
             return _explain(rank, one, other, before, {**first.kinds, **second.kinds})
         before = (one, other)
     return None
-
-
-def _ended_early(rank: int, at: Noted) -> Difference:
-    return Difference(
-        rank=rank,
-        step=at.step,
-        moment=at.moment,
-        names=(),
-        count=0,
-        first=None,
-        second=None,
-        first_tensor=None,
-        cause="ended early",
-        what=_EXPLANATIONS["ended early"],
-    )
 
 
 def _explain(
@@ -390,7 +377,8 @@ def _explain(
 ) -> Difference:
     """Return the difference between two states of the same moment; the runs were equal up to `before`."""
     names = [n for n in {**one.state, **other.state} if one.state.get(n) != other.state.get(n)]
-    tensor = next((n for n in names if _is_tensor(one.state.get(n)) or _is_tensor(other.state.get(n))), None)
+    notes = ((name, (one.state.get(name, ""), other.state.get(name, ""))) for name in names)
+    tensor = next((name for name, both in notes if any(n.startswith("tensor ") for n in both)), None)
     ranked = sorted(names, key=lambda name: _RANKING.index(_group(name, kinds)))
     cause = _cause(one, before, ranked, kinds)
     return Difference(
@@ -457,17 +445,7 @@ def _item(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _is_tensor(note: str | None) -> bool:
-    return note is not None and note.startswith("tensor ")
-
-
 def _change(first: str | None, second: str | None) -> str:
-    was, now = _shown(first), _shown(second)
+    """Return the change of a note, without digests, which are meaningless to the user."""
+    was, now = ("not there" if note is None else _DIGEST.sub("", note) for note in (first, second))
     return f"({was}) has other bytes" if was == now else f"was {was} and is {now}"
-
-
-def _shown(note: str | None) -> str:
-    """Return a note without digests, because a digest is meaningless to the user."""
-    if note is None:
-        return "not there"
-    return _DIGEST.sub("", note)

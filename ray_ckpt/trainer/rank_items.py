@@ -1,7 +1,11 @@
-"""The items of one rank: registered objects, their state for a save, and warnings about missing items."""
+"""The items of one rank: registered objects, their state for a save, and warnings about missing items.
+
+In an accumulation window gradients wait for an optimizer step, so a save is postponed to the window's end.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -21,6 +25,10 @@ from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.format.tree import encode_tree
 from ray_ckpt.trainer.link import Identity
 
+log = logging.getLogger("ray_ckpt")
+
+MAX_POSTPONED = 1_000  # steps of an accumulation window; gradients that wait longer are never used
+
 
 class RankItems:
     """The items of a Checkpointer after its restore: registered objects, random state, gradients."""
@@ -30,6 +38,7 @@ class RankItems:
         self.objects = objects
         self._identity = identity
         self._walked: Walked | None = None  # the result of the previous walk
+        self._num_postponed = 0  # steps for which a save has waited
         owners = {n: o for n, o in objects.items() if isinstance(o, nn.Module | nn.Parameter)}
         self.items: dict[str, Item] = {name: adapt(name, obj, owners) for name, obj in objects.items()}
         self.items["rng"] = RngItem()
@@ -75,6 +84,22 @@ class RankItems:
             },
             kept=walked.kept,
         )
+
+    @property
+    def is_postponing(self) -> bool:
+        """True while a save waits for the end of the window."""
+        return self._num_postponed > 0
+
+    def postpone(self) -> bool:
+        """Return True if the save that is due now waits for the end of the window."""
+        if "gradients" in self.items or not self.window.is_open():
+            self._num_postponed = 0
+        else:
+            self._num_postponed += 1
+            if self._num_postponed > MAX_POSTPONED:
+                log.warning("gradients have waited for %d steps; the save waits no longer", MAX_POSTPONED)
+                self._num_postponed = 0
+        return self.is_postponing
 
     def close(self) -> None:
         self.window.close()

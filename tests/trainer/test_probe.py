@@ -376,7 +376,7 @@ def test_a_cause_that_is_known_is_not_called_chance(tmp_path: Path) -> None:
 def test_a_checkpointer_saves_where_its_probe_wants_it_and_notes_each_moment(tmp_path: Path) -> None:
     spec = ProbeSpec(folder=str(tmp_path), at=AT, last=LAST, part="first")
     link = LocalLink(options=RunOptions(every_steps=1000))
-    set_connection(Connection(link=link, observer=ResumeProbe(spec, link.rank)))
+    set_connection(Connection(link=link, probe=ResumeProbe(spec, link.rank)))
     try:
         numbers = {"steps": 0}
         ckpt = Checkpointer(numbers=numbers)
@@ -438,7 +438,7 @@ def test_noting_a_loader_that_is_not_iterated_yet_takes_no_random_numbers() -> N
 def test_warnings_of_the_start_are_in_the_result(tmp_path: Path) -> None:
     spec = ProbeSpec(folder=str(tmp_path), at=AT, last=LAST, part="first")
     link = LocalLink(options=RunOptions(every_steps=1000))
-    set_connection(Connection(link=link, observer=ResumeProbe(spec, link.rank)))
+    set_connection(Connection(link=link, probe=ResumeProbe(spec, link.rank)))
     model = nn.Linear(2, 2)
     ema = AveragedModel(model)
     samples: Any = [torch.zeros(1)] * 8
