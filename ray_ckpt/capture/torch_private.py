@@ -1,23 +1,5 @@
 """Private names of torch, each behind one function; those of FSDP1 are in `fsdp1.FlatUnit`.
 
-- `Tensor._version`: `version`, to detect changes during a copy, and gradients that a step used.
-- `DTensor._local_tensor`: `local_part`, a DTensor's memory, without a node in the autograd graph.
-- `Tensor._post_accumulate_grad_hooks`: `is_updated_in_backward`.
-- `torch._foreach_copy_`: `copy_all`.
-- `torch._subclasses.fake_tensor`: `FakeTensorMode`, to predict optimizer state before the first step.
-- `Module._parameters`: `own_parameters`, of an FSDP1 module without a gather.
-- `Module._non_persistent_buffers_set`: `persistent_buffers`.
-- `nn.modules.module._EXTRA_STATE_KEY_SUFFIX`: `EXTRA_STATE_SUFFIX`, of names in a state_dict.
-- `_orig_mod`: `compiled_module`; with `_fsdp_wrapped_module` and `_checkpoint_wrapped_module` also
-  `WRAPPER_SEGMENTS`, the segments that wrappers add to parameter names.
-- `FSDPModule._get_fsdp_state()`, `_fsdp_param_groups`, `_partial_reduce_output`, `_unsharded_param`:
-  `has_hidden_gradients`.
-- `SequentialLR._schedulers`, `_milestones`: `inner_schedulers`, `active_scheduler`.
-- `LRScheduler._last_lr`, `_get_closed_form_lr()`: `set_last_lrs`, `closed_form_lrs`.
-- `_BaseDataLoaderIter`, `_num_yielded`: `iterator_class`, `num_batches_read`.
-- `_dataset_kind`, `_DatasetKind`: `is_map_style`.
-- `DataLoader._iterator`: `is_iterated`.
-
 tests/capture/test_torch_private_names.py checks each of them, so that a release of torch that moves a name
 fails there with a sentence about that name.
 """
@@ -36,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Segments that wrappers add to the names of parameters."""
 
 __all__ = ["EXTRA_STATE_SUFFIX", "DataDependentOutputException", "FakeTensorMode"]
 

@@ -181,10 +181,6 @@ class IntervalModel:
         """Count a failure that ended the group; do not call for an end that a user wanted."""
         self._failures = replace(self._failures, count=self._failures.count + 1)
 
-    def resized(self, num_nodes: int) -> None:
-        """Set the number of the group's nodes."""
-        self._num_nodes = num_nodes
-
     @property
     def failures(self) -> FailureRate:
         """The failures counted so far, to pass to the next IntervalModel of this cluster."""

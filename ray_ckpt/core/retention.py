@@ -51,12 +51,6 @@ class Decision:
     reasons: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retirement:
-    attempt: str
-    reason: str
-
-
 # Policies: `kept` maps the attempts of the view's lineage that the policy keeps to the reason; `text` is the
 # policy in a session record.
 
@@ -234,24 +228,6 @@ def decide_at_end(view: RetentionView, policies: Sequence[Policy]) -> tuple[Deci
     """
     lasting = [policy for policy in policies if not isinstance(policy, KeepLast)]
     return tuple(d for d in decide(view, lasting) if d.checkpoint.level < Level.DURABLE)
-
-
-def choose_retirements(
-    *,
-    live: Sequence[CheckpointInfo],
-    lineage: Sequence[CheckpointInfo],
-    policies: Sequence[Policy],
-    busy: Collection[str],
-    now_s: float,
-    pressure: bool = False,
-) -> tuple[Retirement, ...]:
-    """Return the checkpoints to retire, oldest first; see `decide`."""
-    view = RetentionView(live=tuple(live), lineage=tuple(lineage), now_s=now_s, busy=busy)
-    return tuple(
-        Retirement(attempt=decision.checkpoint.id.attempt, reason=decision.reasons[0])
-        for decision in decide(view, policies, pressure=pressure)
-        if not decision.kept
-    )
 
 
 def _kept(

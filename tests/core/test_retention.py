@@ -128,13 +128,6 @@ def test_reasons_are_for_people() -> None:
         3: ("newest local", "newest replicated", "last 1"),
     }
     assert gone(view, *policies) == {2: "no policy keeps it", 4: "off the lineage"}
-    chosen = r.choose_retirements(
-        live=view.live, lineage=view.lineage, policies=policies, busy=(), now_s=NOW_S
-    )
-    assert [(c.attempt[-1], c.reason) for c in chosen] == [
-        ("2", "no policy keeps it"),
-        ("4", "off the lineage"),
-    ]
 
 
 def test_ttl_overrules_policies_but_not_what_must_stay() -> None:
