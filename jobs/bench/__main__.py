@@ -14,41 +14,42 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
 
 from jobs.bench import report
-from jobs.bench.context import QUICK_BYTES, QUICK_REPEAT, Context, parse_size
+from jobs.bench.context import Context
 from jobs.bench.peers.catalogue import PEERS
-from jobs.bench.row import Row, first_line, skipped
+from jobs.bench.row import Row, skipped
 from jobs.demo.s3_server import KINDS
+from ray_ckpt.cli.options import size
 from ray_ckpt.preemption.cloud import METADATA_ENV
 
-ROWS: Mapping[str, str] = {  # name -> module with the function `rows(context)`, imported on use
-    "limits": "jobs.bench.limits",
-    "snapshot": "jobs.bench.snapshot",
-    "small": "jobs.bench.small",
-    "overhead": "jobs.bench.overhead",
-    "disk": "jobs.bench.disk",
-    "wire": "jobs.bench.wire",
-    "restoring": "jobs.bench.restoring",
-    "remote": "jobs.bench.remote",
-    "agent": "jobs.bench.agent",
-    "coordinator": "jobs.bench.coordinator",
-    "ray": "jobs.bench.messages",
-    "catalog": "jobs.bench.catalog",
-    "retention": "jobs.bench.retention",
-    "simulator": "jobs.bench.simulator",
+ROWS: Mapping[str, str] = {  # name -> module of this package, with a function `rows` or the one named
+    "limits": "limits",
+    "snapshot": "snapshot",
+    "device": "device",
+    "small": "small",
+    "overhead": "overhead",
+    "disk": "disk",
+    "wire": "wire",
+    "restoring": "restoring",
+    "remote": "remote",
+    "agent": "agent",
+    "coordinator": "coordinator",
+    "ray": "coordinator:message_rows",
+    "catalog": "history:catalog_rows",
+    "retention": "history:retention_rows",
+    "simulator": "coordinator:schedule_rows",
 }
-IF_NAMED = (
-    "overhead",
-    "remote",
-)  # or with --peers: two minutes of ten-step stretches, three of other programs
+IF_NAMED = ("overhead", "remote")  # or with --peers: minutes of ten-step stretches and of other programs
 SIZE = "1GiB"
 REPEAT = 5
+QUICK_BYTES = 64 << 20  # state in a quick run, which must end within a minute on two cores
+QUICK_REPEAT = 2  # samples per row in a quick run; a median of two still shows their spread
 FOLDER = Path("bench-out")
 FAILED = "failed: "  # begins the text of rows that an error kept from being measured
 
@@ -65,16 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         quick=chosen.quick,
         server=chosen.server,
     )
-    rows = list(_printed(_measured(_groups(chosen), context)))
+    rows = []
+    for row in _measured(_groups(chosen), context):
+        print(f"{row.name}: {report.brief(row)}", file=sys.stderr, flush=True)
+        rows.append(row)
     command = ["python", "-m", "jobs.bench", *(sys.argv[1:] if arguments is None else arguments)]
     facts = report.machine_facts(context, command)
-    report.print_table(rows, facts, Console())
+    report.print_page(report.page(rows, facts), Console())
     if chosen.json:
         report.write_json(chosen.json, rows, facts)
     if chosen.plot:
         report.write_plot(chosen.plot, rows, facts)
     if chosen.results:
-        report.write_results(chosen.results, rows, facts, plot=chosen.plot)
+        plot = os.path.relpath(chosen.plot, chosen.results.parent) if chosen.plot else ""
+        chosen.results.write_text(report.page(rows, facts, plot=plot))
     if any(row.skipped.startswith(FAILED) for row in rows):
         return 2
     return 1 if any(row.verdict == "miss" for row in rows) else 0
@@ -85,27 +90,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jobs.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--size", type=_size, default=parse_size(SIZE), help=f"state of a save, as 2GiB (default {SIZE})")
-    add(
-        "--only",
-        nargs="+",
-        choices=ROWS,
-        metavar="NAME",
-        help=f"these rows: {', '.join(ROWS)}; without it and --peers all but {' and '.join(IF_NAMED)}",
-    )
+    add("--size", type=_size, default=SIZE, help=f"state of a save, as 2GiB (default {SIZE})")
+    only = f"these rows: {', '.join(ROWS)}; without it and --peers all but {' and '.join(IF_NAMED)}"
+    add("--only", nargs="+", choices=ROWS, metavar="NAME", help=only)
     add("--repeat", type=_count, help=f"samples per row (default {REPEAT})")
-    add(
-        "--quick",
-        action="store_true",
-        help="rows as small as they can be, overhead and remote only if named; their numbers mean nothing",
-    )
+    quick = "rows as small as they can be, overhead and remote only if named; their numbers mean nothing"
+    add("--quick", action="store_true", help=quick)
     add("--peers", nargs="*", choices=PEERS, metavar="NAME", help=f"peers, all or of: {', '.join(PEERS)}")
-    add(
-        "--server",
-        type=_server,
-        default=KINDS[0],
-        help=f"of the rows remote: {', '.join(KINDS)}, or s3://...",
-    )
+    server = f"of the rows remote: {', '.join(KINDS)}, or s3://..."
+    add("--server", type=_server, default=KINDS[0], help=server)
     add("--folder", type=Path, default=FOLDER, help=f"on the disk to be measured (default ./{FOLDER})")
     add("--json", type=Path, metavar="FILE", help="write machine, command and rows with all samples")
     add("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")
@@ -124,9 +117,12 @@ def _groups(chosen: argparse.Namespace) -> dict[str, Callable[[Context], Iterato
     return groups
 
 
-def _lazy(module: str) -> Callable[[Context], Iterator[Row]]:
+def _lazy(place: str) -> Callable[[Context], Iterator[Row]]:
+    """Return the function of an entry of ROWS; its module is imported when the rows are wanted."""
+    module, _, function = place.partition(":")
+
     def rows(context: Context) -> Iterator[Row]:
-        yield from import_module(module).rows(context)
+        yield from getattr(import_module(f"jobs.bench.{module}"), function or "rows")(context)
 
     return rows
 
@@ -139,14 +135,8 @@ def _measured(groups: Mapping[str, Callable[[Context], Iterator[Row]]], context:
             yield from rows(context)
         except Exception as error:
             traceback.print_exc()
-            yield skipped(name, "its rows", FAILED + first_line(error))
+            yield skipped(name, "its rows", f"{FAILED}{type(error).__name__}: {error}".partition("\n")[0])
         print(f"{name} took {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
-
-
-def _printed(rows: Iterable[Row]) -> Iterator[Row]:
-    for row in rows:
-        print(f"{row.name}: {row.skipped or report.brief(row)}", file=sys.stderr, flush=True)
-        yield row
 
 
 def _count(text: str) -> int:
@@ -163,7 +153,7 @@ def _server(text: str) -> str:
 
 def _size(text: str) -> int:
     try:
-        return parse_size(text)
+        return size(text, option="--size")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

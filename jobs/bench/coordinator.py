@@ -1,5 +1,7 @@
 """Cost of a save in the run machine, by the number of nodes: CPU time, without Ray and without a store.
 
+Beside it, the cost of Ray per message to an actor, and the speed of the simulator, which drives the machines.
+
 A `Fleet` sends a real RunMachine the events that `ray_ckpt.actors.coordinator.actor` would send: time passes
 before events, in steps of CLOCK_S, and each effect that requires an answer is answered. Every step takes a
 second and is saved.
@@ -11,6 +13,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from typing import Any
 
 from jobs.bench.context import Context
 from jobs.bench.row import Row, measure
@@ -19,6 +23,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core.run_machine import CLOCK_S, RunMachine
 from ray_ckpt.core.values import GroupNode, Inventory, RankProgress, SessionNode, SessionPlan, StoredFragment
 from ray_ckpt.format.names import fragment_file, make_attempt, shard_file, state_file
+from ray_ckpt.testing.schedules import NUM_EVENTS, play
 from ray_ckpt.types import AttemptId, FileEntry, Level, RankRestore
 
 RANKS_PER_NODE = 8
@@ -29,6 +34,10 @@ LIMIT_NODES = 1_000
 STEP_S = 1.0  # interval between saves; every rank reports its progress once a second
 WARM_SAVES = 5  # saves before the first sample; after them each commit retires a checkpoint
 FILE_BYTES = 1 << 20
+NUM_MESSAGES = 1_000
+QUICK_MESSAGES = 50
+NUM_SCHEDULES = 50  # per sample; schedules differ
+QUICK_SCHEDULES = 2
 RUN_UID = "0" * 32
 
 
@@ -48,14 +57,14 @@ class Fleet:
         self.open_group()
 
     def open_group(self) -> float:
-        """Return the CPU seconds until a new group on all nodes trains, from the choice of checkpoint on."""
+        """Return the CPU milliseconds from the choice of checkpoint until a new group on all nodes trains."""
         width = RANKS_PER_NODE
         nodes = tuple(
             GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
             for i, node in enumerate(self.nodes)
         )
         opened = m.GroupOpened(token="group", nodes=nodes, inventories=self._inventories(), resume="auto")
-        used_s = self._cpu_s([opened], after_s=0.0)
+        used_ms = self._cpu_ms([opened], after_s=0.0)
         restored = [
             m.NodeRestored(
                 token=node.node_id,
@@ -65,7 +74,7 @@ class Fleet:
             )
             for node in self.plan.nodes
         ]
-        return used_s + self._cpu_s(restored, after_s=STEP_S / len(restored))
+        return used_ms + self._cpu_ms(restored, after_s=STEP_S / len(restored))
 
     def _inventories(self) -> dict[str, Inventory]:
         """Return the inventory of each node: live fragments without file names, which only adoption reads."""
@@ -127,33 +136,33 @@ class Fleet:
         return [*_mixed(stored, reports[:half]), seen, *_mixed(copied, reports[half:]), seen]
 
     def save(self) -> float:
-        """Return the CPU seconds of one save, from its first event to the retention decision after it."""
+        """Return the CPU milliseconds of one save, from its first event to the retention after it."""
         events = self.save_events()
-        used_s = self._cpu_s(events, after_s=STEP_S / len(events))
+        used_ms = self._cpu_ms(events, after_s=STEP_S / len(events))
         newest = self.machine.history.lineage()[-1]
         assert (newest.step, newest.level) == (self.step, Level.REPLICATED)
-        return used_s
+        return used_ms
 
     def answer_all(self) -> float:
-        """Return the CPU seconds to answer all requests of the machine so far, and of the consequences."""
-        used_s = 0.0
+        """Return the CPU milliseconds to answer all requests of the machine, and of the consequences."""
+        used_ms = 0.0
         while self.answers:
             events = list(self.answers)
             self.answers.clear()
-            used_s += self._cpu_s(events, after_s=STEP_S / len(events))
-        return used_s
+            used_ms += self._cpu_ms(events, after_s=STEP_S / len(events))
+        return used_ms
 
     def finish(self) -> float:
-        """Return the CPU seconds to drain the newest checkpoint to the storage path."""
-        used_s = self._cpu_s([m.FinishRequested(token="finish")], after_s=0.0) + self.answer_all()
+        """Return the CPU milliseconds to drain the newest checkpoint to the storage path."""
+        used_ms = self._cpu_ms([m.FinishRequested(token="finish")], after_s=0.0) + self.answer_all()
         assert self.machine.history.lineage()[-1].level is Level.DURABLE
-        return used_s
+        return used_ms
 
-    def _cpu_s(self, events: Sequence[m.Event], *, after_s: float) -> float:
+    def _cpu_ms(self, events: Sequence[m.Event], *, after_s: float) -> float:
         started_s = time.process_time()
         for event in events:
             self.handle(event, after_s=after_s)
-        return time.process_time() - started_s
+        return (time.process_time() - started_s) * 1e3
 
 
 def _mixed(events: Sequence[m.Event], others: Sequence[m.Event]) -> list[m.Event]:
@@ -208,31 +217,72 @@ def rows(context: Context, sizes: Iterable[int] = ()) -> Iterator[Row]:
 
 def _rows_at(size: int, repeat: int) -> Iterator[Row]:
     fleet = Fleet(size)
+
+    def save() -> float:
+        used_ms = fleet.save()
+        fleet.answer_all()
+        return used_ms
+
+    def retire() -> float:
+        fleet.save()
+        return fleet.answer_all()
+
+    def drain() -> float:
+        save()
+        return fleet.finish()
+
     for _ in range(WARM_SAVES):
-        fleet.save()
-        fleet.answer_all()
-    where = f"{size:,} nodes x {RANKS_PER_NODE} ranks"
+        save()
+    for name, what, sample in (
+        ("save", "a save up to its commit", save),
+        ("retire", "the deletes of one", retire),
+        ("drain", "the drain of one", drain),
+        ("open", "a group's begin", fleet.open_group),
+    ):
+        what = f"CPU of {what}, {size:,} nodes x {RANKS_PER_NODE} ranks"
+        limit = LIMIT_MS if (name, size) == ("save", LIMIT_NODES) else None
+        yield measure(f"{name}-{size}", what, "ms", sample, repeat=repeat, limit=limit)
 
-    def save_ms() -> float:
-        used_s = fleet.save()
-        fleet.answer_all()
-        return used_s * 1e3
 
-    def retire_ms() -> float:
-        fleet.save()
-        return fleet.answer_all() * 1e3
+def message_rows(context: Context) -> Iterator[Row]:
+    """Measure the cost of Ray per message to an async actor: an empty one, and a report of 17 files.
 
-    def drain_ms() -> float:
-        fleet.save()
-        fleet.answer_all()
-        return fleet.finish() * 1e3
+    All messages are sent at once and awaited.
+    """
+    import ray
 
-    def open_ms() -> float:
-        return fleet.open_group() * 1e3
+    from jobs.bench.training import local_ray
 
-    limit = LIMIT_MS if size == LIMIT_NODES else None
-    what = f"CPU of a save up to its commit, {where}"
-    yield measure(f"save-{size}", what, "ms", save_ms, repeat=repeat, limit=limit)
-    yield measure(f"retire-{size}", f"CPU of the deletes of one, {where}", "ms", retire_ms, repeat=repeat)
-    yield measure(f"drain-{size}", f"CPU of the drain of one, {where}", "ms", drain_ms, repeat=repeat)
-    yield measure(f"open-{size}", f"CPU of a group's begin, {where}", "ms", open_ms, repeat=repeat)
+    class Listener:
+        async def hear(self, message: object) -> None:
+            """Accept every message and do nothing."""
+
+    num = QUICK_MESSAGES if context.quick else NUM_MESSAGES
+    with context.temporary() as folder, local_ray(folder):
+        listener: Any = ray.remote(Listener).options(num_cpus=0).remote()
+        ray.get(listener.hear.remote(None))
+        for name, what, messages in (
+            ("message", "empty messages to an async actor", [None] * num),
+            ("message-stored", "NodeStored of 17 files", stored_events(num)),
+        ):
+
+            def message_ms(messages: Sequence[object] = messages) -> float:
+                started_s = time.perf_counter()
+                ray.get([listener.hear.remote(message) for message in messages])
+                return (time.perf_counter() - started_s) * 1e3 / num
+
+            yield measure(name, f"{num:,} {what}, each", "ms", message_ms, repeat=context.repeat)
+
+
+def schedule_rows(context: Context) -> Iterator[Row]:
+    """Measure the simulator: random schedules with all faults and with the checks after each event."""
+    num, seeds = QUICK_SCHEDULES if context.quick else NUM_SCHEDULES, count()
+
+    def schedule_ms() -> float:
+        started_s = time.process_time()
+        for _ in range(num):
+            play(next(seeds))
+        return (time.process_time() - started_s) * 1e3 / num
+
+    what = f"CPU of a schedule of {NUM_EVENTS} events with its checks, mean of {num}"
+    yield measure("schedule", what, "ms", schedule_ms, repeat=context.repeat)

@@ -5,23 +5,19 @@ python -m jobs.bench.device --size 4GiB
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 
-from jobs.bench.context import format_size, parse_size
-from jobs.bench.row import Row, compared, gb_per_s, measure
+from jobs.bench.context import Context
+from jobs.bench.restoring import RankMemory
+from jobs.bench.row import Row, measure, skipped
 from jobs.bench.state import make_state, state_bytes
-from ray_ckpt.actors.agent.arena import make_arena
-from ray_ckpt.capture.adapt import adapt
-from ray_ckpt.capture.arena import Arena
 from ray_ckpt.capture.overlap_guard import background_slices, guarded_storages
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
-from ray_ckpt.capture.walk import walk
-from ray_ckpt.format.shard import build_layout
 
 DEVICE = torch.device("cuda")
 ATTEMPT = "0" * 16
@@ -38,22 +34,11 @@ class DeviceRig:
         for state in optimizer.state.values():
             state.update({k: v.to(DEVICE) if v.dim() else v for k, v in state.items()})
         self.size_bytes = state_bytes(model, optimizer)
-        items = {
-            "model": adapt("model", model, {"model": model}),
-            "optimizer": adapt("optimizer", optimizer, {"model": model}),
-        }
-        walked = walk(items, rank=0, world_size=1)
-        layout = build_layout(live.slice for live in walked.slices)
-        memory = make_arena(
-            0, layout.size_bytes, mode="single", all_bytes=layout.size_bytes, free_bytes=1 << 50, named=False
-        )
-        memory.buffers[0].populate()
-        self._arena = Arena(memory.buffers[0].path)
-        self._arena.mapping.populate()
+        self._rank = RankMemory(model, optimizer)
+        self._arena = self._rank.arena
         self._arena.mapping.pin(DEVICE)
-        self._arena.lay_out(layout)
-        self._slices = [walked.by_key[placed.slice.key] for placed in layout.slices]
-        self._background = background_slices(walked.slices, guarded_storages([optimizer]))
+        self._arena.lay_out(self._rank.layout)
+        self._background = background_slices(self._rank.walked.slices, guarded_storages([optimizer]))
         self._snapshotter = Snapshotter(overlap=True, verify=False, waited=lambda seconds: None)
         self._errors: list[Exception] = []
         self._source = torch.empty(self.size_bytes, dtype=torch.uint8, device=DEVICE)
@@ -61,14 +46,14 @@ class DeviceRig:
 
     def copied_s(self) -> float:
         """Return the seconds of a snapshot until the arena is sealed."""
-        started_s = self._synchronized_s()
+        started_s = _synchronized_s()
         self._start()
         self._wait_sealed()
         return time.perf_counter() - started_s
 
     def blocked_s(self) -> float:
         """Return the seconds for which a snapshot blocks the training."""
-        started_s = self._synchronized_s()
+        started_s = _synchronized_s()
         snapshot = self._start()
         taken_s = time.perf_counter() - started_s
         snapshot.before_change()
@@ -78,16 +63,15 @@ class DeviceRig:
 
     def plain_s(self) -> float:
         """Return the seconds of one copy of the same number of bytes into pinned memory."""
-        started_s = self._synchronized_s()
+        started_s = _synchronized_s()
         self._target.copy_(self._source, non_blocking=True)
-        torch.cuda.synchronize()
-        return time.perf_counter() - started_s
+        return _synchronized_s() - started_s
 
     def check(self) -> None:
         """Raise an error unless the last snapshot is identical to the state."""
         if self._errors:
             raise self._errors[0]
-        for live, view in zip(self._slices, self._arena.views, strict=True):
+        for live, view in zip(self._rank.slices, self._arena.views, strict=True):
             if not torch.equal(live.tensor.cpu().view(-1), view.view(-1)):
                 raise AssertionError(f"{live.slice.key} was not copied right")
 
@@ -95,7 +79,7 @@ class DeviceRig:
         self._arena.begin()
         return self._snapshotter.start(
             self._arena,
-            self._slices,
+            self._rank.slices,
             background=self._background,
             during=lambda: None,
             finish=partial(self._arena.seal, ATTEMPT),
@@ -106,49 +90,37 @@ class DeviceRig:
         while self._arena.mapping.page.sealed != ATTEMPT and not self._errors:
             time.sleep(POLL_S)
 
-    @staticmethod
-    def _synchronized_s() -> float:
-        torch.cuda.synchronize()
-        return time.perf_counter()
 
-
-def rows(size_bytes: int, repeat: int) -> Iterator[Row]:
+def rows(context: Context) -> Iterator[Row]:
     """Yield the copy rate into the pinned arena and the time that a save blocks."""
-    rig = DeviceRig(size_bytes)
-    size = format_size(rig.size_bytes)
+    if not torch.cuda.is_available():
+        yield skipped("device-copy", "from a GPU into the pinned arena", "this machine has no GPU")
+        return
+    rig = DeviceRig(context.size_bytes)
     for sample in (rig.copied_s, rig.plain_s, rig.blocked_s):  # the first calls are slow
         sample()
-    yield compared(
+    yield measure(
         "device-copy",
-        f"{size} from the GPU into the pinned arena",
+        f"from {torch.cuda.get_device_name()} into the pinned arena",
         "GB/s",
         rig.copied_s,
-        ("one pinned copy", rig.plain_s),
-        repeat=repeat,
+        beside=("one pinned copy", rig.plain_s),
+        repeat=context.repeat,
         reach=">= 0.9",
-        convert=partial(gb_per_s, size_bytes=rig.size_bytes),
+        size_bytes=rig.size_bytes,
     )
-    yield measure(
-        "device-blocked",
-        f"what an overlapped save of {size} blocks",
-        "s",
-        rig.blocked_s,
-        repeat=repeat,
-        limit=BLOCKED_LIMIT_S,
-    )
+    what = "what an overlapped save blocks"
+    yield measure("device-blocked", what, "s", rig.blocked_s, repeat=context.repeat, limit=BLOCKED_LIMIT_S)
     rig.copied_s()
     rig.check()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m jobs.bench.device", description=__doc__)
-    parser.add_argument("--size", type=parse_size, default=parse_size("4GiB"))
-    parser.add_argument("--repeat", type=int, default=5)
-    chosen = parser.parse_args()
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    for row in rows(chosen.size, chosen.repeat):
-        print(row.name, f"{row.median:.4g} {row.unit}", row.reach, row.verdict)
+def _synchronized_s() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 if __name__ == "__main__":
-    main()
+    from jobs.bench.__main__ import main
+
+    sys.exit(main(["--only", "device", "--size", "4GiB", *sys.argv[1:]]))

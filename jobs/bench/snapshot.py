@@ -7,60 +7,46 @@ as many threads as torch has.
 
 from __future__ import annotations
 
-import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from jobs.bench import device
 from jobs.bench.context import Context
-from jobs.bench.row import Reference, Row, compared, measure, skipped
-from jobs.bench.training import Compute, SameBytes, Training, fill_gradients, local_ray, threads
+from jobs.bench.row import Reference, Row, measure
+from jobs.bench.training import Compute, SameBytes, Training, local_ray
 
-STEP_S = 0.5  # duration of a training step, from which on DESIGN's limit on blocked time holds
-STEPS_PER_SAVE = 10
-BLOCKED_LIMIT = 2.0  # % of the time of ten steps, as in DESIGN
-MAX_PAIRS = 3  # pairs of ten steps with and without a save; each pair takes ten seconds or more
+STEP_S = 0.5  # forward and backward pass while a save is copied and written
+COUNT_S = 0.5  # seconds of counting in Python during a capture
 
 
 def rows(context: Context) -> Iterator[Row]:
     with context.temporary() as folder, local_ray(folder):
         yield from _blocking(context, folder)
-        yield from _overlapped(context, folder)
-    yield from _device(context)
+        cores = torch.get_num_threads()
+        torch.set_num_threads(max(1, cores - 1))  # one core is spare
+        try:
+            yield from _overlapped(context, folder)
+        finally:
+            torch.set_num_threads(cores)
 
 
 def _blocking(context: Context, folder: Path) -> Iterator[Row]:
     training = Training(context.size_bytes, folder, "blocking", overlap=False)
-    ready_s = training.wait_ready()
-    yield measure(
-        "arena-setup",
-        "memory for the arena, in the background after the start",
-        "s",
-        lambda: ready_s,
-        repeat=1,
-    )
-    first_s = training.save()
-    training.settle()
-    training.save()
-    training.settle()
+    what = "memory for the arena, in the background after the start"
+    yield Row(name="arena-setup", what=what, unit="s", samples=(training.wait_ready(),))
+    first_s = training.save_and_settle()
+    training.save_and_settle()
     cores = torch.get_num_threads()
     memcpy = SameBytes(training.model, training.optimizer, cores)
-    memcpy()
-
-    def save() -> float:
-        blocked_s = training.save()
-        training.settle()
-        return blocked_s
-
-    row = compared(
+    row = measure(
         "save-blocking",
         "blocking save, warm",
         "s",
-        save,
-        (f"memcpy, {cores} threads", memcpy),
+        training.save_and_settle,
+        beside=(f"memcpy, {cores} threads", memcpy),
         repeat=context.repeat,
         reach="<= 1.15",
     )
@@ -72,99 +58,62 @@ def _blocking(context: Context, folder: Path) -> Iterator[Row]:
         samples=(first_s,),
         reference=Reference(name="warm save", samples=row.samples),
         reach="<= 2",
-        machine=row.machine,
     )
     memcpy.close()
     training.close()
 
 
 def _overlapped(context: Context, folder: Path) -> Iterator[Row]:
-    cores = os.cpu_count() or 1
-    with threads(max(1, cores - 1)):
-        training = Training(context.size_bytes, folder, "overlapped")
-        training.wait_ready()
-        compute = Compute(0.05 if context.quick else STEP_S)
-        memcpy = SameBytes(training.model, training.optimizer, max(1, cores - 1))
-        memcpy()
+    training = Training(context.size_bytes, folder, "overlapped")
+    training.wait_ready()
+    compute = Compute(0.05 if context.quick else STEP_S)
+    spare = torch.get_num_threads()
+    memcpy = SameBytes(training.model, training.optimizer, spare)
 
-        def save() -> float:
-            before_s = training.ckpt.stats.waited_s
-            blocked_s = training.save()
-            compute()
-            training.optimizer.step()  # without gradients, only the hook runs, which waits for the copy
-            blocked_s += training.ckpt.stats.waited_s - before_s
-            training.settle()
-            return blocked_s
+    def save() -> float:
+        before_s = training.ckpt.stats.waited_s
+        blocked_s = training.save()
+        compute()
+        training.optimizer.step()  # without gradients, only the hook runs, which waits for the copy
+        blocked_s += training.ckpt.stats.waited_s - before_s
+        training.settle()
+        return blocked_s
 
-        save()
-        row = compared(
-            "save-overlapped",
-            "overlapped save, with the wait before the optimizer's step; one core is spare",
-            "s",
-            save,
-            (f"memcpy, {max(1, cores - 1)} threads", memcpy),
-            repeat=context.repeat,
-            reach="<= 0.15",
-        )
-        yield row
-        yield Row(
-            name="blocked-share",
-            what=f"what it blocks, of {STEPS_PER_SAVE} steps of {STEP_S} s",
-            unit="%",
-            samples=tuple(100 * blocked_s / (STEPS_PER_SAVE * STEP_S) for blocked_s in row.samples),
-            reference=Reference(name="limit", samples=(BLOCKED_LIMIT,)),
-            reach="<= 1",
-            machine=row.machine,
-        )
-        memcpy.close()
-
-        def beside() -> float:
-            training.save()
-            taken_s = compute()
-            training.optimizer.step()
-            training.settle()
-            return taken_s
-
-        yield compared(
-            "step-beside-save",
-            "forward and backward while a save is copied and written",
-            "s",
-            beside,
-            ("alone", compute),
-            repeat=context.repeat,
-        )
-        fill_gradients(training.model, share=0.25)
-        yield _ten_steps(context, training, compute)
-        training.close()
-
-
-def _ten_steps(context: Context, training: Training, compute: Compute) -> Row:
-    """Measure the wall time of ten steps with and without one save, in interleaved pairs."""
-
-    def ten(*, with_save: bool) -> float:
-        start_s = time.perf_counter()
-        for step in range(STEPS_PER_SAVE):
-            compute()
-            training.optimizer.step()
-            if with_save and step == 0:
-                training.save()
-        taken_s = time.perf_counter() - start_s
+    def step() -> float:
+        training.save()
+        taken_s = compute()
+        training.optimizer.step()
         training.settle()
         return taken_s
 
-    ten(with_save=False)
-    return compared(
-        "ten-steps",
-        "ten steps with a real optimizer on a quarter of the parameters, and one save",
-        "s",
-        lambda: ten(with_save=True),
-        ("without", lambda: ten(with_save=False)),
-        repeat=min(context.repeat, MAX_PAIRS),
-    )
+    def count() -> float:
+        found: list[float] = []
+        training.save()
+        counter = threading.Thread(target=lambda: found.append(_counts_per_s()))
+        counter.start()
+        training.optimizer.step()  # waits for the copy in this thread, while the other one counts
+        counter.join()
+        training.settle()
+        return found[0]
+
+    save()
+    what = "overlapped save, with the wait before the optimizer's step; one core is spare"
+    beside = (f"memcpy, {spare} threads", memcpy)
+    repeat = context.repeat
+    yield measure("save-overlapped", what, "s", save, beside=beside, repeat=repeat, reach="<= 0.15")
+    memcpy.close()
+    what = "forward and backward while a save is copied and written"
+    yield measure("step-beside-save", what, "s", step, beside=("alone", compute), repeat=repeat)
+    what, alone = "counting in Python while a save is copied and written", ("alone", _counts_per_s)
+    name = "python-beside-save"
+    yield measure(name, what, "counts/s", count, beside=alone, repeat=repeat, reach=">= 0.9")
+    training.close()
 
 
-def _device(context: Context) -> Iterator[Row]:
-    if torch.cuda.is_available():
-        yield from device.rows(context.size_bytes, context.repeat)
-    else:
-        yield skipped("device-copy", "from a GPU into the pinned arena", "this machine has no GPU")
+def _counts_per_s() -> float:
+    """Return the number that Python code counts to in a second."""
+    count, start_s = 0, time.perf_counter()
+    while (taken_s := time.perf_counter() - start_s) < COUNT_S:
+        for _ in range(1000):
+            count += 1
+    return count / taken_s

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from torch import nn
 
 import ray_ckpt
+from jobs.bench.limits import Bytes
 from jobs.bench.state import make_state, tensors
 
 READY_S = 300.0  # time limit for the arena's memory; touching 2 GiB for the first time takes seconds
@@ -78,6 +78,12 @@ class Saves:
         """Wait until the last save is on the disk and in the log."""
         self.ckpt.wait("local")
 
+    def save_and_settle(self) -> float:
+        """Save the next step and wait for it; return the seconds that `save` took."""
+        blocked_s = self.save()
+        self.settle()
+        return blocked_s
+
     def close(self) -> None:
         self.ckpt.close()
 
@@ -91,7 +97,7 @@ class Training(Saves):
 
 
 class Compute:
-    """Work as a forward and backward pass do it: matrix products of about `seconds`, in `threads` threads."""
+    """Work as a forward and backward pass do it: matrix products of about `seconds`."""
 
     def __init__(self, seconds: float, *, side: int = 512) -> None:
         self._one, self._two, self._out = (torch.randn(side, side) for _ in range(3))
@@ -107,52 +113,27 @@ class Compute:
         return time.perf_counter() - start_s
 
 
-def fill_gradients(model: nn.Module, *, share: float) -> None:
-    """Fill gradients for about `share` of the parameters, so that the optimizer has this share of work."""
-    wanted = share * sum(parameter.numel() for parameter in model.parameters())
-    for parameter in model.parameters():
-        if wanted > 0:
-            parameter.grad = torch.full_like(parameter, 1e-6)
-            wanted -= parameter.numel()
-
-
 class SameBytes:
-    """A memcpy of the state from where it is, in ordinary memory, to one warm buffer."""
+    """A memcpy of the state from where it is, in ordinary memory, to warm memory."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, threads: int) -> None:
-        sources = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors(model, optimizer)]
-        self._target = torch.ones(sum(nbytes for _, nbytes in sources), dtype=torch.uint8)
+        flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors(model, optimizer)]
+        sources = sorted((piece.numpy() for one in flat for piece in torch.split(one, PIECE_BYTES)), key=len)
+        pairs = [(np.ones_like(source), source) for source in sources]
+        self._shares = [pairs[first::threads] for first in range(threads)]
         self._pool = ThreadPoolExecutor(threads)
-        pieces: list[tuple[int, int, int]] = []
-        at = self._target.data_ptr()
-        for address, nbytes in sources:
-            starts = range(0, nbytes, PIECE_BYTES)
-            pieces += [(at + s, address + s, min(PIECE_BYTES, nbytes - s)) for s in starts]
-            at += nbytes
-        pieces.sort(key=itemgetter(2))
-        self._shares = [pieces[first::threads] for first in range(threads)]
+        self()  # starts the threads
 
     def __call__(self) -> float:
         start_s = time.perf_counter()
-        list(self._pool.map(_move, self._shares))
+        list(self._pool.map(_copy_all, self._shares))
         return time.perf_counter() - start_s
 
     def close(self) -> None:
         self._pool.shutdown()
-        del self._target
+        del self._shares
 
 
-def _move(pieces: Sequence[tuple[int, int, int]]) -> None:
-    for target, source, nbytes in pieces:
-        ctypes.memmove(target, source, nbytes)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Limit torch to `count` threads, so that other cores are free."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _copy_all(pairs: Iterable[tuple[Bytes, Bytes]]) -> None:
+    for target, source in pairs:
+        np.copyto(target, source)

@@ -8,25 +8,26 @@ that they take more time but not more memory.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
+import multiprocessing
 import socket
 import ssl
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from itertools import cycle
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import Buffer
 
 from jobs.bench.context import Context
-from jobs.bench.row import Row, compared, gb_per_s
+from jobs.bench.limits import Bytes, fill
+from jobs.bench.row import Row, Sampler, measure
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.storage.local.files import checked
 from ray_ckpt.transport import wire
@@ -35,123 +36,104 @@ from ray_ckpt.transport.credentials import SERVER_NAME, ServiceKeys
 from ray_ckpt.transport.sending import Outgoing, send_files
 from ray_ckpt.transport.server import PeerServer
 
-Bytes = npt.NDArray[np.uint8]
 END_S = 10.0  # time in which a receiver can end by itself
 WINDOW_BYTES = 256 << 20  # warm memory at each end: larger than any cache, quick to touch
 BLOCK_BYTES = 8 << 20  # bytes of one call to a bare socket; larger calls are not faster
-REACH = ">= 0.8"
 SHARDS = 4  # shards of a node, which are copied together
 RUN_UID = "0" * 32
 DIRECTORY = f"{1:012d}-{1:016x}"
+Serve: TypeAlias = Callable[[Connection, ServiceKeys, int], None]
 
 
 def rows(context: Context) -> Iterator[Row]:
+    size = context.size_bytes
     for tls, name in ((True, "TLS"), (False, "no encryption")):
-        with SocketPeer(context.size_bytes, tls=tls) as bare, FlightPeer(context.size_bytes, tls=tls) as peer:
+        keys = ServiceKeys.make(datetime.now(UTC), encrypt=tls)
+        with bare_socket(keys, size) as send_s, _receiver(_serve_flight, keys, size) as endpoint:
+            peer = FlightPeer(endpoint, keys, size)
             for way, what, sample, reach in (
-                ("put", "copy to a peer's warm memory, digest answered", peer.send_s, REACH),
+                ("put", "copy to a peer's warm memory, digest answered", peer.send_s, ">= 0.8"),
                 (f"put-{SHARDS}", f"the same, {SHARDS} shards at a time", peer.send_shards_s, ""),
                 ("get", "copy from a peer's warm memory, digest checked", peer.read_s, ""),
             ):
-                yield compared(
+                sample()  # memory is touched
+                yield measure(
                     f"wire-{'tls' if tls else 'plain'}-{way}",
                     f"{what}, {name}",
                     "GB/s",
                     sample,
-                    (f"bare socket, {name}", bare.send_s),
+                    beside=(f"bare socket, {name}", send_s),
                     repeat=context.repeat,
                     reach=reach,
-                    convert=partial(gb_per_s, size_bytes=context.size_bytes),
+                    size_bytes=size,
                 )
 
 
-def raw_socket(size_bytes: int, *, tls: bool) -> float:
-    """Seconds of one transfer over a bare socket between two processes, warm memory to warm memory."""
-    with SocketPeer(size_bytes, tls=tls) as peer:
-        return peer.send_s()
+@contextmanager
+def _receiver(serve: Serve, keys: ServiceKeys, size_bytes: int) -> Iterator[str]:
+    """Run `serve` in another process, which ends with this context; yield the address that it sends."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=serve, args=(theirs, keys, size_bytes))
+    process.start()
+    theirs.close()
+    try:
+        yield ours.recv()
+    finally:
+        ours.close()  # ends the process
+        process.join(END_S)
+        process.kill()
 
 
-class _Receiver(ABC):
-    """A receiving process; `send_s()` sends everything once and returns the seconds."""
-
-    _serve: Callable[..., None]
-
-    def __init__(self, size_bytes: int, *, tls: bool) -> None:
-        self.size_bytes = size_bytes
-        self._keys = ServiceKeys.make(datetime.now(UTC), encrypt=tls)
-        self._window = _window(size_bytes).data
-        context = mp.get_context("spawn")
-        ours, theirs = context.Pipe()
-        self._process = context.Process(target=type(self)._serve, args=(theirs, self._keys, size_bytes))
-        self._process.start()
-        theirs.close()
-        self._answer: Any = ours.recv()
-        self._pipe = ours
-
-    @abstractmethod
-    def send_s(self) -> float: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._pipe.close()  # ends the process
-        self._process.join(END_S)
-        self._process.kill()
-
-
-class SocketPeer(_Receiver):
-    """A bare socket, optionally with TLS: TLS 1.3 and AES-256-GCM, as the transport's."""
-
-    def __init__(self, size_bytes: int, *, tls: bool) -> None:
-        super().__init__(size_bytes, tls=tls)
-        self._socket = socket.create_connection(("127.0.0.1", self._answer))
-        if tls:
-            context = ssl.create_default_context(cadata=self._keys.cert.decode())
-            self._socket = context.wrap_socket(self._socket, server_hostname=SERVER_NAME)
-        self.send_s()  # TCP windows grow, and memory is touched
-
-    def __exit__(self, *exc: object) -> None:
-        self._socket.close()
-        super().__exit__(*exc)
-
-    def send_s(self) -> float:
-        started_s = time.perf_counter()
-        for block in _blocks(self._window, self.size_bytes):
-            self._socket.sendall(block)
-        assert self._socket.recv(1) == b"."
-        return time.perf_counter() - started_s
-
-    @staticmethod
-    def _serve(pipe: Any, keys: ServiceKeys, size_bytes: int) -> None:
-        window = _window(size_bytes).data
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            pipe.send(listener.getsockname()[1])
-            connection = listener.accept()[0]
+@contextmanager
+def bare_socket(keys: ServiceKeys, size_bytes: int) -> Iterator[Sampler]:
+    """Yield a sampler that sends everything; with encryption TLS 1.3 and AES-256-GCM, as the transport's."""
+    window = _window(size_bytes).data
+    with _receiver(_serve_socket, keys, size_bytes) as port:
+        connection = socket.create_connection(("127.0.0.1", int(port)))
         if keys.encrypt:
-            connection = _server_context(keys).wrap_socket(connection, server_side=True)
+            context = ssl.create_default_context(cadata=keys.cert.decode())
+            connection = context.wrap_socket(connection, server_hostname=SERVER_NAME)
+
+        def send_s() -> float:
+            started_s = time.perf_counter()
+            for block in _blocks(window, size_bytes):
+                connection.sendall(block)
+            assert connection.recv(1) == b"."
+            return time.perf_counter() - started_s
+
         with connection:
-            while True:
-                left, at = size_bytes, 0
-                while left:
-                    taken = connection.recv_into(window[at : at + min(left, BLOCK_BYTES)])
-                    if not taken:
-                        return
-                    left, at = left - taken, (at + taken) % window.nbytes
-                connection.sendall(b".")
+            send_s()  # TCP windows grow, and memory is touched
+            yield send_s
 
 
-class FlightPeer(_Receiver):
-    """The transport between two agents."""
+def _serve_socket(pipe: Connection, keys: ServiceKeys, size_bytes: int) -> None:
+    window = _window(size_bytes).data
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send(str(listener.getsockname()[1]))
+        connection = listener.accept()[0]
+    if keys.encrypt:
+        connection = _server_context(keys).wrap_socket(connection, server_side=True)
+    with connection:
+        while True:
+            left, at = size_bytes, 0
+            while left:
+                taken = connection.recv_into(window[at : at + min(left, BLOCK_BYTES)])
+                if not taken:
+                    return
+                left, at = left - taken, (at + taken) % window.nbytes
+            connection.sendall(b".")
 
-    def __init__(self, size_bytes: int, *, tls: bool) -> None:
-        super().__init__(size_bytes, tls=tls)
-        self._credentials = self._keys.credentials(RUN_UID)
-        self._whole = [self._outgoing(0, 1)]
-        self._shards = [self._outgoing(rank, SHARDS) for rank in range(SHARDS)]
+
+class FlightPeer:
+    """The transport between two agents; each method moves everything once and returns the seconds."""
+
+    def __init__(self, endpoint: str, keys: ServiceKeys, size_bytes: int) -> None:
+        self._endpoint, self._credentials = endpoint, keys.credentials(RUN_UID)
+        self._window = _window(size_bytes).data
+        self._whole = [self._outgoing(0, 1, size_bytes)]
+        self._shards = [self._outgoing(rank, SHARDS, size_bytes // SHARDS) for rank in range(SHARDS)]
         self._target = _window(size_bytes)
-        for sample in (self.send_s, self.send_shards_s, self.read_s):
-            sample()
 
     def send_s(self) -> float:
         """Send one file over one stream."""
@@ -165,31 +147,31 @@ class FlightPeer(_Receiver):
         """Read the bytes back over one stream."""
         started_s = time.perf_counter()
         request = self._whole[0].request
-        with PeerClient(self._answer, credentials=self._credentials) as peer:
+        with PeerClient(self._endpoint, credentials=self._credentials) as peer:
             _keep(request, peer.read(request.name, [(0, request.size_bytes)]), self._target)
         return time.perf_counter() - started_s
 
     def _send_s(self, files: list[Outgoing]) -> float:
         started_s = time.perf_counter()
-        send_files(self._answer, self._credentials, files, streams=len(files))
+        send_files(self._endpoint, self._credentials, files, streams=len(files))
         return time.perf_counter() - started_s
 
-    def _outgoing(self, rank: int, num_shards: int) -> Outgoing:
-        size, state = self.size_bytes // num_shards, Digester()
-        for block in _blocks(self._window, size):
+    def _outgoing(self, rank: int, num_shards: int, size_bytes: int) -> Outgoing:
+        state = Digester()
+        for block in _blocks(self._window, size_bytes):
             state.update(block)
         file = f"shard-{rank:05d}-of-{num_shards:05d}.safetensors"
         name = wire.FileName(run_uid=RUN_UID, directory=DIRECTORY, file=file)
-        request = wire.PutRequest(name=name, size_bytes=size, digest=state.hexdigest())
-        return Outgoing(request=request, chunks=partial(_blocks, self._window, size))
+        request = wire.PutRequest(name=name, size_bytes=size_bytes, digest=state.hexdigest())
+        return Outgoing(request=request, chunks=partial(_blocks, self._window, size_bytes))
 
-    @staticmethod
-    def _serve(pipe: Any, keys: ServiceKeys, size_bytes: int) -> None:
-        server = PeerServer("127.0.0.1", keys=keys, files=_WarmMemory(size_bytes))
-        pipe.send(server.endpoint)
-        with contextlib.suppress(EOFError):
-            pipe.recv()
-        server.shutdown()
+
+def _serve_flight(pipe: Connection, keys: ServiceKeys, size_bytes: int) -> None:
+    server = PeerServer("127.0.0.1", keys=keys, files=_WarmMemory(size_bytes))
+    pipe.send(server.endpoint)
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    server.shutdown()
 
 
 class _WarmMemory:
@@ -230,9 +212,9 @@ def _blocks(window: memoryview, size_bytes: int) -> Iterator[memoryview]:
 
 def _window(size_bytes: int) -> Bytes:
     """Return warm memory of at most WINDOW_BYTES, filled with noise."""
-    return np.resize(
-        np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), min(size_bytes, WINDOW_BYTES)
-    )
+    window = np.empty(min(size_bytes, WINDOW_BYTES), np.uint8)
+    fill(window.data)
+    return window
 
 
 def _server_context(keys: ServiceKeys) -> ssl.SSLContext:

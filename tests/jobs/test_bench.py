@@ -6,45 +6,35 @@ import io
 import json
 import mmap
 import os
-import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
 
 from jobs.bench import __main__ as bench
-from jobs.bench import (
-    catalog,
-    coordinator,
-    overhead,
-    remote,
-    remote_clients,
-    remote_memory,
-    report,
-    retention,
-    simulator,
-    state,
-)
-from jobs.bench.context import Context, format_size, parse_size
+from jobs.bench import coordinator, history, overhead, remote, report, state
+from jobs.bench.context import Context
 from jobs.bench.limits import Limits
 from jobs.bench.overhead import Stretch
 from jobs.bench.peers import environments
 from jobs.bench.peers import measure as peers
 from jobs.bench.peers.catalogue import PEERS, Peer
-from jobs.bench.plot import margin
-from jobs.bench.remote_clients import Program
-from jobs.bench.row import Machine, Reference, Row, compared, gb_per_s, interleaved, measure, skipped
+from jobs.bench.peers.libraries import LIBRARIES
+from jobs.bench.report import margin
+from jobs.bench.row import Reference, Row, interleaved, measure, skipped, spread
 from jobs.demo import s3_server
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import RemoteRef
 
-MACHINE = Machine(cores=2, load=1.5, cpu_share=0.9)
 FACTS: Mapping[str, Any] = {
     "date": "2026-01-01T00:00:00+00:00",
     "command": "python -m jobs.bench",
@@ -71,7 +61,7 @@ def row(*samples: float, beside: float | None = None, reach: str = "", name: str
         samples=samples,
         reference=reference,
         reach=reach,
-        machine=MACHINE,
+        load=1.5,
     )
 
 
@@ -83,7 +73,8 @@ def context(tmp_path: Path) -> Context:
 class TestRows:
     def test_a_row_is_a_median_beside_its_reference(self) -> None:
         measured = row(3, 1, 2, beside=4, reach="<= 1")
-        assert (measured.median, measured.spread, measured.ratio, measured.verdict) == (2, 1, 0.5, "pass")
+        assert (measured.median, spread(measured.samples), measured.ratio) == (2, 1, 0.5)
+        assert measured.verdict == "pass"
 
     @pytest.mark.parametrize(
         ("own", "reach", "verdict"),
@@ -102,7 +93,8 @@ class TestRows:
 
     def test_a_row_that_was_not_measured_says_why(self) -> None:
         one = skipped("row", "something", "not here")
-        assert (one.median, one.spread, one.ratio, one.verdict) == (None, None, None, "skipped")
+        assert (one.median, one.ratio, one.verdict) == (None, None, "skipped")
+        assert skipped("row", "it", OSError("no\nmore")).skipped == "OSError: no"
 
     @pytest.mark.parametrize(
         "wrong",
@@ -128,9 +120,10 @@ class TestRows:
         assert samples == {"a": (1.0, 3.0, 5.0), "b": (2.0, 4.0, 6.0)}
 
     def test_speeds_are_compared_as_speeds(self) -> None:
-        convert = partial(gb_per_s, size_bytes=4 * 10**9)
-        one = compared(
-            "row", "w", "GB/s", lambda: 2.0, ("raw", lambda: 1.0), repeat=2, reach=">= 0.5", convert=convert
+        beside = ("raw", lambda: 1.0)
+        size_bytes = 4 * 10**9
+        one = measure(
+            "row", "w", "GB/s", lambda: 2.0, beside=beside, repeat=2, reach=">= 0.5", size_bytes=size_bytes
         )
         assert one.samples == (2.0, 2.0) and one.reference == Reference(name="raw", samples=(4.0, 4.0))
         assert (one.ratio, one.verdict) == (0.5, "pass")
@@ -138,29 +131,12 @@ class TestRows:
     def test_a_limit_is_a_plain_number_at_most(self) -> None:
         assert measure("row", "w", "s", lambda: 2.0, repeat=3, limit=2.0).verdict == "pass"
         slow = measure("row", "w", "s", lambda: 2.1, repeat=3, limit=2.0)
-        assert slow.verdict == "miss" and len(slow.samples) == 3
-        assert slow.machine is not None and slow.machine.cores > 0
+        assert slow.verdict == "miss" and len(slow.samples) == 3 and slow.load >= 0
         assert measure("row", "w", "s", lambda: 2.0, repeat=1).verdict == "-"
 
     def test_margin_is_above_one_where_more_than_wanted_is_reached(self) -> None:
         assert margin(row(5, beside=10, reach="<= 1")) == 2
         assert margin(row(5, beside=10, reach=">= 1")) == 0.5
-
-
-class TestSizes:
-    def test_sizes_are_read_and_written(self) -> None:
-        assert [parse_size(text) for text in ("2GiB", "1.5 mib", "10GB", "7")] == [
-            2 << 30,
-            3 << 19,
-            10**10,
-            7,
-        ]
-        assert [format_size(size) for size in (2 << 30, 3 << 19, 7)] == ["2 GiB", "1.5 MiB", "7 B"]
-
-    @pytest.mark.parametrize("text", ("", "0", "GiB", "-1GiB", "2TiB", "two"))
-    def test_other_sizes_are_refused(self, text: str) -> None:
-        with pytest.raises(ValueError, match="no size"):
-            parse_size(text)
 
 
 class TestState:
@@ -185,43 +161,37 @@ class TestReports:
         skipped("other", "a message", "Ray does not start"),
     )
 
-    def test_the_table_shows_numbers_and_what_was_skipped(self) -> None:
+    def test_the_terminal_shows_numbers_and_what_was_skipped(self) -> None:
         console = Console(file=io.StringIO())
-        report.print_table(self.rows, FACTS, console)
+        report.print_page(report.page(self.rows, FACTS), console)
         assert isinstance(console.file, io.StringIO)
         text = console.file.getvalue()
-        heading, fast, slow, other = text.splitlines()[-4:]
+        lines = [line for line in text.splitlines() if line.strip()]
+        heading, _, fast, slow, other = lines[-5:]
         assert heading.split() == ["row", "what", "median", "spread", "beside", "ratio", "reach"]
         for part in ("2 ms", "100%", "other 4 ms ± 0%", "0.50", "<= 1", "pass"):
             assert part in fast
         assert "miss" in slow and "a message: Ray does not start" in other and "skipped" in other
-        assert "A processor, 2 cores, 8 GiB, Linux 6, ext4" in text
+        assert "A processor, 2 cores, 8.6 GB, Linux 6, ext4" in text
 
     def test_the_files_have_everything(self, tmp_path: Path) -> None:
-        plot, page, data = tmp_path / "rows.png", tmp_path / "pages" / "RESULTS.md", tmp_path / "rows.json"
-        page.parent.mkdir()
-        report.write_plot(plot, self.rows, FACTS)
-        report.write_results(page, self.rows, FACTS, plot=plot)
+        plot, data = tmp_path / "rows.png", tmp_path / "rows.json"
+        peer = row(1, 2, beside=4, name="torch.save/load")
+        report.write_plot(plot, [*self.rows, peer], FACTS)
         report.write_json(data, self.rows, FACTS)
         assert plot.read_bytes().startswith(b"\x89PNG")
-        text = page.read_text()
-        for part in (
-            "python -m jobs.bench",
-            "![rows](../rows.png)",
-            "| fast | something | 2 ms |",
-            "A processor",
-        ):
+        with pytest.raises(ValueError, match="nothing to draw"):
+            report.write_plot(plot, self.rows[2:], FACTS)
+        text = report.page(self.rows, FACTS, plot="../rows.png")
+        for part in ("    python -m jobs.bench", "![rows](../rows.png)", "A processor"):
             assert part in text
+        assert "| fast | something | 2 ms | 100% | other 4 ms ± 0% | 0.50 | <= 1 | pass |" in text
         found = json.loads(data.read_text())
         assert found["machine"] == FACTS
         fast, _, other = found["rows"]
         assert fast["samples"] == [1, 2, 3] and fast["reference"]["samples"] == [4, 4]
-        assert (fast["ratio"], fast["verdict"], fast["reach"], fast["cpu_share"]) == (
-            0.5,
-            "pass",
-            "<= 1",
-            0.9,
-        )
+        assert (fast["median"], fast["spread"], fast["reference"]["median"]) == (2, 1, 4)
+        assert (fast["ratio"], fast["verdict"], fast["reach"], fast["load"]) == (0.5, "pass", "<= 1", 1.5)
         assert (other["verdict"], other["skipped"]) == ("skipped", "Ray does not start")
 
 
@@ -243,8 +213,8 @@ class TestOwnRows:
         assert len(coordinator.stored_events(3)[0].files) == 17
 
     def test_a_long_log_is_listed_and_retained(self, context: Context) -> None:
-        listed, table = catalog.rows(context, num_checkpoints=50, num_records=10)
-        (retained,) = retention.rows(context, num_checkpoints=50)
+        listed, table = history.catalog_rows(context, num_checkpoints=50, num_records=10)
+        (retained,) = history.retention_rows(context, num_checkpoints=50)
         assert (listed.name, table.name, retained.name) == ("list", "list-table", "retention")
         for one in (listed, table, retained):
             assert one.reference == Reference(name="limit", samples=(1.0,)) and one.reach == "<= 1"
@@ -253,46 +223,42 @@ class TestOwnRows:
     def test_the_rank_that_is_held_up_longest_is_what_a_save_costs(self) -> None:
         ranks = (Stretch(seconds=10.0, blocked_s=0.1), Stretch(seconds=9.9, blocked_s=0.3))
         quicker = (Stretch(seconds=5.0, blocked_s=0.05), Stretch(seconds=5.0, blocked_s=0.0))
-        one = overhead.blocked_row([ranks, quicker], MACHINE, state=100 << 20)
+        one = overhead.blocked_row([ranks, quicker], 100 * 10**6)
         assert one.samples == pytest.approx((3.0, 1.0)) and one.ratio == pytest.approx(1.0)
-        assert "steps of 0.75 s, 100 MiB" in one.note and one.verdict == "pass"
+        assert "steps of 0.75 s, 100.0 MB" in one.note and one.verdict == "pass"
 
     def test_stretches_with_a_save_are_compared_pair_by_pair(self) -> None:
-        one = overhead.wall_row((10.1, 20.4, 5.0), (10.0, 20.0, 5.0), MACHINE)
+        one = overhead.wall_row((10.1, 20.4, 5.0), (10.0, 20.0, 5.0))
         assert one.ratio == pytest.approx(1.01) and one.verdict == "-"
         assert "pair by pair 1.010, from 1.000 to 1.020" in one.note
 
     def test_limits_move_all_bytes(self, tmp_path: Path) -> None:
-        limits = Limits(1 << 20, tmp_path)
-        try:
-            assert limits.memcpy_s() > 0 and bytes(limits._to) == bytes(limits._from)
-            limits._to[:] = 0
-            assert limits.memcpy_s(threads=3) > 0 and bytes(limits._to) == bytes(limits._from)
-            limits._to[:] = 0
-            assert limits.write_s() > 0 and limits.path.read_bytes() == bytes(limits._from)
-            assert limits.read_s() > 0 and bytes(limits._to) == bytes(limits._from)
-        finally:
-            limits.close()
+        with closing(Limits(1 << 20, tmp_path)) as limits:
+            for move in (limits.memcpy_s, partial(limits.memcpy_s, 3), limits.write_s, limits.read_s):
+                limits.target[:] = bytes(limits.size_bytes)
+                assert move() > 0
+                moved = limits.path.read_bytes() if move == limits.write_s else limits.target
+                assert moved == limits.source
+            other = memoryview(b"other bytes")
+            assert limits.memcpy_s(2, other) > 0 and limits.target[: len(other)] == other
         assert list(tmp_path.iterdir()) == []
 
 
 def fake(tmp_path: Path, answers: str, *, rest: str = "") -> list[str]:
-    """A peer's process that answers what a test wants: `answers` is the body of `answer(command, count)`."""
+    """Return a peer's process that answers as a test needs: `answers` is the body of a function."""
     script = tmp_path / "fake.py"
     script.write_text(
-        "import json, socket, sys, time\n"
+        "import sys, time\n"
+        "from multiprocessing.connection import Client\n"
         "print('noise')\n"
         f"{rest}\n"
         f"def answer(command, count):\n    {answers}\n"
-        "connection = socket.socket(socket.AF_UNIX)\n"
-        "connection.connect(sys.argv[sys.argv.index('--socket') + 1])\n"
-        "lines = connection.makefile('rw')\n"
-        "def tell(fields):\n    lines.write(json.dumps(fields) + '\\n')\n    lines.flush()\n"
-        "tell({'ready': True})\n"
-        "for count, line in enumerate(lines):\n"
-        "    command = json.loads(line)['command']\n"
-        "    if command == 'end':\n        break\n"
-        "    tell(answer(command, count))\n"
+        "bench = Client(sys.argv[sys.argv.index('--socket') + 1], 'AF_UNIX')\n"
+        "bench.send({'ready': True})\n"
+        "count = 0\n"
+        "while (command := bench.recv()) != 'end':\n"
+        "    bench.send(answer(command, count))\n"
+        "    count += 1\n"
     )
     return [sys.executable, str(script)]
 
@@ -303,13 +269,11 @@ SAVE = "{'returned_s': 0.5, 'blocked_s': 1.0 + count, 'complete_s': 4.0}"
 class TestPeers:
     def test_a_peers_answers_become_rows(self, tmp_path: Path) -> None:
         command = fake(tmp_path, f"return {SAVE} if command == 'save' else {{'load_s': len(command)}}")
-        limits = Limits(1 << 16, tmp_path)
-        try:
-            with peers.Child(command, tmp_path / "log") as child:
-                assert child.ask() == {"ready": True}
-                rows = list(peers._rows_of("name", PEERS["torch.save"], child, 2, limits))
-        finally:
-            limits.close()
+        with (
+            closing(Limits(1 << 16, tmp_path)) as limits,
+            peers.running(command, tmp_path / "log") as request,
+        ):
+            rows = list(peers._rows_of("name", PEERS["torch.save"], request, 2, limits))
         found = {one.name: one for one in rows}
         assert found["name/blocked-first"].samples == (1.0,)
         assert found["name/blocked"].samples == (2.0, 3.0)
@@ -320,37 +284,54 @@ class TestPeers:
         assert names == ["memcpy", "memcpy", "raw write", "memcpy", "raw read"]
         assert all(one.verdict == "-" and one.ratio is not None for one in rows)
 
-    def test_a_peer_that_fails_or_dies_or_hangs_says_so(self, tmp_path: Path) -> None:
-        with peers.Child(fake(tmp_path, "return {'error': 'OSError: no'}"), tmp_path / "log") as child:
-            child.ask()
-            with pytest.raises(peers.PeerError, match="OSError: no"):
-                child.ask("save")
-        with peers.Child(fake(tmp_path, "raise ValueError('broken')"), tmp_path / "log") as child:
-            child.ask()
-            with pytest.raises(peers.PeerError, match="ValueError: broken"):
-                child.ask("save")
-        with peers.Child(fake(tmp_path, "time.sleep(60)"), tmp_path / "log") as child:
-            child.ask()
-            with pytest.raises(peers.PeerError, match=r"no answer to save within 0 s"):
-                child.ask("save", timeout_s=0.1)
-            process = child._process
-        assert process.poll() is not None
-        with pytest.raises(peers.PeerError, match="ImportError: nothing"):
-            peers.Child(fake(tmp_path, "pass", rest="raise ImportError('nothing')"), tmp_path / "log")
+    @pytest.mark.parametrize(
+        ("answers", "reason"),
+        [
+            ("return {'error': 'OSError: no'}", "OSError: no"),
+            ("raise ValueError('broken')", "ValueError: broken"),
+            ("time.sleep(60)", "no answer to save within 0 s"),
+        ],
+    )
+    def test_a_peer_that_fails_or_dies_or_hangs_is_an_error(
+        self, answers: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        started: list[subprocess.Popen[bytes]] = []
+        kill = peers._kill
+
+        def noted_kill(process: subprocess.Popen[bytes]) -> None:
+            started.append(process)
+            kill(process)
+
+        monkeypatch.setattr(peers, "_kill", noted_kill)
+        monkeypatch.setattr(peers, "COMMAND_TIMEOUT_S", 0.1 if "sleep" in answers else 60)
+        with (
+            pytest.raises(peers.PeerError, match=reason),
+            peers.running(fake(tmp_path, answers), tmp_path / "log") as request,
+        ):
+            request("save")
+        assert started[0].poll() is not None
+
+    def test_a_peer_that_does_not_start_is_an_error(self, tmp_path: Path) -> None:
+        command = fake(tmp_path, "pass", rest="raise ImportError('nothing')")
+        with (
+            pytest.raises(peers.PeerError, match="ImportError: nothing"),
+            peers.running(command, tmp_path / "log"),
+        ):
+            pass
+
+    def test_every_peer_has_a_library(self) -> None:
+        assert list(LIBRARIES) == list(PEERS)
 
     def test_a_peer_that_is_not_installed_is_a_row(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, context: Context
     ) -> None:
         monkeypatch.setattr(environments, "HOME", tmp_path)
-        limits = Limits(1 << 16, tmp_path)
-        peer = Peer(what="another library", script="none", environment="orbax")
-        try:
+        peer = Peer(what="another library", environment="orbax")
+        with closing(Limits(1 << 16, tmp_path)) as limits:
             (missing,) = peers.peer_rows("it", peer, context, limits, tmp_path / "it")
             (tmp_path / "orbax").mkdir()
             (tmp_path / "orbax" / environments.FAILED).write_text("error: no compiler")
             (failed,) = peers.peer_rows("it", peer, context, limits, tmp_path / "it")
-        finally:
-            limits.close()
         assert missing.skipped == "not installed; `make bench` does it"
         assert failed.skipped == "not installable here: error: no compiler"
 
@@ -373,13 +354,7 @@ class TestPeers:
 
     def test_this_project_is_put_beside_the_best_peer(self) -> None:
         rows = [
-            Row(
-                name=f"{peer}/load",
-                what="w",
-                unit="s",
-                samples=(value,),
-                extra={"peer": peer, "kind": "load"},
-            )
+            Row(name=f"{peer}/load", what="w", unit="s", samples=(value,))
             for peer, value in (("ray_ckpt", 2.0), ("slow", 9.0), ("fast", 4.0))
         ]
         (best,) = peers._beside_best([*rows, skipped("gone", "w", "not here")])
@@ -387,34 +362,23 @@ class TestPeers:
         assert best.reference == Reference(name="fast", samples=(4.0,))
 
 
-class Copier:
-    """A client of a folder; `changes` says what it makes of the bytes."""
+def copier(changes: str = "") -> remote.Make:
+    """Return a client of a folder; `changes` is the fault of its copies."""
 
-    def __init__(self, changes: str = "") -> None:
-        self._changes = changes
-
-    def upload(self, path: Path, to: Location) -> None:
-        self._copy(path, to.folder)
-
-    def download(self, source: Location, path: Path) -> None:
-        self._copy(source.folder, path)
-
-    def _copy(self, source: Path, target: Path) -> None:
-        if self._changes == "fails":
+    def copy(source: Path, target: Path) -> None:
+        if changes == "fails":
             raise OSError("no way")
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
-        if self._changes == "flips":
-            with target.open("r+b") as file:
-                file.write(bytes([file.read(1)[0] ^ 1]))
-                file.seek(0)
-                file.write(b"\0")
+        data = bytearray(source.read_bytes())
+        if changes == "flips" and data:
+            data[0] ^= 1
+        target.write_bytes(data)
 
-
-def copier(name: str, changes: str = "") -> remote_clients.ClientSetting:
-    return remote_clients.ClientSetting(
-        name=name, setting="default", make=lambda place, folder: Copier(changes)
+    client = remote.Client(
+        upload=lambda path, to: copy(path, to.folder),
+        download=lambda source, path: copy(source.folder, path),
     )
+    return lambda place, folder: client
 
 
 @pytest.fixture
@@ -423,28 +387,26 @@ def rig(tmp_path: Path) -> remote.Rig:
     folder, tmpfs = tmp_path / "staging", tmp_path / "tmpfs"
     folder.mkdir()
     tmpfs.mkdir()
-    cargo = remote_clients.make_cargo(folder / "shard", 1 << 20)
-    ref = RemoteRef(storage_path=str(tmp_path / "store"), run_name="bench")
-    ref.open().root.folder.mkdir(parents=True)
-    return remote.Rig(ref, cargo, folder, tmpfs)
+    cargo = remote.make_cargo(folder / "shard", 1 << 20)
+    tier = RemoteRef(storage_path=str(tmp_path / "store"), run_name="bench").open()
+    tier.root.folder.mkdir(parents=True)
+    return remote.Rig(tier, cargo, folder, tmpfs)
 
 
 class TestRemote:
     @pytest.mark.parametrize("direction", ("upload", "download"))
     def test_the_fastest_peer_counts_and_one_that_changes_bytes_does_not(
-        self, rig: remote.Rig, direction: str
+        self, rig: remote.Rig, direction: remote.Direction
     ) -> None:
-        peers = [copier("good"), copier("bad", "flips"), copier("none", "fails")]
-        own, good, bad, none = getattr(rig, f"{direction}_rows")(peers, repeat=2)
-        assert own.reference is not None and own.reference == Reference(
-            name="good, default", samples=good.samples
-        )
+        peers = {"good": copier(), "bad": copier("flips"), "none": copier("fails")}
+        own, good, bad, none = rig.rows(direction, peers, repeat=2)
+        assert own.reference == Reference(name="good", samples=good.samples)
         assert own.reach == ">= 0.9" and "CPU s/GB" in own.note and len(own.samples) == 2
         assert ("wrong" if direction == "upload" else "other bytes") in bad.skipped
         assert none.skipped == "OSError: no way"
 
     def test_without_a_peer_there_is_nothing_to_reach(self, rig: remote.Rig) -> None:
-        own, none = rig.upload_rows([copier("none", "fails")], repeat=1)
+        own, none = rig.rows("upload", {"none": copier("fails")}, repeat=1)
         assert (own.reference, own.reach, none.verdict) == (None, "", "skipped")
 
     def test_a_program_that_is_not_installed_is_a_row(
@@ -452,34 +414,31 @@ class TestRemote:
     ) -> None:
         monkeypatch.setattr(s3_server, "TOOLS", tmp_path)
         monkeypatch.setenv("PATH", str(tmp_path))
-        _, *rows = rig.upload_rows(remote_clients.CLIENTS[2:], repeat=1)
+        programs = {name: remote.CLIENTS[name] for name in ("aws", "rclone")}
+        _, *rows = rig.rows("upload", programs, repeat=1)
         assert [one.name for one in rows] == ["remote-upload/aws", "remote-upload/rclone"]
         assert all("make .venv-servers/.ready" in one.skipped for one in rows)
 
-    def test_a_program_that_fails_says_why(self, tmp_path: Path) -> None:
+    def test_a_program_that_fails_is_an_error_with_its_reason(self, tmp_path: Path) -> None:
         script = "import sys; print('first', 'then no bucket', sep='\\n', file=sys.stderr); sys.exit(3)"
-        program = Program(command=(sys.executable, "-c", script), remote="s3://")
+        program = remote.program((sys.executable, "-c", script), "s3://", {})
         with pytest.raises(OSError, match=r"^then no bucket$"):
             program.upload(tmp_path, Location.parse("s3://bucket/key"))
 
     def test_the_start_of_a_program_does_not_count(self) -> None:
         mover = remote.Mover(
-            name="it",
-            setting="default",
-            prepare=lambda: time.sleep(0.3),
-            move=lambda: time.sleep(0.05),
-            start=remote.Usage(0.04, 0.0),
+            prepare=lambda: time.sleep(0.3), move=lambda: time.sleep(0.05), start=remote.Usage(0.04, 0.0)
         )
         assert 0.01 <= mover.sample() < 0.25
 
     def test_shared_memory_is_not_a_process_its_own(self) -> None:
-        size = 32 << 20
+        size, process = 32 << 20, psutil.Process()
         for flag, is_own in ((mmap.MAP_SHARED, False), (mmap.MAP_PRIVATE, True)):
             with mmap.mmap(-1, size, flags=flag | mmap.MAP_ANONYMOUS) as memory:
-                before = remote_memory.own_bytes(os.getpid())
+                before = remote.own_bytes(process)
                 for page in range(0, size, mmap.PAGESIZE):
                     memory[page] = 1
-                assert (remote_memory.own_bytes(os.getpid()) - before > size / 2) == is_own
+                assert (remote.own_bytes(process) - before > size / 2) == is_own
 
 
 class TestCommand:
@@ -511,9 +470,11 @@ class TestCommand:
             raise OSError("broken\nand more")
 
         arguments = ["--only", "simulator", "--folder", str(tmp_path)]
-        monkeypatch.setattr(simulator, "rows", lambda context: iter([row(5, beside=4, reach="<= 1")]))
+        monkeypatch.setattr(
+            coordinator, "schedule_rows", lambda context: iter([row(5, beside=4, reach="<= 1")])
+        )
         assert bench.main(arguments) == 1
-        monkeypatch.setattr(simulator, "rows", fail)
+        monkeypatch.setattr(coordinator, "schedule_rows", fail)
         assert bench.main(arguments) == 2
         text = capsys.readouterr().out
         assert "before" in text and "failed: OSError: broken" in text
@@ -564,5 +525,5 @@ class TestCommand:
         rows = json.loads(out.read_text())["rows"]
         assert code in (0, 1), [one["skipped"] for one in rows if one["skipped"]]
         names = {one["name"] for one in rows}
-        assert names >= {"remote-upload", "remote-download/s3fs", "remote-memory", "remote-memory-agent"}
+        assert names >= {"remote-upload", "remote-download/s3fs", "remote-memory"}
         assert {name: os.environ.get(name) for name in s3_server.ENVIRONMENT} == keys

@@ -33,12 +33,11 @@ REQUIREMENTS: Mapping[str, Sequence[str]] = {
     "torchsnapshot": ("torchsnapshot==0.1.0", "aiofiles", "importlib-metadata", "nest-asyncio"),
 }
 
-# Environments installed from unpacked sources, with pip's options: ML Flashpoint looks for its
-# compiled parts beside its modules. Its build fetches Abseil from GitHub, unless the environment variable
+# Installed from unpacked sources: ML Flashpoint looks for its compiled parts beside its modules. Its build
+# fetches Abseil from GitHub, unless the environment variable
 # CMAKE_ARGS=-DFETCHCONTENT_SOURCE_DIR_ABSEIL-CPP=FOLDER names one that is there already.
-EDITABLE: Mapping[str, Sequence[str]] = {
-    "ml_flashpoint": ("--no-deps", "--config-settings=cmake.define.BUILD_TESTING=OFF"),
-}
+EDITABLE = "ml_flashpoint"
+EDITABLE_OPTIONS = ("--no-deps", "--config-settings=cmake.define.BUILD_TESTING=OFF")
 
 
 def python_of(environment: str) -> Path:
@@ -58,45 +57,35 @@ def make(environment: str) -> str:
     if (folder / READY).exists() and (folder / READY).read_text() == wanted:
         return "ready"
     venv.create(folder, clear=True, with_pip=True)
-    _acquire(folder)
-    install = _install_editable if environment in EDITABLE else _install
-    reason = install(environment, folder)
+    (own,) = (folder / "lib").glob("python*/site-packages")
+    (own / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")  # after the environment's own
+    reason = _install(environment, folder)
     (folder / (FAILED if reason else READY)).write_text(reason or wanted)
     return reason or "installed"
 
 
 def _install(environment: str, folder: Path) -> str:
-    return _pip(folder, "install", *REQUIREMENTS[environment])
-
-
-def _install_editable(environment: str, folder: Path) -> str:
-    (requirement,) = REQUIREMENTS[environment]
-    package, sources = requirement.partition("==")[0], folder / "source"
-    reason = _pip(
-        folder, "download", "--no-deps", "--no-binary", package, "--dest", str(sources), requirement
-    )
-    if reason:
+    """Install the requirements; return the reason if that failed, otherwise an empty text."""
+    requirements, sources = REQUIREMENTS[environment], folder / "source"
+    if environment != EDITABLE:
+        return _pip(folder, "install", *requirements)
+    package = requirements[0].partition("==")[0]
+    options = ("--no-deps", "--no-binary", package, "--dest", str(sources))
+    if reason := _pip(folder, "download", *options, *requirements):
         return reason
     (archive,) = sources.iterdir()
     shutil.unpack_archive(archive, sources, filter="data")
     source = sources / archive.name.removesuffix(".tar.gz")
-    return _pip(folder, "install", *EDITABLE[environment], "--editable", str(source))
+    return _pip(folder, "install", *EDITABLE_OPTIONS, "--editable", str(source))
 
 
 def _pip(folder: Path, *arguments: str) -> str:
-    """Run pip; return the reason if it failed, otherwise an empty text."""
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     try:
         done = subprocess.run([*pip, *arguments], capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return f"pip took more than {INSTALL_TIMEOUT_S:.0f} s"
     return "" if done.returncode == 0 else _reason(done.stdout + done.stderr)
-
-
-def _acquire(folder: Path) -> None:
-    """Let the environment import the packages of this interpreter, after those of the environment."""
-    (own,) = (folder / "lib").glob("python*/site-packages")
-    (own / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 
 def _reason(stderr: str) -> str:
