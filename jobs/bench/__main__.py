@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -65,9 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder=chosen.folder.resolve(),
         quick=chosen.quick,
         server=chosen.server,
+        peers=tuple(PEERS) if chosen.peers == [] else tuple(chosen.peers or ()),
     )
+    left_out = IF_NAMED if chosen.quick or chosen.peers is None else ()
+    names = chosen.only or [name for name in ROWS if name not in left_out]
     rows = []
-    for row in _measured(_groups(chosen), context):
+    for row in _measured([*names, *(["peers.measure"] if context.peers else [])], context):
         print(f"{row.name}: {report.brief(row)}", file=sys.stderr, flush=True)
         rows.append(row)
     command = ["python", "-m", "jobs.bench", *(sys.argv[1:] if arguments is None else arguments)]
@@ -106,33 +109,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _groups(chosen: argparse.Namespace) -> dict[str, Callable[[Context], Iterator[Row]]]:
-    """Return the functions that make the chosen rows, by name; all with `--peers` without `--only`."""
-    left_out = IF_NAMED if chosen.quick or chosen.peers is None else ()
-    names = chosen.only or [name for name in ROWS if name not in left_out]
-    groups = {name: _lazy(ROWS[name]) for name in names}
-    if chosen.peers is not None:
-        wanted = chosen.peers or list(PEERS)
-        groups["peers"] = lambda context: import_module("jobs.bench.peers.measure").rows(context, wanted)
-    return groups
-
-
-def _lazy(place: str) -> Callable[[Context], Iterator[Row]]:
-    """Return the function of an entry of ROWS; its module is imported when the rows are wanted."""
-    module, _, function = place.partition(":")
-
-    def rows(context: Context) -> Iterator[Row]:
-        yield from getattr(import_module(f"jobs.bench.{module}"), function or "rows")(context)
-
-    return rows
-
-
-def _measured(groups: Mapping[str, Callable[[Context], Iterator[Row]]], context: Context) -> Iterator[Row]:
+def _measured(names: Iterable[str], context: Context) -> Iterator[Row]:
     """Yield all rows. A failed group becomes a row with the first line of the error; others are measured."""
-    for name, rows in groups.items():
+    for name in names:
         start_s = time.monotonic()
+        module, _, function = ROWS.get(name, name).partition(":")
         try:
-            yield from rows(context)
+            yield from getattr(import_module(f"jobs.bench.{module}"), function or "rows")(context)
         except Exception as error:
             traceback.print_exc()
             yield skipped(name, "its rows", f"{FAILED}{type(error).__name__}: {error}".partition("\n")[0])

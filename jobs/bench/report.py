@@ -97,7 +97,7 @@ def write_plot(path: Path, rows: Sequence[Row], facts: Facts) -> None:
     from matplotlib.figure import Figure
 
     reaching = [row for row in rows if row.ratio and row.reach]
-    peers = [row for row in rows if row.ratio and _peer(row)[0] in PEERS]
+    peers = [row for row in rows if row.ratio and row.name.partition("/")[0] in PEERS]
     panels = [(draw, some) for draw, some in ((_draw_reach, reaching), (_draw_peers, peers)) if some]
     if not panels:
         raise ValueError("nothing to draw: no row has been compared with anything")
@@ -134,11 +134,11 @@ def _draw_reach(axis: Any, rows: Sequence[Row]) -> None:
 
 def _draw_peers(axis: Any, rows: Sequence[Row]) -> None:
     """Draw the peers grouped by kind of row, the best peer first."""
-    placed = sorted(rows, key=lambda row: (list(KINDS).index(_peer(row)[1]), row.ratio or 0.0))
-    names = [f"{_peer(row)[1]}: {_peer(row)[0]}  {row.median:.3g} {row.unit}" for row in placed]
-    _bars(axis, names, [row.ratio or 0.0 for row in placed], [KINDS[_peer(row)[1]] for row in placed])
+    placed = sorted(rows, key=lambda row: (list(KINDS).index(_kind(row)), row.ratio or 0.0))
+    names = [f"{row.name}  {row.median:.3g} {row.unit}" for row in placed]
+    _bars(axis, names, [row.ratio or 0.0 for row in placed], [KINDS[_kind(row)] for row in placed])
     for label, row in zip(axis.get_yticklabels(), placed, strict=True):
-        label.set_fontweight("bold" if _peer(row)[0] == OURS else "normal")
+        label.set_fontweight("bold" if row.name.startswith(f"{OURS}/") else "normal")
     axis.set_title("Multiples of a copy, write or read of the same bytes (to the left is better)", fontsize=9)
 
 
@@ -152,10 +152,8 @@ def _bars(axis: Any, names: Sequence[str], values: Sequence[float], colours: Seq
     axis.grid(axis="x", alpha=0.3)
 
 
-def _peer(row: Row) -> tuple[str, str]:
-    """Split the name of a peer's row into peer and kind."""
-    peer, _, kind = row.name.partition("/")
-    return peer, kind
+def _kind(row: Row) -> str:
+    return row.name.partition("/")[2]
 
 
 def _cells(row: Row) -> Iterator[str]:

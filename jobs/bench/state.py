@@ -21,37 +21,17 @@ SEED = 20
 State = tuple[nn.Module, torch.optim.AdamW]
 
 
-class Block(nn.Module):
-    """The parameters of a transformer block; it is never run."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.ln_2 = nn.LayerNorm(width)
-        self.fc_in = nn.Linear(width, 4 * width)
-        self.fc_out = nn.Linear(4 * width, width)
-
-
-class Gpt(nn.Module):
-    def __init__(self, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(NUM_BLOCKS))
-        self.ln_f = nn.LayerNorm(width)
-
-
-def make_state(size_bytes: int, dtype: torch.dtype = torch.float32, *, fill: bool = True) -> State:
+def make_state(size_bytes: int) -> State:
     """Make a model and its optimizer of `size_bytes` to within a row of the embedding, at least about 1 MiB.
 
-    Moments have the dtype of the parameters, as AdamW makes them. All memory is touched; `fill` puts noise
-    into it, the same in every process, else zeros.
+    Moments are as AdamW makes them. All memory has noise, the same in every process. The model is never run.
     """
-    width, vocabulary = _dimensions(size_bytes // (dtype.itemsize * (1 + len(MOMENTS))))
+    width, vocabulary = _dimensions(size_bytes // (torch.float32.itemsize * (1 + len(MOMENTS))))
     with torch.device("meta"):
-        model = Gpt(width, vocabulary).to(dtype)
-    model = model.to_empty(device="cpu")
+        block = nn.TransformerEncoderLayer(width, nhead=1, dim_feedforward=4 * width)
+        blocks = nn.TransformerEncoder(block, NUM_BLOCKS, nn.LayerNorm(width), enable_nested_tensor=False)
+        meta = nn.ModuleDict({"embedding": nn.Embedding(vocabulary, width), "blocks": blocks})
+    model = meta.to_empty(device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, foreach=False)
     for parameter in model.parameters():
         optimizer.state[parameter] = {
@@ -61,7 +41,7 @@ def make_state(size_bytes: int, dtype: torch.dtype = torch.float32, *, fill: boo
     generator = torch.Generator().manual_seed(SEED)
     for tensor in tensors(model, optimizer):
         if tensor.dim():
-            tensor.normal_(0, 0.02, generator=generator) if fill else tensor.zero_()
+            tensor.normal_(0, 0.02, generator=generator)
     return model, optimizer
 
 

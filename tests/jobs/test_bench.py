@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,12 +141,11 @@ class TestRows:
 
 
 class TestState:
-    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-    def test_the_state_has_the_wanted_size_and_hundreds_of_tensors(self, dtype: torch.dtype) -> None:
-        model, optimizer = state.make_state(4 << 20, dtype)
+    def test_the_state_has_the_wanted_size_and_hundreds_of_tensors(self) -> None:
+        model, optimizer = state.make_state(4 << 20)
         assert abs(state.state_bytes(model, optimizer) / (4 << 20) - 1) < 0.01
         assert len(list(state.tensors(model, optimizer))) > 300
-        assert {tensor.dtype for tensor in state.tensors(model, optimizer) if tensor.dim()} == {dtype}
+        assert {tensor.dtype for tensor in state.tensors(model, optimizer)} == {torch.float32}
 
     def test_each_process_makes_the_same_and_each_save_is_another(self) -> None:
         one, other = state.make_state(1 << 20), state.make_state(1 << 20)
@@ -345,7 +345,7 @@ class TestPeers:
 
     def test_torch_save_is_measured_for_real(self, context: Context) -> None:
         """All of it: the child's protocol, the library, the comparison of what was loaded."""
-        rows = {one.name: one for one in peers.rows(context, ["torch.save"])}
+        rows = {one.name: one for one in peers.rows(replace(context, peers=("torch.save",)))}
         assert set(rows) == {
             f"torch.save/{kind}" for kind in ("blocked-first", "blocked", "complete", "load-memory", "load")
         }
