@@ -7,11 +7,13 @@ done at once. Worlds that differ only in the order of events are visited once.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ray_ckpt.config import RunOptions
@@ -166,27 +168,43 @@ class Scene:
             (storage.fragments, storage.described, storage.written_s, storage.uploads),
             [(d.folders, list(d.fragments), d.epoch) for d in (x.disk for x in world.nodes.values())],
             [(x.is_alive, x.agent and x.agent.machine) for x in world.nodes.values()],
-            *_apart(world.coordinators.values()),
             (world.launchers, world.current, world.waiting),
         )
+        machines = (flat for process in world.coordinators.values() for flat in _flat_coordinator(process))
         wire = sorted(_flat(message) for message in world.wire)  # sorted, as any message may come next
-        return digest(b"".join((*map(_flat, parts), *wire)))
+        return digest(b"".join((*map(_flat, parts), *machines, *wire)))
 
 
-def _apart(coordinators: Iterable[Coordinator]) -> Iterator[object]:
-    """Yield the state of coordinators in parts, because a fast-mode pickler accepts at most 50 levels."""
-    for process in coordinators:
-        state = {name: getattr(process, name) for name in Coordinator.__slots__}
-        machine = vars(state.pop("machine"))
-        yield state
-        yield from (item for item in machine.items() if item[0] != "view")  # the view only reads other fields
+def _flat_coordinator(process: Coordinator) -> Iterator[bytes]:
+    """Yield the state of a coordinator, one part of its machine after the other.
+
+    In parts, because a fast-mode pickler accepts at most 50 levels. All parts share a context.
+    """
+    state = {name: getattr(process, name) for name in Coordinator.__slots__}
+    parts = vars(state.pop("machine"))
+    yield _flat(state)
+    for name, part in parts.items():
+        if name != "view":  # the view only reads other fields
+            yield _flat(part, parts)
 
 
-def _flat(value: object) -> bytes:
-    """Return bytes that depend only on the value, not on the identity of the objects in it."""
+def _flat(value: object, parts: Mapping[str, object] = MappingProxyType({})) -> bytes:
+    """Return bytes that depend only on the value, not on the identity of the objects in it.
+
+    An object of `parts` that is within `value` is only named, as its own bytes are elsewhere.
+    """
     buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, protocol=5)
+    pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.fast = True
+    if parts:
+        names = {id(part): name for name, part in parts.items() if part is not value}
+
+        def reduce(part: object) -> Any:
+            name = names.get(id(part))
+            return part.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if name is None else (str, (name,))
+
+        kinds = dict.fromkeys(map(type, parts.values()), reduce)
+        pickler.dispatch_table = {**copyreg.dispatch_table, **kinds}
     pickler.dump(value)
     return buffer.getvalue()
 

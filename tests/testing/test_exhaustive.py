@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ray_ckpt.testing.exhaustive import SCENES, explore
@@ -16,6 +18,17 @@ def test_the_promises_hold_in_every_order(name: str) -> None:
     found = explore(name, depth=DEPTH, max_states=NUM_STATES)
     assert found.num_states > 350
     assert found.is_complete or found.num_states == NUM_STATES
+
+
+@pytest.mark.parametrize("change", [{"now_s": 1.0}, {"domains": {"east-0": "rack-9"}}])
+def test_a_change_of_what_the_parts_of_a_coordinator_share_is_another_state(change: dict[str, Any]) -> None:
+    scene = SCENES["collector"]()
+    before = scene.key()
+    assert before == SCENES["collector"]().key()
+    (coordinator,) = scene.world.coordinators.values()
+    for name, value in change.items():
+        setattr(coordinator.machine._context, name, value)
+    assert scene.key() != before
 
 
 @pytest.mark.slow
