@@ -70,6 +70,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _hide_what_is_there_from_the_collector() -> None:
+    """Hide what the tests before this file have imported and left, too."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _the_same_draws_each_time() -> None:
     """A test that draws from the process's own generators draws the same in every run, wherever it runs."""

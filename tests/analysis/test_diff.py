@@ -161,12 +161,14 @@ def random_state(seed: int) -> dict[str, torch.Tensor]:
 
 # Numbers
 
+SLOW = pytest.mark.slow  # between the others of a matrix
+
 
 @pytest.mark.parametrize(
     "cuts", [("rows", "rows"), ("rows", "columns"), ("flat", "columns"), ("flat", "rows")]
 )
-@pytest.mark.parametrize("worlds", [(1, 1), (2, 3), (4, 1), (5, 7)])
-@pytest.mark.parametrize("band_bytes", [BAND_BYTES, 64, 24])
+@pytest.mark.parametrize("worlds", [(1, 1), pytest.param((2, 3), marks=SLOW), (4, 1), (5, 7)])
+@pytest.mark.parametrize("band_bytes", [BAND_BYTES, pytest.param(64, marks=SLOW), 24])
 def test_every_dtype_cut_and_world_gives_what_torch_gives(
     log: RunLog,
     monkeypatch: pytest.MonkeyPatch,

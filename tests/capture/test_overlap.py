@@ -121,7 +121,7 @@ def options(**more: Any) -> RunOptions:
 
 @pytest.mark.parametrize("memory", ["single", "double", "stream"])
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_no_checkpoint_mixes_two_steps(slow_copies: None, memory: str, kind: str, seed: int) -> None:
     training = Training(seed, LocalLink(options(memory=memory)), kind=kind)
     chance = random.Random(seed)

@@ -20,8 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ray_ckpt
@@ -42,6 +40,7 @@ from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.verify.content import verify_files
 from tests.servers.stores import BUCKET, bucket_url
 from tests.servers.strict_store import Fault, Flip, Match, Status, StrictStore, Truncate
+from tests.support.sample_model import Sample
 from tests.support.sample_run import (
     RankState,
     RunLog,
@@ -456,26 +455,6 @@ def rank_1_of_4() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Sample(nn.Module):
-    """The model of a sample run."""
-
-    def __init__(self, rows: int, *, sharded: bool) -> None:
-        super().__init__()
-        block = nn.Module()
-        block.register_parameter("weight", nn.Parameter(_weight(rows, sharded)))
-        block.register_parameter("bias", nn.Parameter(torch.zeros(6)))
-        self.blocks = nn.ModuleList([block])
-        self.head = nn.Parameter(torch.zeros(4, 2 * rows, dtype=torch.bfloat16))
-        self.unused = nn.Parameter(torch.zeros(0, 3))
-
-
-def _weight(rows: int, sharded: bool) -> torch.Tensor:
-    if not sharded:
-        return torch.zeros(rows, 6)
-    mesh = init_device_mesh("cpu", (4,))
-    return DTensor.from_local(torch.zeros(rows // 4, 6), mesh, [Shard(0)])
-
-
 @pytest.mark.usefixtures("rank_1_of_4")
 def test_a_rank_of_a_group_reads_its_part_only(run: SampleRun, opened: OpenedRun) -> None:
     model = Sample(8, sharded=True)
@@ -496,7 +475,7 @@ def test_ranks_take_what_rank_0_finds_newest(tmp_path: Path) -> None:
     code = """
 import shutil, sys, ray_ckpt
 import torch.distributed as dist
-from tests.catalog.test_load import Sample
+from tests.support.sample_model import Sample
 rank, folder, newer, store = int(sys.argv[1]), *sys.argv[2:]
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
 opened = ray_ckpt.open(folder)

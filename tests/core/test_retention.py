@@ -400,6 +400,8 @@ def test_no_text_does_more_than_raise_a_format_error(key: str, rest: str) -> Non
 
 # Size
 
+MOST_S = 1.0  # of a processor
+
 
 def test_a_long_run_is_decided_in_no_time() -> None:
     lineage = tuple(
@@ -418,5 +420,7 @@ def test_a_long_run_is_decided_in_no_time() -> None:
         decisions = r.decide(view, policies)
         r.choose_evictions(view, keep_local=2)
         seconds.append(time.process_time() - began_s)
-    assert min(seconds) < 1.0
+        if seconds[-1] < MOST_S:
+            break
+    assert min(seconds) < MOST_S
     assert 2000 < sum(d.kept for d in decisions) < 5000

@@ -296,13 +296,18 @@ def test_size_limits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
                 decode_fragment(data)
 
 
-def test_truncated_and_flipped_fragments_are_found() -> None:
-    data = bytearray(encode_fragment(FRAGMENT))
+def test_truncated_fragments_are_found() -> None:
+    data = encode_fragment(FRAGMENT)
     for size in range(0, len(data), 5):
         with pytest.raises(FormatError):
-            decode_fragment(bytes(data[:size]))
-    for index in range(len(data)):
-        bit = index % 8
+            decode_fragment(data[:size])
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])  # every other byte
+def test_flipped_fragments_are_found(first: int) -> None:
+    data = bytearray(encode_fragment(FRAGMENT))
+    for index in range(first, len(data), 2):
+        bit = index // 2 % 8
         data[index] ^= 1 << bit
         with suppress(FormatError):  # a flip that changes nothing we read (a writer's name) may pass
             assert decode_fragment(bytes(data)) == FRAGMENT

@@ -122,7 +122,8 @@ class TestCreates:
         [
             ("s3", 100),
             ("gs", 100),
-            ("fsspec-s3", 20),
+            ("fsspec-s3", 10),
+            pytest.param("fsspec-s3", 20, marks=pytest.mark.slow),
             ("fsspec-gs", 10),
             pytest.param("s3", 400, marks=pytest.mark.slow),
             pytest.param("gs", 400, marks=pytest.mark.slow),

@@ -41,13 +41,11 @@ from tests.storage.test_log_store import NUM_WRITERS, LogStoreTests
 pytestmark = pytest.mark.usefixtures("credentials")
 
 SLOW = pytest.mark.slow
+SLOW_STORES = ("ministack", "moto", "s3fs", "gcsfs")  # less strict servers; libraries without our requests
 STORES = (
-    *("posix", "ministack", "moto", "strict-s3", "strict-gcs", "fsspec-s3", "fsspec-gcs"),
-    *(
-        pytest.param(store, marks=SLOW) for store in ("s3fs", "gcsfs")
-    ),  # the same libraries, without our requests
+    *("posix", "strict-s3", "strict-gcs", "fsspec-s3", "fsspec-gcs"),
+    *(pytest.param(store, marks=SLOW) for store in SLOW_STORES),
 )
-QUICK_STORES = (*(store for store in STORES if store != "moto"), pytest.param("moto", marks=SLOW))
 DIFFERENCES = {
     ("ministack", "test_s3_refuses_what_was_not_signed"): "ministack verifies no signatures",
     ("moto", "test_s3_refuses_what_was_not_signed"): "moto verifies no signatures",
@@ -250,7 +248,6 @@ class TestFiles:
         assert sorted(store.files.children(folder).folders) == [f"{folder}/{n}" for n in ("a", "a.b", "ab")]
         assert all(abs(f.modified_s - time.time()) < CLOCK_S for f in store.files.list(folder))
 
-    @pytest.mark.parametrize("any_store", QUICK_STORES, indirect=True)
     def test_more_files_than_a_page_of_a_listing_holds(self, store: Store, folder: str) -> None:
         names = [f"{folder}/{number // 600}/{number:04d}" for number in range(1001)]
         store.fill(names)
@@ -554,7 +551,7 @@ class TestErrors:
 class TestChecksums:
     """A bit that flips on the way up does not get there."""
 
-    @pytest.fixture(params=["ministack", "moto", "strict-s3"])
+    @pytest.fixture(params=["strict-s3", *(pytest.param(s, marks=SLOW) for s in ("ministack", "moto"))])
     def server(self, request: pytest.FixtureRequest, open_store: Callable[[str], Store]) -> str:
         expect_difference(request, request.param)
         return endpoint_of(open_store(request.param))
