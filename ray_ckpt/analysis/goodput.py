@@ -2,52 +2,17 @@
 
     goodput = time of steps whose effect survived / wall time
 
-A step counts once, and only if the newest state comes from it: steps that were lost and repeated are badput.
-This is the "runtime goodput" of Google's ml-goodput-measurement: productive step time / elapsed time, without
-progress that a disruption wasted. If the newest checkpoint is lost, the newest state is that of the live
-checkpoint that a restart would load. Goodput can rise while the job becomes slower, for example by slower
-steps, so wall time is shown beside goodput. Wall time runs from the opening of the first session to the last
-event of a session in the log. The time between a finished session and the next one is not part of the wall
-time (`not_counted_s`).
-
-**Measured**, for a session whose log has its restore, first and last step, and end (`SessionEnd`):
-
-- The group starts until the slowest rank begins to restore, restores until all ranks have their state,
-  starts up until its first step begins, trains until its last step ends, and is down until the next session
-  opens. Saves delay training for a known time. A restore of unknown duration is part of the group's start.
-- The session's steps survived up to the step from which the lineage continues. A save's step ended at the
-  time of its commit minus capture, writing and copying. If these are unknown, or if the commit came after the
-  last step (a coordinator may recover a save later), all steps are assumed to have taken equally long.
-- Evaluation, slow data and everything else between the session's first and last step count as time of steps.
-- A session that a rollback opened does not train: the run is down, for the cause of the previous session's
-  end.
-- Clocks of ranks and coordinators are assumed to agree; times that contradict the order of events are cut.
-
-**Estimated**, for a session without these facts (the session is at work, or its coordinator died with it).
-The estimate covers the time from the moment at which the session had its state to the end of its last step,
-where these are known:
-
-- Between two commits all time counts as time of steps, without the stalls that the commits record.
-- From its opening to its first commit the session restored and then trained. The split uses the time per step
-  between commits of the session, else of the run; without either, all of it is time of steps.
-- From its last commit to the opening of the next session, the session trained and died, and its death was
-  detected. The estimated time of steps is half an interval between saves, the mean cost of a failure at a
-  random time (Young 1974), and never more than there was time.
-- A session from scratch begins at step 0, or at the step of the other run's checkpoint from which the session
-  continued.
-- Times are those of the coordinators' clocks. A clock that goes back is treated as standing still; a single
-  moment that is later than the moments after it is replaced by the next moment.
-
-Each estimate lies between two bounds that hold for any step time and interval; measured times have equal
-bounds. `measured_s` is the measured part of the wall time; a session around which a clock jumped by more than
-CLOCK_SLACK_S is not measured. The estimates of goodput and of all causes of badput add up to the wall time.
+A step counts once, and only if the newest state comes from it. A session is measured where its log has its
+restore, first and last step, and end (`SessionEnd`); otherwise its times are estimated, between two bounds
+that hold for any step time and interval. `docs/operations/goodput.md` has the rules. The estimates of goodput
+and of all causes of badput add up to the wall time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, pairwise
+from itertools import pairwise
 from typing import TypeAlias
 
 from ray_ckpt.analysis.session_history import (
@@ -59,15 +24,6 @@ from ray_ckpt.analysis.session_history import (
     step_rate,
 )
 from ray_ckpt.types import END_CAUSES, CheckpointInfo, EndCause, SessionInfo
-
-__all__ = [
-    "Goodput",
-    "Interruption",
-    "Seconds",
-    "SessionSpan",
-    "StepsOverTime",
-    "measure_goodput",
-]
 
 _ENDS: Mapping[EndCause, str] = {
     "finished": "its launcher had finished",
@@ -233,46 +189,50 @@ def measure_goodput(sessions: Sequence[SessionInfo], checkpoints: Iterable[Check
     """
     histories, clock_back_s = session_histories(sessions, {c.id.attempt: c for c in checkpoints})
     pace = step_rate(histories)
-    found_of = [_from_facts(history) or _from_estimates(history, pace) for history in histories]
-    parts, times = [part for part, _, _ in found_of], [time for _, time, _ in found_of]
-    found = _goodput(histories, parts, times, pace, clock_back_s)
-    sure = [t.measured and not history.is_jumpy for history, t in zip(histories, times, strict=True)]
-    steps = sum(t.last_step - t.first_step for t in compress(times, sure))
-    trained_s = sum(t.last_s - t.first_s for t in compress(times, sure))
-    stalled_s = sum(part.get("stalls", ZERO).estimate for part in compress(parts, sure))
-    return replace(
-        found,
-        step_s=ratio(trained_s - stalled_s, steps) or found.step_s,
-        measured_s=sum(
-            known_s
-            for history, (_, _, known_s) in zip(histories, found_of, strict=True)
-            if not history.is_jumpy
-        ),
-        spans=[replace(t, measured=is_sure) for t, is_sure in zip(times, sure, strict=True)],
-    )
-
-
-def _goodput(
-    histories: Sequence[SessionHistory],
-    parts: Sequence[_Parts],
-    times: Sequence[SessionSpan],
-    pace: StepRate,
-    clock_back_s: float,
-) -> Goodput:
-    whole = list(zip(histories, parts, times, strict=True))
+    found = [(history, *(_from_facts(history) or _from_estimates(history, pace))) for history in histories]
+    parts = [part for _, part, _, _ in found]
+    sure = [(part, span) for history, part, span, _ in found if span.measured and not history.is_jumpy]
+    steps = sum(span.last_step - span.first_step for _, span in sure)
+    stepped_s = sum(span.last_s - span.first_s - part.get("stalls", ZERO).estimate for part, span in sure)
     idle_s = sum(new.opened_s - old.ended_s for old, new in pairwise(histories))
     return Goodput(
         wall_s=histories[-1].ended_s - histories[0].opened_s - idle_s if histories else 0.0,
         productive=sum((part["productive"] for part in parts), ZERO),
         badput={cause: sum((part.get(cause, ZERO) for part in parts), ZERO) for cause in CAUSES},
-        step=next((_kept_step(t) for t in reversed(histories) if t.kept), 0),
-        steps_lost=sum(t.last_step - _kept_step(t) for t in histories),
-        step_s=pace.step_s,
+        step=next((_kept_step(history) for history in reversed(histories) if history.kept), 0),
+        steps_lost=sum(history.last_step - _kept_step(history) for history in histories),
+        step_s=ratio(stepped_s, steps) or pace.step_s,
         clock_back_s=clock_back_s,
-        interruptions=[_interruption(*pair, pace) for pair in pairwise(whole)],
-        progress=[point for history, _, time in whole for point in _progress(history, time)],
-        spans=times,
+        interruptions=[_interruption(old[:3], new[:3], pace) for old, new in pairwise(found)],
+        progress=[point for history, _, span, _ in found for point in _progress(history, span)],
+        spans=[replace(s, measured=s.measured and not history.is_jumpy) for history, _, s, _ in found],
+        measured_s=sum(known_s for history, _, _, known_s in found if not history.is_jumpy),
         not_counted_s=idle_s,
+    )
+
+
+def _span(
+    history: SessionHistory,
+    first_s: float,
+    survived_s: float,
+    last_s: float,
+    last_step: int,
+    *,
+    measured: bool,
+) -> SessionSpan:
+    return SessionSpan(
+        session=history.session,
+        opened_s=history.opened_s,
+        restoring_s=min(history.restoring_s, history.ready_s),
+        ready_s=history.ready_s,
+        first_s=first_s,
+        survived_s=survived_s,
+        last_s=last_s,
+        closed_s=history.ended_s,
+        first_step=history.first_step,
+        last_step=last_step,
+        cause=history.cause,
+        measured=measured,
     )
 
 
@@ -282,30 +242,15 @@ def _goodput(
 def _from_facts(history: SessionHistory) -> tuple[_Parts, SessionSpan, float] | None:
     """Return a session's parts, span and measured seconds (the whole session); None if facts are missing."""
     if history.is_rollback:
-        whole_s = history.ended_s - history.opened_s
+        whole_s, s = history.ended_s - history.opened_s, history.opened_s
         down = f"down_{history.cause or 'unknown'}"
-        return {"productive": ZERO, down: _exactly(whole_s)}, _idle_span(history), whole_s
-    span = _measured_span(history)
-    return None if span is None else (_measured_parts(history, span), span, span.closed_s - span.opened_s)
-
-
-def _idle_span(history: SessionHistory) -> SessionSpan:
-    """Return the span of a rollback's session, which has no training."""
-    s = history.opened_s
-    return SessionSpan(
-        session=history.session,
-        opened_s=s,
-        restoring_s=s,
-        ready_s=s,
-        first_s=s,
-        survived_s=s,
-        last_s=s,
-        closed_s=history.ended_s,
-        first_step=history.first_step,
-        last_step=history.first_step,
-        cause=history.cause,
-        measured=True,
-    )
+        span = _span(history, s, s, s, history.first_step, measured=True)
+        span = replace(span, restoring_s=s, ready_s=s)
+        return {"productive": ZERO, down: _exactly(whole_s)}, span, whole_s
+    measured = _measured_span(history)
+    if measured is None:
+        return None
+    return _measured_parts(history, measured), measured, measured.closed_s - measured.opened_s
 
 
 def _from_estimates(history: SessionHistory, pace: StepRate) -> tuple[_Parts, SessionSpan, float]:
@@ -313,22 +258,21 @@ def _from_estimates(history: SessionHistory, pace: StepRate) -> tuple[_Parts, Se
 
     The restore is measured; the time after the last step is measured if the end of this step is known.
     """
-    ready_s = history.ready_s
     last_at_s = history.end.last_at_s if history.end else None
-    guess = _estimated(history, ready_s, pace, last_at_s)
-    known_s = ready_s - history.opened_s
+    guess = _estimated(history, pace, last_at_s)
+    known_s = history.ready_s - history.opened_s
     if last_at_s is not None:
         known_s += guess.get("down", ZERO).estimate
     down = f"down_{history.cause or 'unknown'}"
     part = {down if cause == "down" else cause: time for cause, time in guess.items()}
     part["group_start"] = _exactly(history.restoring_s - history.opened_s)
-    part["restore"] = _exactly(ready_s - history.restoring_s)
+    part["restore"] = _exactly(history.ready_s - history.restoring_s)
     kept_s, gone_s = _stalls_between_commits(history)
     part["productive"] = _less(part["productive"], kept_s)
     if gone_s:
         part["lost_steps"] = _less(part["lost_steps"], gone_s)
     part["stalls"] = _exactly(kept_s + gone_s)
-    return part, _estimated_span(history, ready_s, guess), known_s
+    return part, _estimated_span(history, guess), known_s
 
 
 def _stalls_between_commits(history: SessionHistory) -> tuple[float, float]:
@@ -367,20 +311,8 @@ def _measured_span(history: SessionHistory) -> SessionSpan | None:
             survived_s = last_s
             if newest.step < end.step:
                 survived_s = _step_done_s(history, newest, end.step, first_s, last_s)
-    return SessionSpan(
-        session=history.session,
-        opened_s=history.opened_s,
-        restoring_s=min(history.restoring_s, ready_s),
-        ready_s=ready_s,
-        first_s=first_s,
-        survived_s=survived_s,
-        last_s=last_s,
-        closed_s=history.ended_s,
-        first_step=history.first_step,
-        last_step=max(end.step, history.last_step),
-        cause=end.cause,
-        measured=True,
-    )
+    last_step = max(end.step, history.last_step)
+    return _span(history, first_s, survived_s, last_s, last_step, measured=True)
 
 
 def _step_done_s(
@@ -429,16 +361,15 @@ def _stalls(history: SessionHistory, kept_s: float, gone_s: float) -> tuple[floa
 # Estimated
 
 
-def _estimated(
-    history: SessionHistory, ready_s: float, pace: StepRate, last_at_s: float | None = None
-) -> dict[str, Seconds]:
-    """Return the parts of a session's time from `ready_s` to the opening of the next session.
+def _estimated(history: SessionHistory, pace: StepRate, last_at_s: float | None) -> dict[str, Seconds]:
+    """Return the parts of a session's time from its restore to the opening of the next session.
 
     `last_at_s` is the time at which the session's last step ended, if known.
     """
+    ready_s = history.ready_s
     if not history.commits:
         whole = _exactly(history.ended_s - ready_s)
-        return {"productive": ZERO, "down" if history.is_rollback else "no_commit": whole}
+        return {"productive": ZERO, "no_commit": whole}
     first_s, first_step = history.commits[0][:2]
     before_s = first_s - ready_s
     step_s = ratio(*history.span) or pace.step_s
@@ -460,23 +391,12 @@ def _estimated(
     }
 
 
-def _estimated_span(history: SessionHistory, ready_s: float, part: _Parts) -> SessionSpan:
-    first_s = ready_s + part.get("startup", ZERO).estimate
+def _estimated_span(history: SessionHistory, part: _Parts) -> SessionSpan:
+    first_s = history.ready_s + part.get("startup", ZERO).estimate
     last_s = history.ended_s - part["down"].estimate if history.commits else first_s
-    return SessionSpan(
-        session=history.session,
-        opened_s=history.opened_s,
-        restoring_s=min(history.restoring_s, ready_s),
-        ready_s=ready_s,
-        first_s=first_s,
-        survived_s=max(first_s, history.commits[history.kept - 1].time_s) if history.kept else first_s,
-        last_s=last_s,
-        closed_s=history.ended_s,
-        first_step=history.first_step,
-        last_step=max(history.last_step, history.end.step if history.end else 0),
-        cause=history.cause,
-        measured=False,
-    )
+    survived_s = max(first_s, history.commits[history.kept - 1].time_s) if history.kept else first_s
+    last_step = max(history.last_step, history.end.step if history.end else 0)
+    return _span(history, first_s, survived_s, last_s, last_step, measured=False)
 
 
 # Interruptions and progress

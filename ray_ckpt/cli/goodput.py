@@ -115,7 +115,7 @@ def _print(console: Console, run_name: str, found: Goodput) -> None:
             table.add(name, range_text(time), part, what)
     console.print(table)
     if found.wall_s and measured_percent(found) < 100:
-        note = "Times that are not in the log are estimated, with bounds; see `ray_ckpt/analysis/goodput.py`."
+        note = "Times that are not in the log are estimated, with bounds; see `docs/operations/goodput.md`."
         console.print(note, soft_wrap=True)
     if found.not_counted_s:
         console.print(
