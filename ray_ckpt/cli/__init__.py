@@ -34,7 +34,7 @@ from ray_ckpt.cli import (
     tree,
     verify,
 )
-from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_REFUSED, EXIT_USAGE
+from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_REFUSED, EXIT_USAGE, option
 from ray_ckpt.cli.streams import end_when_unread
 from ray_ckpt.errors import CheckpointError, CorruptionError, NewerFormat, RunInUse
 from ray_ckpt.texts import printable
@@ -108,7 +108,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, option("--version", "Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     pass

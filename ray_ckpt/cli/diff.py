@@ -14,7 +14,7 @@ from ray_ckpt.analysis.diff import MAX_VALUES, Status, TensorDiff, compare
 from ray_ckpt.analysis.diff_values import ValueDiff
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.catalog.uri import CheckpointUri
-from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
+from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, argument, option, store_options
 from ray_ckpt.cli.output import FittedTable, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.errors import ConfigError
@@ -37,29 +37,21 @@ _NUMBERS = ("relative", "max_abs", "cosine", "norm_a", "norm_b", "norm_diff")
 def diff(
     first: Annotated[
         str,
-        typer.Argument(metavar="PATH|A", help="The run of both steps; or checkpoint A.", show_default=False),
+        argument("PATH|A", "The run of both steps; or checkpoint A."),
     ],
     second: Annotated[
         str,
-        typer.Argument(
-            metavar="STEP|B",
-            help="Step of A; or checkpoint B, such as `s3://bucket/runs/gpt@3000`; without @STEP the newest.",
-            show_default=False,
+        argument(
+            "STEP|B",
+            "Step of A; or checkpoint B, such as `s3://bucket/runs/gpt@3000`; without @STEP the newest.",
         ),
     ],
-    third: Annotated[
-        int | None, typer.Argument(metavar="STEP", help="Step of B.", show_default=False)
-    ] = None,
+    third: Annotated[int | None, argument("STEP", "Step of B.")] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            "--only",
-            metavar="PATTERN",
-            help="Tensors such as `model.layers.*`. Repeatable.",
-            show_default=False,
-        ),
+        option("--only", "Tensors such as `model.layers.*`. Repeatable.", "PATTERN"),
     ] = None,
-    all: Annotated[bool, typer.Option("--all", help="List equal tensors too, not only their count.")] = False,
+    all: Annotated[bool, option("--all", "List equal tensors too, not only their count.")] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:

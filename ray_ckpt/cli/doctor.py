@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from ray_ckpt.cli.doctor_checks import Check, check_machine, check_staging, check_store
-from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
+from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, argument, option, store_options
 from ray_ckpt.cli.output import FittedTable, print_json, stdout
 from ray_ckpt.config import MIB
 from ray_ckpt.location import locate
@@ -24,18 +24,14 @@ MAX_SIZE_MIB = 65_536  # size of the file that measures a disk
 def doctor(
     path: Annotated[
         str | None,
-        typer.Argument(
-            metavar="PATH",
-            help="A storage path to check too: a small folder is written there and removed.",
-            show_default=False,
-        ),
+        argument("PATH", "A storage path to check too: a small folder is written there and removed."),
     ] = None,
     staging: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="A staging folder, as the run's option `staging`; RAY_CKPT_STAGING wins. Repeatable.",
-            show_default=False,
+        option(
+            "--staging",
+            "A staging folder, as the run's option `staging`; RAY_CKPT_STAGING wins. Repeatable.",
+            "FOLDER",
         ),
     ] = None,
     size: Annotated[

@@ -11,7 +11,15 @@ from rich.filesize import decimal
 
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.live import run_location
-from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, rate, store_options
+from ray_ckpt.cli.options import (
+    EXIT_DAMAGED,
+    JsonOption,
+    PathArgument,
+    StorageOption,
+    option,
+    rate,
+    store_options,
+)
 from ray_ckpt.cli.output import FittedTable, is_narrow, level_text, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.core.loss_scenarios import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node, lose_rack
@@ -33,41 +41,28 @@ def drill(
     path: PathArgument,
     node: Annotated[
         str | None,
-        typer.Option(
-            "--lose-node", metavar="NODE", help="The id of a node, or its beginning.", show_default=False
-        ),
+        option("--lose-node", "The id of a node, or its beginning.", "NODE"),
     ] = None,
     rack: Annotated[
         str | None,
-        typer.Option(
-            "--lose-rack",
-            metavar="DOMAIN",
-            help="A failure domain: all nodes whose label has this value.",
-            show_default=False,
-        ),
+        option("--lose-rack", "A failure domain: all nodes whose label has this value.", "DOMAIN"),
     ] = None,
     remote_only: Annotated[
         bool,
-        typer.Option("--remote-only", help="All nodes: only the storage path is left."),
+        option("--remote-only", "All nodes: only the storage path is left."),
     ] = False,
-    step: Annotated[
-        int | None, typer.Option(help="Only this step instead of all live ones.", show_default=False)
-    ] = None,
+    step: Annotated[int | None, option("--step", "Only this step instead of all live ones.")] = None,
     max_rate: Annotated[
         str | None,
-        typer.Option(
-            metavar="BYTES/S",
-            help="Limit of all reads together, such as 200MB/s; default: none.",
-            show_default=False,
-        ),
+        option("--max-rate", "Limit of all reads together, such as 200MB/s; default: none.", "BYTES/S"),
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="The Ray cluster; default: the one of this machine. With --remote-only a cluster is used "
+        option(
+            "--address",
+            "The Ray cluster; default: the one of this machine. With --remote-only a cluster is used "
             "only if it is named here; `auto` names that of this machine.",
-            show_default=False,
+            "HOST:PORT",
         ),
     ] = None,
     storage_option: StorageOption = None,

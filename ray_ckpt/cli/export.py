@@ -11,7 +11,16 @@ import typer
 
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.catalog.export import export_safetensors, export_torch
-from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, PathArgument, StorageOption, size, store_options
+from ray_ckpt.cli.options import (
+    EXIT_DAMAGED,
+    JsonOption,
+    PathArgument,
+    StorageOption,
+    argument,
+    option,
+    size,
+    store_options,
+)
 from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.errors import ConfigError, RestoreError
@@ -28,30 +37,20 @@ def export(
     path: PathArgument,
     out: Annotated[
         Path,
-        typer.Argument(
-            metavar="OUT",
-            help="A new or empty folder for safetensors, a new file for torch.",
-            show_default=False,
-        ),
+        argument("OUT", "A new or empty folder for safetensors, a new file for torch."),
     ],
     to: Annotated[Form, typer.Option("--to", help="The format of the files.")] = Form.safetensors,
-    step: Annotated[
-        int | None, typer.Option(help="This step instead of the newest durable one.", show_default=False)
-    ] = None,
+    step: Annotated[int | None, option("--step", "This step instead of the newest durable one.")] = None,
     item: Annotated[
         str | None,
-        typer.Option(help="Only this item, such as model; names are without its prefix.", show_default=False),
+        option("--item", "Only this item, such as model; names are without its prefix."),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PATTERN", help="Only tensors whose full names match. Repeatable.", show_default=False
-        ),
+        option("--only", "Only tensors whose full names match. Repeatable.", "PATTERN"),
     ] = None,
     max_file: Annotated[str, typer.Option(help="For safetensors: the most of tensors in one file.")] = "5GB",
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an older export in OUT, or the file.")
-    ] = False,
+    force: Annotated[bool, option("--force", "Replace an older export in OUT, or the file.")] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.filesize import decimal
 
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
-from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, option, store_options
 from ray_ckpt.cli.output import (
     MAX_ROWS,
     FittedTable,
@@ -44,7 +44,7 @@ def _keep(name: str, text: str, metavar: str | None = None) -> Any:
 
 def gc(
     path: PathArgument,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show; change nothing. Required.")] = False,
+    dry_run: Annotated[bool, option("--dry-run", "Only show; change nothing. Required.")] = False,
     keep_last: Annotated[int | None, _keep("--keep-last", "This many of the newest; default 3.")] = None,
     keep_every: Annotated[
         int | None, _keep("--keep-every", "The first from each multiple of this step.")

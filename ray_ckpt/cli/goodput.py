@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 
 from ray_ckpt.analysis.goodput import (
@@ -21,7 +20,7 @@ from ray_ckpt.analysis.goodput import (
 )
 from ray_ckpt.analysis.report.facts import clocks_text, estimate_text, measured_percent, range_text
 from ray_ckpt.catalog.catalog import Catalog
-from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, option, store_options
 from ray_ckpt.cli.output import FittedTable, print_json, stdout
 from ray_ckpt.errors import ConfigError, missing_package
 from ray_ckpt.storage.output_file import output_file, whole_file
@@ -43,11 +42,9 @@ def goodput(
     path: PathArgument,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Write a PNG: steps over time, and the parts of it.", show_default=False
-        ),
+        option("--plot", "Write a PNG: steps over time, and the parts of it.", "FILE"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    force: Annotated[bool, option("--force", "Replace the file if it exists.")] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 
 from ray_ckpt.catalog.catalog import Catalog, find_runs
 from ray_ckpt.catalog.checkpoint import REQUESTS_AT_A_TIME
-from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, store_options
+from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, argument, option, store_options
 from ray_ckpt.cli.output import (
     MAX_ROWS,
     FittedTable,
@@ -34,28 +34,21 @@ from ray_ckpt.types import CheckpointInfo
 def ls(
     path: Annotated[
         str,
-        typer.Argument(
-            metavar="PATH",
-            help="The run, `<storage_path>/<run name>`, or a storage path with several runs.",
-            show_default=False,
-        ),
+        argument("PATH", "The run, `<storage_path>/<run name>`, or a storage path with several runs."),
     ],
-    all: Annotated[bool, typer.Option("--all", help="Also lost, retired and deleted checkpoints.")] = False,
+    all: Annotated[bool, option("--all", "Also lost, retired and deleted checkpoints.")] = False,
     parquet: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Write the tables of the run there as Parquet files, for DuckDB or pandas, replacing older "
+        option(
+            "--parquet",
+            "Write the tables of the run there as Parquet files, for DuckDB or pandas, replacing older "
             "ones, and list the files.",
-            show_default=False,
+            "FOLDER",
         ),
     ] = None,
     step: Annotated[
         list[int] | None,
-        typer.Option(
-            help="With --parquet: shards and slices of this durable step only. Repeatable.",
-            show_default=False,
-        ),
+        option("--step", "With --parquet: shards and slices of this durable step only. Repeatable."),
     ] = None,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,

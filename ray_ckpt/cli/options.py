@@ -6,7 +6,7 @@ import re
 import signal
 from collections.abc import Iterable
 from decimal import Decimal
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,35 +18,36 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # as typer exits after Ctrl-C
 EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell reports a command that this signal ended
 
-PathArgument = Annotated[
-    str, typer.Argument(metavar="PATH", help="The run: `<storage_path>/<run name>`.", show_default=False)
-]
+
+def argument(metavar: str, help: str) -> Any:
+    """Declare an argument of a command."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
+def option(name: str, help: str, metavar: str | None = None, **more: Any) -> Any:
+    """Declare an option of a command whose default the help does not show."""
+    return typer.Option(name, help=help, metavar=metavar, show_default=False, **more)
+
+
+PathArgument = Annotated[str, argument("PATH", "The run: `<storage_path>/<run name>`.")]
 StorageOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--storage-option",
-        metavar="NAME=VALUE",
-        help="How to open a URL, such as profile=training; no secrets. Repeatable.",
-        show_default=False,
+        "How to open a URL, such as profile=training; no secrets. Repeatable.",
+        "NAME=VALUE",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-YesOption = Annotated[bool, typer.Option("--yes", help="Skip the question.")]
+JsonOption = Annotated[bool, option("--json", "Print JSON instead of tables.")]
+YesOption = Annotated[bool, option("--yes", "Skip the question.")]
 
 RunArgument = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[PATH|RUN]", help="A run, by its path or by its name in the service.", show_default=False
-    ),
+    argument("[PATH|RUN]", "A run, by its path or by its name in the service."),
 ]
 AddressOption = Annotated[
     str | None,
-    typer.Option(
-        "--address",
-        metavar="HOST:PORT",
-        help="The Ray cluster; else RAY_ADDRESS, or the one of this machine.",
-        show_default=False,
-    ),
+    option("--address", "The Ray cluster; else RAY_ADDRESS, or the one of this machine.", "HOST:PORT"),
 ]
 
 MIN_RATE_BYTES_PER_S = 10**6  # at lower rates, requests for long ranges would time out

@@ -19,6 +19,7 @@ from ray_ckpt.cli.options import (
     JsonOption,
     PathArgument,
     StorageOption,
+    option,
     seconds,
     store_options,
 )
@@ -34,13 +35,11 @@ MAX_OWNER = 200  # characters; limited because owners appear in the log and in t
 StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="The newest live checkpoint of this step.")]
 OwnerOption = Annotated[
     str,
-    typer.Option("--owner", metavar="NAME", help="Who needs it; each owner has a pin.", show_default=False),
+    option("--owner", "Who needs it; each owner has a pin.", "NAME"),
 ]
 AtWorkOption = Annotated[
     bool,
-    typer.Option(
-        "--even-if-at-work", help="Write even if a service that cannot be reached may have the run."
-    ),
+    option("--even-if-at-work", "Write even if a service that cannot be reached may have the run."),
 ]
 
 
@@ -50,9 +49,7 @@ def pin(
     owner: OwnerOption,
     keep_for: Annotated[
         str | None,
-        typer.Option(
-            "--for", metavar="TIME", help="Such as 7d, 12h, 30min; else without end.", show_default=False
-        ),
+        option("--for", "Such as 7d, 12h, 30min; else without end.", "TIME"),
     ] = None,
     address: AddressOption = None,
     even_if_at_work: AtWorkOption = False,

@@ -6,11 +6,9 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ray_ckpt.analysis.report import page, read_report, to_json
 from ray_ckpt.catalog.catalog import Catalog
-from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, option, store_options
 from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.storage.output_file import output_file, whole_file
@@ -19,10 +17,8 @@ from ray_ckpt.texts import printable
 
 def report(
     path: PathArgument,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the page to this file.", show_default=False)
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    html: Annotated[Path | None, option("--html", "Write the page to this file.", "FILE")] = None,
+    force: Annotated[bool, option("--force", "Replace the file if it exists.")] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:

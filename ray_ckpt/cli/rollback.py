@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from ray_ckpt.admin.rollback import QUIET_S, LogTail, Rollback, open_log, plan_rollback, roll_back
-from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, YesOption, store_options
+from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, YesOption, option, store_options
 from ray_ckpt.cli.output import FittedTable, is_narrow, level_text, print_json, stdout, when_text
 from ray_ckpt.cli.questions import confirm
 from ray_ckpt.errors import ConfigError, RunInUse
@@ -22,15 +22,15 @@ from ray_ckpt.types import SessionInfo
 def rollback(
     path: PathArgument,
     before: Annotated[
-        int | None, typer.Option(help="To the newest step of the lineage below this one.", show_default=False)
+        int | None, option("--before", "To the newest step of the lineage below this one.")
     ] = None,
     to: Annotated[
         int | None,
-        typer.Option(help="To exactly this step, which may be on another branch.", show_default=False),
+        option("--to", "To exactly this step, which may be on another branch."),
     ] = None,
     yes: YesOption = False,
     even_if_at_work: Annotated[
-        bool, typer.Option("--even-if-at-work", help="Even if a training may be at work; it is stopped.")
+        bool, option("--even-if-at-work", "Even if a training may be at work; it is stopped.")
     ] = False,
     quiet_s: Annotated[
         float, typer.Option(help="A run is idle if its log has no record of the last this many seconds.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ray_ckpt.cli.live import NO_SERVICE, overview_of, service_line
-from ray_ckpt.cli.options import EXIT_REFUSED, AddressOption, JsonOption, YesOption
+from ray_ckpt.cli.options import EXIT_REFUSED, AddressOption, JsonOption, YesOption, option
 from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.cli.questions import confirm, is_anybody_there
 from ray_ckpt.errors import ServiceError, Unavailable
@@ -44,7 +44,7 @@ def down(
     address: AddressOption = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Even if a group is at work or only nodes have a checkpoint."),
+        option("--force", "Even if a group is at work or only nodes have a checkpoint."),
     ] = False,
     yes: YesOption = False,
     as_json: JsonOption = False,

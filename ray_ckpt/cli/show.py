@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.filesize import decimal
 
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
-from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, argument, option, store_options
 from ray_ckpt.cli.output import (
     FittedTable,
     info_json,
@@ -26,12 +25,8 @@ from ray_ckpt.texts import metrics_text, printable
 
 def show(
     path: PathArgument,
-    step: Annotated[
-        int | None, typer.Argument(metavar="STEP", help="Default: the newest one.", show_default=False)
-    ] = None,
-    slices: Annotated[
-        bool, typer.Option("--slices", help="Also every slice, and where its bytes are.")
-    ] = False,
+    step: Annotated[int | None, argument("STEP", "Default: the newest one.")] = None,
+    slices: Annotated[bool, option("--slices", "Also every slice, and where its bytes are.")] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:

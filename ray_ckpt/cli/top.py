@@ -21,7 +21,7 @@ from ray_ckpt.cli.live import (
     runs_table,
     service_line,
 )
-from ray_ckpt.cli.options import AddressOption, JsonOption, RunArgument
+from ray_ckpt.cli.options import AddressOption, JsonOption, RunArgument, option
 from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.texts import local_time_text, printable
@@ -38,9 +38,7 @@ def top(
     interval_s: Annotated[
         float, typer.Option("--interval", min=0.2, max=3600.0, help="Seconds between two updates.")
     ] = 1.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print once and exit; the default without a terminal.")
-    ] = False,
+    once: Annotated[bool, option("--once", "Print once and exit; the default without a terminal.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Watch the checkpoint service: saves and drains in progress, exposure of each node, lag of each level.

@@ -6,12 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import typer
 from rich.text import Text
 from rich.tree import Tree
 
 from ray_ckpt.catalog.catalog import Catalog
-from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, store_options
+from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, option, store_options
 from ray_ckpt.cli.output import level_text, print_json, stdout, when_text
 from ray_ckpt.texts import printable
 from ray_ckpt.types import CheckpointInfo, SessionInfo
@@ -24,7 +23,7 @@ def tree(
     path: PathArgument,
     all: Annotated[
         bool,
-        typer.Option("--all", help="Every session and checkpoint, also lost, retired and deleted ones."),
+        option("--all", "Every session and checkpoint, also lost, retired and deleted ones."),
     ] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,

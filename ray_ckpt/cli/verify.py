@@ -14,7 +14,15 @@ from rich.filesize import decimal
 
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView, Damage, VerifyReport
 from ray_ckpt.cli.live import run_location
-from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_USAGE, JsonOption, StorageOption, store_options
+from ray_ckpt.cli.options import (
+    EXIT_DAMAGED,
+    EXIT_USAGE,
+    JsonOption,
+    StorageOption,
+    argument,
+    option,
+    store_options,
+)
 from ray_ckpt.cli.output import FittedTable, damage_json, print_json, report_json, stdout
 from ray_ckpt.cli.progress import byte_bar, count_bar
 from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
@@ -34,35 +42,27 @@ T = TypeVar("T")
 def verify(
     path: Annotated[
         str,
-        typer.Argument(
-            metavar="PATH",
-            help="The run, or the directory of one checkpoint, which may be a copy.",
-            show_default=False,
-        ),
+        argument("PATH", "The run, or the directory of one checkpoint, which may be a copy."),
     ],
     step: Annotated[
         int | None,
-        typer.Option(
-            help="This step instead of the newest durable (with --address: live) one.", show_default=False
-        ),
+        option("--step", "This step instead of the newest durable (with --address: live) one."),
     ] = None,
     all: Annotated[
-        bool, typer.Option("--all", help="All durable (with --address: live) checkpoints of the run.")
+        bool, option("--all", "All durable (with --address: live) checkpoints of the run.")
     ] = False,
     plan: Annotated[
         bool,
-        typer.Option("--plan", help="Prove from the manifest that it can be restored; read no tensors."),
+        option("--plan", "Prove from the manifest that it can be restored; read no tensors."),
     ] = False,
-    nodes: Annotated[
-        bool, typer.Option("--nodes", help="With --plan: also what each node saved and holds.")
-    ] = False,
+    nodes: Annotated[bool, option("--nodes", "With --plan: also what each node saved and holds.")] = False,
     address: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="With --plan: also check what the nodes of this Ray cluster hold; `auto` names the cluster "
+        option(
+            "--address",
+            "With --plan: also check what the nodes of this Ray cluster hold; `auto` names the cluster "
             "of this machine.",
-            show_default=False,
+            "HOST:PORT",
         ),
     ] = None,
     storage_option: StorageOption = None,
