@@ -19,7 +19,6 @@ from ray_ckpt.cli.output import FittedTable, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import without_tilde
-from ray_ckpt.texts import printable
 
 _ORDER: Sequence[Status] = (
     "damaged",
@@ -115,7 +114,7 @@ def _print(
 ) -> None:
     console = stdout()
     for label, view in (("A", a), ("B", b)):
-        console.print(printable(f"{label}: step {view.info.step}, {view.where}"), soft_wrap=True)
+        console.print_line(f"{label}: step {view.info.step}, {view.where}")
     if tensors:
         table = FittedTable(
             "tensor",
@@ -142,7 +141,7 @@ def _print(
         console.print(table)
     for found in tensors:
         if found.detail:
-            console.print(printable(f"{found.name}: {found.detail}"), style="red", soft_wrap=True)
+            console.print_line(f"{found.name}: {found.detail}", style="red")
 
 
 def _print_summary(tensors: Sequence[TensorDiff], values: Sequence[ValueDiff]) -> None:
@@ -152,7 +151,7 @@ def _print_summary(tensors: Sequence[TensorDiff], values: Sequence[ValueDiff]) -
         parts.append(f"{spoilt} with NaN or infinities")
     many = "at least " if len(values) == MAX_VALUES else ""
     text = f"{len(tensors)} tensors: {', '.join(parts) or 'none'}; {many}{len(values)} values differ"
-    stdout().print(text, soft_wrap=True)
+    stdout().print_line(text)
 
 
 def _what(found: TensorDiff) -> str:

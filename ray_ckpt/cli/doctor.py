@@ -68,7 +68,7 @@ def doctor(
             table.add(check.name, check.state, check.found, check.advice, style=_style(check))
         console = stdout()
         console.print(table)
-        console.print(f"{len(found)} checks in {time.monotonic() - began_s:.1f} s", soft_wrap=True)
+        console.print_line(f"{len(found)} checks in {time.monotonic() - began_s:.1f} s")
     if not ok:
         raise typer.Exit(EXIT_DAMAGED)
 

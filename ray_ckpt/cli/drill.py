@@ -213,7 +213,7 @@ def print_report(run_name: str, report: DrillReport) -> None:
     verdict = "FAILED" if report.failed else "passed"
     if not report.is_covered:
         verdict = "no checkpoint must survive this loss"
-    console.print(printable(f"run {run_name}  {report.scenario.name}: {verdict}"), soft_wrap=True)
+    console.print_line(f"run {run_name}  {report.scenario.name}: {verdict}")
     brief, headers = is_narrow(console), ("step", "level", "verdict", "seconds", *_TIERS)
     table = FittedTable(*headers, right=(0, 3, 4, 5, 6), whole=(4, 5, 6), gives_way=(3, 1))
     for result in report.results:
@@ -226,8 +226,8 @@ def print_report(run_name: str, report: DrillReport) -> None:
     for result in report.results:
         for line in (*result.problems, *(f"{note} (another copy was read instead)" for note in result.notes)):
             style = "red" if result.verdict == "failed" else "yellow"
-            console.print(printable(f"step {result.checkpoint.step}: {line}"), style=style, soft_wrap=True)
-    console.print(_conclusion(report), soft_wrap=True)
+            console.print_line(f"step {result.checkpoint.step}: {line}", style=style)
+    console.print_line(_conclusion(report))
 
 
 def _read_text(read: TierRead | None, *, brief: bool) -> str:

@@ -90,4 +90,4 @@ def export(
         print_json({"run_name": catalog.run_name, "step": view.info.step, "files": rows})
     else:
         for file in files:
-            stdout().print(printable(str(file)), soft_wrap=True)
+            stdout().print_line(str(file))

@@ -33,7 +33,6 @@ from ray_ckpt.core.retention import (
     to_text,
 )
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.texts import printable
 
 
 def _keep(name: str, text: str, metavar: str | None = None) -> Any:
@@ -150,7 +149,7 @@ def _print_decisions(catalog: Catalog, policies: Iterable[Policy], decisions: Se
             style=None if decision.kept else "red",
         )
     going = [decision.checkpoint for decision in decisions if not decision.kept]
-    console.print(printable(f"run {catalog.run_name}  policy {to_text(policies)}"), soft_wrap=True)
+    console.print_line(f"run {catalog.run_name}  policy {to_text(policies)}")
     console.print(table if decisions else "No live checkpoints.")
     if len(decisions) > MAX_ROWS:
         console.print(f"These are the last {MAX_ROWS}; --json gives all.")

@@ -8,8 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Console
-
 from ray_ckpt.analysis.goodput import (
     CAUSES,
     COLOURS,
@@ -21,7 +19,7 @@ from ray_ckpt.analysis.goodput import (
 from ray_ckpt.analysis.report.facts import clocks_text, estimate_text, measured_percent, range_text
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, option, store_options
-from ray_ckpt.cli.output import FittedTable, print_json, stdout
+from ray_ckpt.cli.output import FittedTable, Output, print_json, stdout
 from ray_ckpt.errors import ConfigError, missing_package
 from ray_ckpt.storage.output_file import output_file, whole_file
 from ray_ckpt.texts import count_text, duration_text, local_time_text, printable
@@ -96,12 +94,12 @@ def _times_json(found: Goodput) -> dict[str, Any]:
     }
 
 
-def _print(console: Console, run_name: str, found: Goodput) -> None:
+def _print(console: Output, run_name: str, found: Goodput) -> None:
     headline = f"run {run_name}  {_share(found)}  wall {duration_text(found.wall_s)}{_measured(found)}"
-    console.print(printable(headline), soft_wrap=True)
+    console.print_line(headline)
     pace = "unknown" if found.step_s is None else f"{found.step_s:.3g} s"
     more = f", {count_text(found.steps_lost, 'committed step')} lost" if found.steps_lost else ""
-    console.print(f"step {found.step}{more}; a step takes {pace}", soft_wrap=True)
+    console.print_line(f"step {found.step}{more}; a step takes {pace}")
     headers = ("cause", "time", "share", "what")
     table = FittedTable(*headers, right=(1, 2), whole=(1, 2), gives_way=(3,))
     rows = [("goodput", found.productive, "steps whose effect survived")]
@@ -113,22 +111,20 @@ def _print(console: Console, run_name: str, found: Goodput) -> None:
     console.print(table)
     if found.wall_s and measured_percent(found) < 100:
         note = "Times that are not in the log are estimated, with bounds; see `docs/operations/goodput.md`."
-        console.print(note, soft_wrap=True)
+        console.print_line(note)
     if found.not_counted_s:
-        console.print(
-            f"not counted: {duration_text(found.not_counted_s)} after the run had finished", soft_wrap=True
-        )
+        console.print_line(f"not counted: {duration_text(found.not_counted_s)} after the run had finished")
     if found.interruptions:
         _print_interruptions(console, found)
     if clocks := clocks_text(found):
-        console.print(clocks, soft_wrap=True)
+        console.print_line(clocks)
 
 
-def _print_interruptions(console: Console, found: Goodput) -> None:
+def _print_interruptions(console: Output, found: Goodput) -> None:
     shown = found.interruptions[-MAX_SHOWN:]
     if len(shown) < len(found.interruptions):
         hidden = count_text(len(found.interruptions) - len(shown), "earlier interruption")
-        console.print(f"Without {hidden}; --json has all.", soft_wrap=True)
+        console.print_line(f"Without {hidden}; --json has all.")
     headers = ("sessions", "cause", "last known", "next one opened", "steps lost", "time to recover")
     table = FittedTable(*headers, right=(4, 5), whole=(0, 2, 3, 4), gives_way=(2, 3))
     for each in shown:

@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.filesize import decimal
 from rich.text import Text
 
-from ray_ckpt.cli.output import FittedTable
+from ray_ckpt.cli.output import FittedTable, Output
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError
 from ray_ckpt.format.names import SERVICE_DIR
 from ray_ckpt.location import Location, locate
@@ -109,25 +109,13 @@ def service_line(view: ServiceView) -> str:
 
 
 def runs_table(runs: Iterable[RunView]) -> FittedTable:
-    table = FittedTable(
-        "run",
-        "state",
-        "session",
-        "ranks",
-        "step",
-        *LEVELS,
-        "at risk",
-        "missing",
-        "drains",
-        right=(2, 3, 4, 9, 10),
-        fold=(0,),
-        gives_way=(2, 3, 10, 6, 9, 5),
-    )
+    headers = ("run", "state", "session", "ranks", "step", *LEVELS, "at risk", "missing", "drains")
+    table = FittedTable(*headers, right=(2, 3, 4, 9, 10), fold=(0,), gives_way=(2, 3, 10, 6, 9, 5))
     for run in runs:
         table.add(
             run.name,
             run.state,
-            _or_dash(run.session),
+            "-" if run.session is None else run.session,
             run.world_size or "-",
             run.step or "-",
             *(_newest_text(run, level) for level in LEVELS),
@@ -168,9 +156,9 @@ def leaving_line(node: DrainingView) -> Text:
     return _line(f"node {short(node.node_id)} is about to go, {when} ({node.source})", "yellow")
 
 
-def print_service(console: Console, view: ServiceView, runs: Sequence[RunView], *, details: bool) -> None:
+def print_service(console: Output, view: ServiceView, runs: Sequence[RunView], *, details: bool) -> None:
     """Print the service and `runs`: a row for each, or with `details` tables for each."""
-    console.print(service_line(view), soft_wrap=True)
+    console.print_line(service_line(view))
     for node in view.leaving:
         console.print(leaving_line(node))
     if not runs:
@@ -182,7 +170,7 @@ def print_service(console: Console, view: ServiceView, runs: Sequence[RunView], 
         console.print(runs_table(runs))
         for run in runs:
             for note in _notes(run):
-                console.print(_line(f"{run.name}: {note}"), soft_wrap=True)
+                console.print_line(f"{run.name}: {note}")
     if view.agents:
         console.print(agents_table(view.agents))
 
@@ -202,10 +190,6 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def _line(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
-
-
-def _or_dash(value: object) -> object:
-    return "-" if value is None else value
 
 
 def _short_span(span_s: float) -> str:
@@ -245,30 +229,15 @@ def _risk_text(nodes: Sequence[NodeView]) -> str:
 
 def _levels_table(run: RunView) -> FittedTable:
     table = FittedTable("level", "newest step", "age", "steps behind", right=(1, 3))
+    newest = {found.level: (found.step, age_text(found.age_s), found.steps_behind) for found in run.newest}
     for level in LEVELS:
-        found = next((newest for newest in run.newest if newest.level == level), None)
-        if found is None:
-            table.add(level, "-", "-", "-")
-        else:
-            table.add(level, found.step, age_text(found.age_s), found.steps_behind)
+        table.add(level, *newest.get(level, "---"))
     return table
 
 
 def _nodes_table(nodes: Sequence[NodeView]) -> FittedTable:
-    table = FittedTable(
-        "node",
-        "ranks",
-        "copies on",
-        "if it dies",
-        "steps lost",
-        "free",
-        "of",
-        "reserve",
-        "",
-        right=(4, 5, 6, 7),
-        whole=(5, 6, 7),
-        gives_way=(7, 6, 2, 5),
-    )
+    headers = ("node", "ranks", "copies on", "if it dies", "steps lost", "free", "of", "reserve", "")
+    table = FittedTable(*headers, right=(4, 5, 6, 7), whole=(5, 6, 7), gives_way=(7, 6, 2, 5))
     risky = sorted(nodes, key=lambda node: -(node.exposure.steps_at_risk if node.exposure else -1))
     shown = list(nodes) if len(nodes) <= MAX_NODES else risky[:MAX_NODES]
     for node in shown:
@@ -277,10 +246,12 @@ def _nodes_table(nodes: Sequence[NodeView]) -> FittedTable:
             short(node.node_id),
             ranks_text(node.ranks) or "-",
             ", ".join(map(short, node.holders)) or "-",
-            "-" if lost is None else _resume_text(lost.step, lost.tier),
-            "-" if lost is None else lost.steps_at_risk,
-            *(("-",) * 3 if disk is None else (decimal(disk.free_bytes), decimal(disk.total_bytes))),
-            *(() if disk is None else (decimal(disk.reserve_bytes),)),
+            *("--" if lost is None else (_resume_text(lost.step, lost.tier), lost.steps_at_risk)),
+            *(
+                "---"
+                if disk is None
+                else map(decimal, (disk.free_bytes, disk.total_bytes, disk.reserve_bytes))
+            ),
             _node_note(node),
             style="yellow" if _node_note(node) else None,
         )

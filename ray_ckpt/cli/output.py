@@ -83,22 +83,29 @@ def print_json(document: object) -> None:
     typer.echo(json.dumps(document, indent=1, allow_nan=False))
 
 
-def stdout() -> Console:
-    """Return a console on the current stdout: without markup, and of unlimited width without a terminal."""
+def stdout() -> Output:
+    """Return a console on the current stdout, of unlimited width without a terminal."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns):
         width = max(MIN_WIDTH, int(columns))
     else:
         on_terminal = sys.stdout is not None and sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if on_terminal else PIPE_WIDTH
-    return _Console(file=sys.stdout, markup=False, highlight=False, emoji=False, width=width)
+    return Output(file=sys.stdout, width=width)
 
 
-class _Console(Console):
-    """A console that does not crop long lines, because the terminal folds them."""
+class Output(Console):
+    """A console without markup that does not crop long lines, because the terminal folds them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **{"crop": False, **options})
+
+    def print_line(self, text: str, style: str | None = None) -> None:
+        """Print a line that only the terminal folds, so that ids and paths can be copied from it."""
+        self.print(printable(text), style=style, soft_wrap=True)
 
 
 class FittedTable:

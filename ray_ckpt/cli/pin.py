@@ -27,7 +27,6 @@ from ray_ckpt.cli.output import pins_text, print_json, stdout
 from ray_ckpt.core.log_requests import checkpoint_to_unpin
 from ray_ckpt.errors import CheckpointError, ConfigError, RunInUse
 from ray_ckpt.storage.remote.tier import RemoteTier
-from ray_ckpt.texts import printable
 from ray_ckpt.types import CheckpointInfo
 
 MAX_OWNER = 200  # characters; limited because owners appear in the log and in tables
@@ -161,4 +160,4 @@ def _print_pins(info: CheckpointInfo, by: str, as_json: bool) -> None:
         print_json(document)
         return
     held = f"pinned by {pins_text(info)}" if info.pins else "not pinned"
-    stdout().print(printable(f"Step {info.step} is {held}."), soft_wrap=True)
+    stdout().print_line(f"Step {info.step} is {held}.")

@@ -12,7 +12,6 @@ from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, option
 from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.storage.output_file import output_file, whole_file
-from ray_ckpt.texts import printable
 
 
 def report(
@@ -40,4 +39,4 @@ def report(
     if as_json:
         print_json(to_json(found))
     else:
-        stdout().print(printable(str(html)), soft_wrap=True)
+        stdout().print_line(str(html))

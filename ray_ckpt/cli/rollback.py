@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from ray_ckpt.admin.rollback import QUIET_S, LogTail, Rollback, open_log, plan_rollback, roll_back
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, YesOption, option, store_options
-from ray_ckpt.cli.output import FittedTable, is_narrow, level_text, print_json, stdout, when_text
+from ray_ckpt.cli.output import FittedTable, Output, is_narrow, level_text, print_json, stdout, when_text
 from ray_ckpt.cli.questions import confirm
 from ray_ckpt.errors import ConfigError, RunInUse
-from ray_ckpt.texts import metrics_text, printable
+from ray_ckpt.texts import metrics_text
 from ray_ckpt.types import SessionInfo
 
 
@@ -64,7 +63,7 @@ def rollback(
     if not as_json:
         _print_plan(stdout(), plan, notes)
     elif is_asked:  # print the plan before the question
-        _print_plan(Console(stderr=True, markup=False, highlight=False, emoji=False), plan, notes)
+        _print_plan(Output(stderr=True), plan, notes)
     if not plan.is_done:
         if is_asked:
             confirm(f"Go back to step {plan.checkpoint.step}?")
@@ -74,10 +73,9 @@ def rollback(
         print_json(_rollback_json(plan, session, notes))
         return
     done = "was open already" if plan.is_done else "is open"
-    stdout().print(
+    stdout().print_line(
         f"Session {session.session} {done}; start a new training of the run: it continues from step "
-        f"{plan.checkpoint.step}. The launcher that had the run before may also continue with it.",
-        soft_wrap=True,
+        f"{plan.checkpoint.step}. The launcher that had the run before may also continue with it."
     )
 
 
@@ -86,14 +84,13 @@ def _last_record(tail: LogTail) -> str:
     return f"its log has a record of {past_s:.0f} s ago"
 
 
-def _print_plan(console: Console, plan: Rollback, notes: Iterable[str]) -> None:
+def _print_plan(console: Output, plan: Rollback, notes: Iterable[str]) -> None:
     brief = is_narrow(console)
     history, info = plan.history, plan.checkpoint
-    console.print(printable(f"run {history.run_name}  uid {history.run_uid}"), soft_wrap=True)
-    console.print(
+    console.print_line(f"run {history.run_name}  uid {history.run_uid}")
+    console.print_line(
         f"session {plan.session} continues from step {info.step}, {level_text(info)}, saved "
-        f"{when_text(info.committed_at_s)}",
-        soft_wrap=True,
+        f"{when_text(info.committed_at_s)}"
     )
     if plan.left_aside:
         headers = ("left aside", "level", "session", "when", "metrics")
@@ -105,7 +102,7 @@ def _print_plan(console: Console, plan: Rollback, notes: Iterable[str]) -> None:
         console.print(table)
         console.print("They are deleted after the first save of the next training, except pinned ones.")
     for note in notes:
-        console.print(printable(note), soft_wrap=True)
+        console.print_line(note)
 
 
 def _rollback_json(plan: Rollback, session: SessionInfo, notes: Sequence[str]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def up(address: AddressOption = None, as_json: JsonOption = False) -> None:
         return
     console = stdout()
     console.print("The service was up already." if was_up else "The service is up.")
-    console.print(service_line(view), soft_wrap=True)
+    console.print_line(service_line(view))
 
 
 def down(
@@ -84,7 +84,7 @@ def down(
     console.print(f"Ended the coordinator and {len(view.agents)} agent(s); nothing was deleted.")
     for where, steps in on_disks.items():
         named = ", ".join(map(str, steps))
-        console.print(printable(f"{where}: only the nodes' disks have step(s) {named}."), soft_wrap=True)
+        console.print_line(f"{where}: only the nodes' disks have step(s) {named}.")
 
 
 def _service_json(view: ServiceView) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from rich.console import Console
 from rich.filesize import decimal
 
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, argument, option, store_options
 from ray_ckpt.cli.output import (
     FittedTable,
+    Output,
     info_json,
     level_text,
     pins_text,
@@ -20,7 +20,7 @@ from ray_ckpt.cli.output import (
     when_text,
 )
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.texts import metrics_text, printable
+from ray_ckpt.texts import metrics_text
 
 
 def show(
@@ -48,35 +48,38 @@ def show(
         print_json(document)
         return
     console = stdout()
-    for key in ("run_name", "run_uid", "step", "attempt", "session", "state"):
-        _print_fact(console, key.replace("_", " "), document[key])
-    _print_fact(console, "level", level_text(view.info))
-    mesh = f", mesh {view.info.mesh}" if view.info.mesh else ""
-    _print_fact(console, "world", f"{view.info.world_size} ranks on {view.info.num_nodes} nodes{mesh}")
-    _print_fact(console, "size", f"{decimal(view.info.size_bytes)} ({view.info.size_bytes} bytes)")
-    _print_fact(console, "when", when_text(view.info.committed_at_s))
-    _print_fact(console, "root digest", view.info.root_digest)
-    _print_fact(console, "metrics", metrics_text(view.info.metrics))
-    _print_fact(console, "pins", pins_text(view.info) or "none")
-    verified_at_s = view.info.verified_at_s
-    _print_fact(console, "last verified", "never" if verified_at_s is None else when_text(verified_at_s))
-    drilled_at_s = view.info.drilled_at_s
-    drill = "none" if drilled_at_s is None else f"{view.info.drill}, {when_text(drilled_at_s)}"
-    _print_fact(console, "last drill", drill)
-    _print_fact(console, "path", view.where or "none: it has no files on the storage path")
+    info, mesh = view.info, f", mesh {view.info.mesh}" if view.info.mesh else ""
+    facts = {
+        **{
+            key.replace("_", " "): document[key]
+            for key in ("run_name", "run_uid", "step", "attempt", "session")
+        },
+        "state": info.state,
+        "level": level_text(info),
+        "world": f"{info.world_size} ranks on {info.num_nodes} nodes{mesh}",
+        "size": f"{decimal(info.size_bytes)} ({info.size_bytes} bytes)",
+        "when": when_text(info.committed_at_s),
+        "root digest": info.root_digest,
+        "metrics": metrics_text(info.metrics),
+        "pins": pins_text(info) or "none",
+        "last verified": "never" if info.verified_at_s is None else when_text(info.verified_at_s),
+        "last drill": "none"
+        if info.drilled_at_s is None
+        else f"{info.drill}, {when_text(info.drilled_at_s)}",
+        "path": view.where or "none: it has no files on the storage path",
+    }
+    for name, value in facts.items():
+        console.print_line(f"{name:13}  {value}")
     if view.where is not None:
         _print_content(console, document)
 
 
-def _print_fact(console: Console, name: str, value: object) -> None:
-    """Print a line that only the terminal folds, so that ids and paths can be copied from it."""
-    console.print(printable(f"{name:13}  {value}"), soft_wrap=True)
-
-
 def _content_json(view: CheckpointView, slices: bool) -> dict[str, Any]:
     """Return the facts that only the files have."""
+    import pyarrow.compute as pc
+
     description, table = view.description(), view.slices()
-    rows = table.filter(_is_slice(table))
+    rows = table.filter(pc.equal(table["kind"], "slice"))
     grouped = rows.group_by("item", use_threads=False).aggregate(
         [("name", "count_distinct"), ("name", "count"), ("nbytes", "sum"), ("dtype", "distinct")]
     )
@@ -101,13 +104,7 @@ def _content_json(view: CheckpointView, slices: bool) -> dict[str, Any]:
     return content
 
 
-def _is_slice(table: Any) -> Any:
-    import pyarrow.compute as pc
-
-    return pc.equal(table["kind"], "slice")
-
-
-def _print_content(console: Console, document: Mapping[str, Any]) -> None:
+def _print_content(console: Output, document: Mapping[str, Any]) -> None:
     table = FittedTable("file", "size", right=(1,), whole=(1,), fold=(0,))
     for file in document["files"]:
         table.add(file["name"], decimal(file["size_bytes"]))

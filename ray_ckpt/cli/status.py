@@ -86,16 +86,12 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
         print_json(document)
         return
     console = stdout()
-    console.print(f"By the log alone: {printable(why)}", soft_wrap=True)
+    console.print_line(f"By the log alone: {printable(why)}")
     number = "no session yet" if not sessions else f"session {sessions[-1].session}"
-    console.print(
-        printable(f"run {catalog.run_name}  uid {catalog.run_uid}  {catalog.where}"),
-        soft_wrap=True,
-    )
+    console.print_line(f"run {catalog.run_name}  uid {catalog.run_uid}  {catalog.where}")
     counts = ", ".join(f"{count} {state}" for state, count in document["checkpoints"].items()) or "none"
-    console.print(
-        f"{number}  checkpoints: {counts}  on the storage path: {decimal(document['bytes_on_storage'])} live",
-        soft_wrap=True,
+    console.print_line(
+        f"{number}  checkpoints: {counts}  on the storage path: {decimal(document['bytes_on_storage'])} live"
     )
     table = FittedTable("level", "newest step", "age", right=(1,))
     ages = {found["level"]: found for found in document["newest"]}
@@ -105,4 +101,4 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
     console.print(table)
     if document["in_cluster_only"]:
         steps = steps_text(document["in_cluster_only"])
-        console.print(f"not on the storage path: step(s) {steps}", soft_wrap=True)
+        console.print_line(f"not on the storage path: step(s) {steps}")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 from rich.filesize import decimal
@@ -109,23 +109,8 @@ def _check_options(step: int | None, all: bool, plan: bool, nodes: bool, address
         raise ConfigError("--step and --all exclude each other.", hint="Give one of them.")
 
 
-@dataclass(frozen=True, slots=True)
-class _Found(Generic[R]):
-    """Reports, and the errors of checkpoints of a newer version, which cannot be verified."""
-
-    reports: Sequence[R]
-    newer: Sequence[NewerFormat]
-
-    @property
-    def ok(self) -> bool:
-        return not self.newer and all(report.ok for report in self.reports)
-
-    def finish(self) -> None:
-        """Print the errors, and exit unless everything is ok."""
-        for error in self.newer:
-            print(f"ray-ckpt: {printable(str(error))}", file=sys.stderr)
-        if not self.ok:
-            raise typer.Exit(EXIT_DAMAGED if any(not r.ok for r in self.reports) else EXIT_USAGE)
+_Found: TypeAlias = tuple[Sequence[R], Sequence[NewerFormat]]
+"""Reports, and the errors of checkpoints of a newer version, which cannot be verified."""
 
 
 def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> _Found[PlanReport]:
@@ -169,7 +154,7 @@ def _each(things: Iterable[T], look: Callable[[T], R | None]) -> _Found[R]:
             "All checkpoints were retired while they were verified.",
             hint="`ray-ckpt ls` shows what is live.",
         )
-    return _Found(reports, newer)
+    return reports, newer
 
 
 def _show_plans(found: _Found[PlanReport], nodes: bool, as_json: bool, left_out: Sequence[int] = ()) -> None:
@@ -183,26 +168,36 @@ def _show(
     as_json: bool,
     left_out: Sequence[int],
 ) -> None:
-    """Print all reports and exit with their code."""
+    """Print all reports and errors, and exit unless everything is ok."""
+    reports, newer = found
+    is_damaged = any(not report.ok for report in reports)
     if as_json:
-        checkpoints = [to_json(report) for report in found.reports]
-        print_json({"ok": found.ok, "checkpoints": checkpoints, "in_cluster_only": left_out})
+        checkpoints = [to_json(report) for report in reports]
+        ok = not (is_damaged or newer)
+        print_json({"ok": ok, "checkpoints": checkpoints, "in_cluster_only": left_out})
     else:
-        for report in found.reports:
+        for report in reports:
             show(report)
-        _print_left_out(left_out)
-    found.finish()
+        if left_out:
+            count = count_text(len(left_out), "step")
+            stdout().print_line(f"Not verified: {count} in the cluster only ({steps_text(left_out)}).")
+    for error in newer:
+        print(f"ray-ckpt: {printable(str(error))}", file=sys.stderr)
+    if is_damaged or newer:
+        raise typer.Exit(EXIT_DAMAGED if is_damaged else EXIT_USAGE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Target:
-    """Files to verify, and their root digest if a log has it."""
+    """Files to verify, and their checkpoint in a run's log, if there is one."""
 
     files: CheckpointFiles
-    root_digest: str | None
     size_bytes: int
     view: CheckpointView | None = None
-    """None for a folder that is not in a run."""
+
+    @property
+    def root_digest(self) -> str | None:
+        return self.view.info.root_digest if self.view is not None else None
 
     def is_deleted(self) -> bool:
         """Return whether the checkpoint is deleted in the run's current log; False if it is unreadable."""
@@ -223,7 +218,7 @@ def _targets(
             raise ConfigError(
                 f"{path} is one checkpoint.", hint="Leave out --step and --all, or name its run."
             )
-        return [_Target(files=files, root_digest=None, size_bytes=size_bytes)], []
+        return [_Target(files, size_bytes)], []
     catalog = Catalog(path, options)
     durable = [view for view in catalog if view.where is not None]
     if step is not None:
@@ -238,16 +233,7 @@ def _targets(
             "`--plan --address auto` proves on the cluster what its nodes hold.",
         )
     left_out = sorted({view.info.step for view in catalog if view.where is None}) if all else []
-    targets = [
-        _Target(
-            files=view.files(),
-            root_digest=view.info.root_digest,
-            size_bytes=view.info.size_bytes,
-            view=view,
-        )
-        for view in durable
-    ]
-    return targets, left_out
+    return [_Target(view.files(), view.info.size_bytes, view) for view in durable], left_out
 
 
 def _is_checkpoint(files: CheckpointFiles) -> bool:
@@ -283,9 +269,7 @@ def _holder_json(holder: Holder) -> dict[str, Any]:
 
 def _print_plan(report: PlanReport, nodes: bool) -> None:
     console = stdout()
-    console.print(
-        printable(f"{report.where}: {_verdict(report)}; read {decimal(report.read_bytes)}"), soft_wrap=True
-    )
+    console.print_line(f"{report.where}: {_verdict(report)}; read {decimal(report.read_bytes)}")
     headers = ("item", "tensors", "slices", "size", "coverage", "notes")
     table = FittedTable(*headers, right=(1, 2, 3, 4), whole=(3, 4), fold=(0,), gives_way=(1,))
     for item in report.items:
@@ -306,10 +290,9 @@ def _print_plan(report: PlanReport, nodes: bool) -> None:
             table.add(holder.where, ", ".join(map(str, holder.fragments)), len(holder.damages))
         console.print(table)
     if report.is_restorable:
-        console.print(
+        console.print_line(
             f"Saved by {report.world_size} ranks, can be restored by any number: {report.num_files} files of "
-            f"{decimal(report.size_bytes)}, {decimal(report.tensor_bytes)} of that tensors.",
-            soft_wrap=True,
+            f"{decimal(report.size_bytes)}, {decimal(report.tensor_bytes)} of that tensors."
         )
     if report.holders and report.ok:
         count = sum(len(holder.fragments) for holder in report.holders)
@@ -333,18 +316,12 @@ def _print_report(report: VerifyReport) -> None:
     console = stdout()
     verdict = "ok" if report.ok else f"DAMAGED ({count_text(len(report.damages), 'finding')})"
     read = f"{report.num_files} files, {report.num_slices} slices, {decimal(report.size_bytes)}"
-    console.print(printable(f"{report.where}: {verdict}; read {read}"), soft_wrap=True)
+    console.print_line(f"{report.where}: {verdict}; read {read}")
     _print_damages(report.damages)
-
-
-def _print_left_out(steps: Sequence[int]) -> None:
-    if steps:
-        count = count_text(len(steps), "step")
-        stdout().print(f"Not verified: {count} in the cluster only ({steps_text(steps)}).", soft_wrap=True)
 
 
 def _print_damages(damages: Iterable[Damage], at: str = "") -> None:
     console = stdout()
     for damage in damages:
         line = f"{at}{damage.file}: {damage.where}: {damage.detail}"
-        console.print(printable(line), style="red", soft_wrap=True)
+        console.print_line(line, style="red")

@@ -12,7 +12,6 @@ from time import tzset
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from ray_ckpt.analysis.goodput import (
@@ -24,6 +23,7 @@ from ray_ckpt.analysis.goodput import (
 )
 from ray_ckpt.cli import app
 from ray_ckpt.cli.goodput import _beginnings, _print, draw
+from ray_ckpt.cli.output import Output
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names, records
 from ray_ckpt.texts import local_time_text
@@ -854,7 +854,7 @@ def test_days_that_are_not_counted_are_not_drawn() -> None:
 def said(log: Log) -> str:
     """What the command prints of it."""
     out = io.StringIO()
-    _print(Console(file=out, width=200), "gpt", log.measured())
+    _print(Output(file=out, width=200), "gpt", log.measured())
     return out.getvalue()
 
 
