@@ -8,9 +8,7 @@ restarts and continues, and training does not end.
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable
 
 from ray_ckpt.admin.rollback import PIN_WRITER, write_ops
 from ray_ckpt.core.history import RunHistory
@@ -21,14 +19,7 @@ from ray_ckpt.types import CheckpointInfo
 
 
 def pin(
-    log: LogStore,
-    history: RunHistory,
-    *,
-    step: int,
-    owner: str,
-    expires_at_s: float | None,
-    now_s: float,
-    pause: Callable[[float], None] = time.sleep,
+    log: LogStore, history: RunHistory, *, step: int, owner: str, expires_at_s: float | None, now_s: float
 ) -> CheckpointInfo:
     """Keep the newest live checkpoint of `step` for `owner`, until Unix time `expires_at_s` or without end.
 
@@ -38,18 +29,10 @@ def pin(
     """
     attempt = checkpoint_to_pin(history, step).id.attempt
     op = r.Pin(attempt=attempt, owner=owner, expires_at_s=expires_at_s)
-    return _write(log, history, op, now_s, pause)
+    return _write(log, history, op, now_s)
 
 
-def unpin(
-    log: LogStore,
-    history: RunHistory,
-    *,
-    step: int,
-    owner: str,
-    now_s: float,
-    pause: Callable[[float], None] = time.sleep,
-) -> CheckpointInfo:
+def unpin(log: LogStore, history: RunHistory, *, step: int, owner: str, now_s: float) -> CheckpointInfo:
     """Remove the pin of `owner`. Writes nothing if there is no such pin.
 
     Raises ConfigError if the step has never had a checkpoint; and the errors of `rollback.write_ops`.
@@ -57,16 +40,10 @@ def unpin(
     checkpoint = checkpoint_to_unpin(history, step, owner)
     if owner not in checkpoint.pins:
         return checkpoint
-    return _write(log, history, r.Unpin(attempt=checkpoint.id.attempt, owner=owner), now_s, pause)
+    return _write(log, history, r.Unpin(attempt=checkpoint.id.attempt, owner=owner), now_s)
 
 
-def _write(
-    log: LogStore,
-    history: RunHistory,
-    op: r.Pin | r.Unpin,
-    now_s: float,
-    pause: Callable[[float], None],
-) -> CheckpointInfo:
+def _write(log: LogStore, history: RunHistory, op: r.Pin | r.Unpin, now_s: float) -> CheckpointInfo:
     writer = f"{PIN_WRITER}{uuid.uuid4().hex}"
     ops = (r.Epoch(service=history.service), op)
-    return write_ops(log, history, ops, writer=writer, now_s=now_s, pause=pause).checkpoints[op.attempt]
+    return write_ops(log, history, ops, writer=writer, now_s=now_s).checkpoints[op.attempt]

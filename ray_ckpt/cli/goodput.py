@@ -16,7 +16,13 @@ from ray_ckpt.analysis.goodput import (
     Seconds,
     measure_goodput,
 )
-from ray_ckpt.analysis.report.facts import clocks_text, estimate_text, measured_percent, range_text
+from ray_ckpt.analysis.report.facts import (
+    clocks_text,
+    estimate_text,
+    goodput_json,
+    measured_percent,
+    range_text,
+)
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, option, store_options
 from ray_ckpt.cli.output import FittedTable, Output, print_json, stdout
@@ -72,25 +78,13 @@ def goodput(
 
 def _json(found: Goodput) -> dict[str, Any]:
     return {
-        **_times_json(found),
-        "measured_s": found.measured_s,
-        "not_counted_s": found.not_counted_s,
+        "goodput": None if found.ratios is None else dataclasses.asdict(found.ratios),
+        "lost_s": dataclasses.asdict(found.lost),
+        **goodput_json(found),
         "step": found.step,
         "steps_lost": found.steps_lost,
         "step_s": found.step_s,
-        "clock_back_s": found.clock_back_s,
         "interruptions": [dataclasses.asdict(i) for i in found.interruptions],
-    }
-
-
-def _times_json(found: Goodput) -> dict[str, Any]:
-    ratios = found.ratios
-    return {
-        "goodput": None if ratios is None else dataclasses.asdict(ratios),
-        "wall_s": found.wall_s,
-        "productive_s": dataclasses.asdict(found.productive),
-        "lost_s": dataclasses.asdict(found.lost),
-        "badput_s": {cause: dataclasses.asdict(time) for cause, time in found.badput.items()},
     }
 
 

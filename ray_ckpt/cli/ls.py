@@ -16,6 +16,7 @@ from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, argume
 from ray_ckpt.cli.output import (
     MAX_ROWS,
     FittedTable,
+    Lineage,
     info_json,
     is_narrow,
     level_text,
@@ -101,38 +102,27 @@ def _write_tables(catalog: Catalog, folder: Path, steps: Collection[int] | None,
 
 
 def _list_checkpoints(catalog: Catalog, all: bool, as_json: bool) -> None:
-    newest = catalog.newest()
-    last = newest.info.id.attempt if newest else ""
-    lineage = {c.id.attempt for c in catalog.lineage}
+    lineage = Lineage(catalog)
     if as_json:
-        rows = [
-            {
-                **info_json(view),
-                "newest": view.info.id.attempt == last,
-                "on_lineage": view.info.id.attempt in lineage,
-            }
-            for view in catalog.views(all=all)
-        ]
+        rows = [{**info_json(view), **lineage.marks_json(view.info)} for view in catalog.views(all=all)]
         print_json({"run_name": catalog.run_name, "run_uid": catalog.run_uid, "checkpoints": rows})
         return
     console = stdout()
     console.print(f"run {catalog.run_name}  uid {catalog.run_uid}  sessions {len(catalog.sessions)}")
     infos = catalog.list(all=all)
     left_out = max(0, len(infos) - MAX_ROWS)
-    shown = [info for info in infos[:left_out] if info.id.attempt == last]  # may be old after a rollback
+    shown = [info for info in infos[:left_out] if lineage.mark(info) == "*"]  # may be old after a rollback
     shown += infos[left_out:]
     if left_out:
         console.print(f"The last {MAX_ROWS} of {len(infos)} checkpoints; --json and --parquet have all.")
     if not shown:
         console.print("No checkpoints." if all else "No live checkpoints.")
         return
-    console.print(_table(shown, last, lineage, brief=is_narrow(console)))
+    console.print(_table(shown, lineage, brief=is_narrow(console)))
 
 
-def _table(
-    infos: Iterable[CheckpointInfo], newest: str, lineage: Collection[str], *, brief: bool
-) -> FittedTable:
-    """Return a row for each checkpoint; `newest` and `lineage` are attempts. `brief` has fewer columns."""
+def _table(infos: Iterable[CheckpointInfo], lineage: Lineage, *, brief: bool) -> FittedTable:
+    """Return a row for each checkpoint; `brief` has fewer columns."""
     if brief:
         shown = "", "step", "level", "session", "size", "when", "metrics"
         table = FittedTable(*shown, right=(1, 3, 4), whole=range(6), fold=(6,), gives_way=(6,))
@@ -140,14 +130,9 @@ def _table(
         more = "", "step", "level", "state", "session", "world", "size", "when", "metrics"
         table = FittedTable(*more, right=(1, 4, 5, 6), whole=(6,), fold=(8,))
     for info in infos:
-        attempt = info.id.attempt
-        mark = "*" if attempt == newest else "+" if attempt in lineage else ""
-        table.add(
-            mark,
-            *(_brief_cells(info) if brief else _all_cells(info)),
-            metrics_text(info.metrics),
-            style={"*": "bold", "": "dim"}.get(mark),
-        )
+        cells = _brief_cells(info) if brief else _all_cells(info)
+        metrics = metrics_text(info.metrics)
+        table.add(lineage.mark(info), *cells, metrics, style=lineage.style(info))
     return table
 
 

@@ -17,7 +17,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from ray_ckpt.catalog.catalog import CheckpointView, Damage, VerifyReport
+from ray_ckpt.catalog.catalog import Catalog, CheckpointView, Damage, VerifyReport
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
 from ray_ckpt.texts import age_text, local_time_text, printable, to_datetime
@@ -62,6 +62,25 @@ def info_json(view: CheckpointView) -> dict[str, Any]:
         "durable_at_s": info.durable_at_s,
         "path": view.where,
     }
+
+
+class Lineage:
+    """The marks of a run's checkpoints: `*` for the newest one, `+` for the others on the lineage."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        newest = catalog.newest()
+        self.newest = newest.info.id.attempt if newest else ""
+        self.attempts = {info.id.attempt for info in catalog.lineage}
+
+    def mark(self, info: CheckpointInfo) -> str:
+        return "*" if info.id.attempt == self.newest else "+" if info.id.attempt in self.attempts else ""
+
+    def style(self, info: CheckpointInfo) -> str:
+        return {"*": "bold", "": "dim"}.get(self.mark(info), "")
+
+    def marks_json(self, info: CheckpointInfo) -> dict[str, bool]:
+        attempt = info.id.attempt
+        return {"newest": attempt == self.newest, "on_lineage": attempt in self.attempts}
 
 
 def report_json(report: VerifyReport) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.tree import Tree
 
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, option, store_options
-from ray_ckpt.cli.output import level_text, print_json, stdout, when_text
+from ray_ckpt.cli.output import Lineage, level_text, print_json, stdout, when_text
 from ray_ckpt.texts import printable
 from ray_ckpt.types import CheckpointInfo, SessionInfo
 
@@ -37,15 +37,15 @@ def tree(
 
     Example: `ray-ckpt tree /shared/runs/gpt`
     """
-    lineage = _Lineage(Catalog(path, store_options(storage_option)))
+    run = _Sessions(Catalog(path, store_options(storage_option)))
     if as_json:
-        print_json(lineage.to_json())
+        print_json(run.to_json())
     else:
-        stdout().print(_draw(lineage, all))
+        stdout().print(_draw(run, all))
 
 
-class _Lineage:
-    """The sessions of a run, their checkpoints, and the lineage."""
+class _Sessions:
+    """The sessions of a run, and their checkpoints."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
@@ -54,9 +54,7 @@ class _Lineage:
         self.checkpoints: dict[int, list[CheckpointInfo]] = defaultdict(list)  # by session, in log order
         for info in self.attempts.values():
             self.checkpoints[info.id.session].append(info)
-        newest = catalog.newest()
-        self._newest = newest.info.id.attempt if newest else ""
-        self._live = {info.id.attempt for info in catalog.lineage}
+        self.marks = Lineage(catalog)
         known = {s.session: s for s in self.sessions}
         self.on_lineage: set[int] = set()
         session = self.sessions[-1] if self.sessions else None
@@ -68,9 +66,6 @@ class _Lineage:
     def origin(self, session: SessionInfo) -> CheckpointInfo | None:
         """Return the checkpoint from which a session continued."""
         return self.attempts[session.resumed_from] if session.resumed_from else None
-
-    def mark(self, info: CheckpointInfo) -> str:
-        return "*" if info.id.attempt == self._newest else "+" if info.id.attempt in self._live else ""
 
     def chains(self, shown: Sequence[SessionInfo]) -> dict[int | None, list[SessionInfo]]:
         """Return the sessions of `shown`, by the session under which each is drawn; None is the run itself.
@@ -126,45 +121,43 @@ class _Lineage:
                     "level": info.level.label,
                     "replicas": info.replicas,
                     "committed_at_s": info.committed_at_s,
-                    "newest": info.id.attempt == self._newest,
-                    "on_lineage": info.id.attempt in self._live,
+                    **self.marks.marks_json(info),
                 }
                 for info in self.checkpoints[session.session]
             ],
         }
 
 
-def _draw(lineage: _Lineage, all: bool) -> Tree:
-    catalog = lineage.catalog
+def _draw(run: _Sessions, all: bool) -> Tree:
+    catalog = run.catalog
     root = Tree(_text(f"run {catalog.run_name}  uid {catalog.run_uid}"))
-    shown = lineage.sessions if all else lineage.sessions[-MAX_SESSIONS:]
-    if left_out := len(lineage.sessions) - len(shown):
+    shown = run.sessions if all else run.sessions[-MAX_SESSIONS:]
+    if left_out := len(run.sessions) - len(shown):
         root.add(_text(f"{left_out} older sessions; --all draws them", "dim"))
-    under = lineage.chains(shown)
+    under = run.chains(shown)
     todo: list[tuple[Tree, int | None]] = [(root, None)]
     while todo:  # not recursive: a log may have any depth of branches
         node, place = todo.pop()
         for session in under.get(place, ()):
-            style = None if session.session in lineage.on_lineage else "dim"
-            child = node.add(_text(_session_text(session, lineage.origin(session)), style))
-            _draw_checkpoints(child, lineage, session, all)
+            style = None if session.session in run.on_lineage else "dim"
+            child = node.add(_text(_session_text(session, run.origin(session)), style))
+            _draw_checkpoints(child, run, session, all)
             todo.append((child, session.session))
-    if not lineage.sessions:
+    if not run.sessions:
         root.add(_text("No sessions."))
     return root
 
 
-def _draw_checkpoints(node: Tree, lineage: _Lineage, session: SessionInfo, all: bool) -> None:
-    known = lineage.checkpoints.get(session.session, [])
+def _draw_checkpoints(node: Tree, run: _Sessions, session: SessionInfo, all: bool) -> None:
+    known = run.checkpoints.get(session.session, [])
     live = [info for info in known if all or info.state == "live"]
     shown = live if all else live[-MAX_CHECKPOINTS:]
     notes = {"older": len(live) - len(shown), "gone": len(known) - len(live)}
     if text := ", ".join(f"{count} {what}" for what, count in notes.items() if count):
         node.add(_text(f"{text}; --all draws them", "dim"))
     for info in shown:
-        mark = lineage.mark(info)
+        mark, style = run.marks.mark(info), run.marks.style(info)
         level = level_text(info) if info.state == "live" else info.state
-        style = "bold" if mark == "*" else None if mark else "dim"
         node.add(_text(f"{mark or ' '} step {info.step}  {level}  {when_text(info.committed_at_s)}", style))
 
 

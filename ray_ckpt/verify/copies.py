@@ -102,7 +102,7 @@ def _holders(live: LiveCheckpoint, wanted: Sequence[str], access: ReadAccess) ->
     for node in sorted({node for nodes in live.holders for node in nodes}):
         held = [name for name, nodes in zip(wanted, live.holders, strict=True) if node in nodes]
         files = _HeldFiles(held, info.id, access.credentials, access.endpoints.get(node, ""))
-        yield _NodeCheck(node, held, files)
+        yield _HolderCheck(f"node {node[:12]}", held, files, node)
     if info.level >= Level.DURABLE and access.remote is not None:
         yield _StorageCheck(access.remote, info, wanted)
 
@@ -158,18 +158,18 @@ def _too_few(live: LiveCheckpoint, wanted: Sequence[str]) -> Iterator[Damage]:
 class _HolderCheck:
     """The check of one holder that should have some fragments of a checkpoint."""
 
-    node = ""  # id of the node; "" for the storage path
-
-    def __init__(self, where: str, fragments: Sequence[str], files: SavedFiles) -> None:
+    def __init__(self, where: str, fragments: Sequence[str], files: SavedFiles, node: str = "") -> None:
         self.where = where
         self.fragments = tuple(fragments)
         self.check = PlanVerification(files, lambda nbytes: None)
+        self._node = node
+        self._files = files
         self._read: dict[str, FileEntry] = {}  # the readable fragments of this holder
 
     @property
     def is_silent(self) -> bool:
         """True if the holder does not answer, so that its files are unknown."""
-        return False
+        return isinstance(self._files, _HeldFiles) and self._files.is_silent
 
     def read_fragments(self) -> dict[str, FragmentVersion]:
         """Read the readable fragments of this holder."""
@@ -199,24 +199,12 @@ class _HolderCheck:
 
     def close(self) -> None:
         """Close the connections; a later request opens new connections."""
+        if isinstance(self._files, _HeldFiles):
+            self._files.close()
 
     def report(self, wanted: Sequence[str]) -> Holder:
         found = tuple(index for index, name in enumerate(wanted) if name in self.fragments)
-        return Holder(where=self.where, node=self.node, fragments=found, damages=tuple(self.check.damages))
-
-
-class _NodeCheck(_HolderCheck):
-    def __init__(self, node: str, fragments: Sequence[str], files: _HeldFiles) -> None:
-        super().__init__(f"node {node[:12]}", fragments, files)
-        self.node = node
-        self._files = files
-
-    @property
-    def is_silent(self) -> bool:
-        return self._files.is_silent
-
-    def close(self) -> None:
-        self._files.close()
+        return Holder(where=self.where, node=self._node, fragments=found, damages=tuple(self.check.damages))
 
 
 class _StorageCheck(_HolderCheck):
@@ -224,14 +212,14 @@ class _StorageCheck(_HolderCheck):
 
     def __init__(self, tier: RemoteTier, info: CheckpointInfo, fragments: Sequence[str]) -> None:
         where = str(tier.root / names.CHECKPOINTS_DIR / info.directory)
-        files = _listed(tier, info.directory, where)
+        files: SavedFiles
+        try:
+            files = files_on(tier, info.directory)
+            _ = files.names
+        except (ConfigError, OSError) as error:  # such as without credentials; each file reports the reason
+            files = _HeldFiles(fragments, info.id, None, "", folder=f"{where}/", reason=str(error))
         super().__init__(where, fragments, files)
-        self._files = files
         self._root_digest = info.root_digest
-
-    @property
-    def is_silent(self) -> bool:
-        return isinstance(self._files, _Unlisted)
 
     def _read_fragments(self) -> dict[str, Fragment]:
         description = self.check.read_description()
@@ -246,49 +234,26 @@ class _StorageCheck(_HolderCheck):
         return count
 
 
-def _listed(tier: RemoteTier, directory: str, where: str) -> SavedFiles:
-    """List the files. If listing fails, such as without credentials, opening a file reports the reason."""
-    try:
-        files = files_on(tier, directory)
-        _ = files.names
-    except (ConfigError, OSError) as error:
-        return _Unlisted(where, str(error))
-    return files
-
-
-class _Unlisted(SavedFiles):
-    """Files at a location that cannot be listed; no further request is sent for a listing."""
-
-    def __init__(self, where: str, reason: str) -> None:
-        self._where = where
-        self._reason = reason
-
-    @property
-    def folder_name(self) -> str:
-        return ""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ()
-
-    def place(self, name: str) -> str:
-        return f"{self._where}/{name}"
-
-    def open(self, name: str) -> CheckpointFile | None:
-        raise OSError(self._reason)
-
-
 class _HeldFiles(SavedFiles):
     """The files of a checkpoint on a node. An agent that did not answer gets no more requests."""
 
     def __init__(
-        self, fragments: Iterable[str], attempt: AttemptId, credentials: Credentials | None, endpoint: str
+        self,
+        fragments: Iterable[str],
+        attempt: AttemptId,
+        credentials: Credentials | None,
+        endpoint: str,
+        *,
+        folder: str = "",
+        reason: str = "its agent does not answer",
     ) -> None:
-        """Take the endpoint of the node's agent, "" if the node has no agent."""
+        """Take the endpoint of the node's agent; without one, opening a file raises `reason`."""
         self._fragments = tuple(fragments)
         self._attempt = attempt
         self._peers = Peers(credentials)
         self._endpoint = endpoint
+        self._folder = folder
+        self._reason = reason
         self.is_silent = not endpoint
 
     @property
@@ -301,11 +266,11 @@ class _HeldFiles(SavedFiles):
         return self._fragments
 
     def place(self, name: str) -> str:
-        return name
+        return f"{self._folder}{name}"
 
     def open(self, name: str) -> CheckpointFile | None:
         if self.is_silent:
-            raise ConnectionError("its agent does not answer")
+            raise ConnectionError(self._reason)
         file = FileName(run_uid=self._attempt.run_uid, directory=self._attempt.directory, file=name)
         try:
             with self._peers.acquire(self._endpoint) as peer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from math import prod
 
 from ray_ckpt.errors import CorruptionError
@@ -45,11 +45,6 @@ class ItemCoverage:
     num_elements: int  # elements of the item's tensors
     num_covered: int  # elements contained in slices
     num_differing: int
-
-    def __add__(self, other: ItemCoverage) -> ItemCoverage:
-        """Add the counts of more tensors of the same item."""
-        counts = [field.name for field in fields(self) if field.name != "item"]
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in counts})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,29 +252,24 @@ class PlanVerification(Verification):
         return checked
 
 
-def _rows(fragments: Mapping[str, Fragment]) -> Iterator[ManifestRow]:
-    return (row for fragment in fragments.values() for row in fragment.rows)
-
-
 def _items(fragments: Mapping[str, Fragment]) -> tuple[ItemCoverage, ...]:
-    items: dict[str, ItemCoverage] = {}
-    for item, rows in by_tensor(_rows(fragments)):
-        found = _tensor_coverage(item, rows)
-        items[item] = items[item] + found if item in items else found
-    return tuple(items.values())
+    items: dict[str, Counter[str]] = {}
+    for item, rows in by_tensor(row for fragment in fragments.values() for row in fragment.rows):
+        items.setdefault(item, Counter()).update(_tensor_coverage(rows))
+    return tuple(ItemCoverage(item=item, **counts) for item, counts in items.items())
 
 
-def _tensor_coverage(item: str, rows: Sequence[ManifestRow]) -> ItemCoverage:
+def _tensor_coverage(rows: Sequence[ManifestRow]) -> dict[str, int]:
+    """Return the fields of ItemCoverage for the rows of one tensor."""
     slices = [row.slice for row in rows if row.slice is not None]
     regions = {(part.offset, part.shape): (part, row) for part, row in zip(slices, rows, strict=True)}
     versions = {(part.offset, part.shape, row.digest) for part, row in zip(slices, rows, strict=True)}
     differing = Counter((offset, shape) for offset, shape, _ in versions)
-    return ItemCoverage(
-        item=item,
-        num_tensors=1,
-        num_slices=len(rows),
-        size_bytes=sum(row.nbytes for _, row in regions.values()),
-        num_elements=max(prod(part.global_shape) for part in slices),
-        num_covered=sum(part.num_elements for part, _ in regions.values()),
-        num_differing=sum(count > 1 for count in differing.values()),
-    )
+    return {
+        "num_tensors": 1,
+        "num_slices": len(rows),
+        "size_bytes": sum(row.nbytes for _, row in regions.values()),
+        "num_elements": max(prod(part.global_shape) for part in slices),
+        "num_covered": sum(part.num_elements for part, _ in regions.values()),
+        "num_differing": sum(count > 1 for count in differing.values()),
+    }

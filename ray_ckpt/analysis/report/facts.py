@@ -493,18 +493,24 @@ def to_json(report: RunReport) -> dict[str, Any]:
         "num_in_cluster": len(report.in_cluster),
         "goodput": {
             "ratio": None if found.ratios is None else dataclasses.asdict(found.ratios),
-            "wall_s": found.wall_s,
-            "measured_s": found.measured_s,
-            "not_counted_s": found.not_counted_s,
-            "clock_back_s": found.clock_back_s,
-            "productive_s": dataclasses.asdict(found.productive),
-            "badput_s": {cause: dataclasses.asdict(time) for cause, time in found.badput.items()},
+            **goodput_json(found),
         },
         "interruptions": [dataclasses.asdict(each) for each in report.problems[-MAX_TROUBLES:]],
         "phases": [dataclasses.asdict(phase) for phase in report.phases],
         "checkpoints": [_checkpoint_json(info, report) for info in report.checkpoints[-MAX_CHECKPOINTS:]],
         "in_cluster_steps": [info.step for info in report.in_cluster[-MAX_IN_CLUSTER:]],
         "sessions": [_session_json(info, report) for info in report.sessions[-MAX_SESSIONS:]],
+    }
+
+
+def goodput_json(found: Goodput) -> dict[str, Any]:
+    return {
+        "wall_s": found.wall_s,
+        "measured_s": found.measured_s,
+        "not_counted_s": found.not_counted_s,
+        "clock_back_s": found.clock_back_s,
+        "productive_s": dataclasses.asdict(found.productive),
+        "badput_s": {cause: dataclasses.asdict(time) for cause, time in found.badput.items()},
     }
 
 
