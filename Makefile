@@ -49,8 +49,8 @@ $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 
 test-oldest: $(OLDEST)/.ready $(SERVERS)/.ready  ## quick tests of the rooms that call other packages, with the oldest allowed
 	$(OLDEST)/bin/python -m pytest -m "not cluster and not slow" --numprocesses auto --maxprocesses 4 --dist loadfile \
-	    tests/capture tests/catalog tests/cli tests/format tests/restore tests/storage tests/train tests/trainer \
-	    tests/transport tests/verify
+	    tests/analysis tests/capture tests/catalog tests/cli tests/format tests/restore tests/storage tests/train \
+	    tests/trainer tests/transport tests/verify
 
 SECONDS ?= 600
 SEED    ?=
