@@ -187,9 +187,7 @@ class CheckpointInfo:
     stall_s: float | None = None
     capture_s: float | None = None
     local_s: float | None = None
-    replicate_s: float | None = (
-        None  # time for which the commit waited for copies after all nodes had stored their files
-    )
+    replicate_s: float | None = None  # wait of the commit for copies after all nodes had stored their files
     drilled_at_s: float | None = None  # Unix time of the last recovery drill of this checkpoint
     drill: str = ""  # outcome of that drill
 

@@ -42,8 +42,9 @@ def adapt(name: str, obj: object, owners: Mapping[str, nn.Module | nn.Parameter]
         return SamplerItem(obj)
     if isinstance(obj, MutableMapping | MutableSequence):
         return TreeItem(obj)
+    reason, hint = _reason_and_hint(obj)
     raise UnsupportedItem(
-        f"The item {name!r} ({type(obj).__name__}) cannot be saved{_reason(obj)}.", hint=_fix(obj), item=name
+        f"The item {name!r} ({type(obj).__name__}) cannot be saved{reason}.", hint=hint, item=name
     )
 
 
@@ -71,25 +72,19 @@ _EXACT_POSITION = (
 )
 
 
-def _reason(obj: object) -> str:
+def _reason_and_hint(obj: object) -> tuple[str, str]:
+    """Return why an object cannot be saved, "" if its class is unknown, and a hint."""
     match obj:
         case Iterator():
-            return ": the position of an iterator cannot be read"
+            return ": the position of an iterator cannot be read", _EXACT_POSITION
         case DataLoader() | Sampler():
-            return ": it does not know how far it has been read"
-    return ""
-
-
-def _fix(obj: object) -> str:
-    """Return a hint for an object that cannot be saved."""
-    if isinstance(obj, Iterator | DataLoader | Sampler):
-        return _EXACT_POSITION
+            return ": it does not know how far it has been read", _EXACT_POSITION
     if type(obj).__module__.startswith("ray.data"):
-        return (
+        return "", (
             "Ray Data exposes neither the position in a shard nor a repeatable order: do not register it, "
             "or read samples by number with ray_ckpt.data.GlobalBatchSampler."
         )
-    return "Give it state_dict() and load_state_dict(), or put plain values into a dict."
+    return "", "Give it state_dict() and load_state_dict(), or put plain values into a dict."
 
 
 def _refuse_hidden_state(name: str, optimizer: torch.optim.Optimizer) -> None:

@@ -48,17 +48,12 @@ def class_problems(name: str, item: Item, saved: Any, classes: Classes) -> Itera
             yield f"{name}: {problem}"
 
 
-def is_other_class(name: str, item: Item, classes: Classes) -> bool:
-    """Return whether `item` has another class in the checkpoint."""
-    here = classes_of({name: item})
-    return any(key in classes and not _is_same(classes[key], path) for key, path in here.items())
-
-
-def difference(name: str, item: Item, classes: Classes) -> str:
-    """Return a text with the two different classes of an item."""
-    here = classes_of({name: item})
-    key = next(key for key, path in here.items() if key in classes and not _is_same(classes[key], path))
-    return f"{key} {_both(classes[key], here[key])}"
+def difference(name: str, item: Item, classes: Classes) -> str | None:
+    """Return a text with the two classes of an item that has another class in the checkpoint, else None."""
+    for key, path in classes_of({name: item}).items():
+        if key in classes and not _is_same(classes[key], path):
+            return f"{key} {_both(classes[key], path)}"
+    return None
 
 
 def taken(name: str, item: Item, saved: Any, classes: Classes) -> Any:
@@ -67,7 +62,7 @@ def taken(name: str, item: Item, saved: Any, classes: Classes) -> Any:
     Settings are constructor arguments, and entries that a scheduler sets. Other entries of a group define the
     class: AdamW is an Adam with `decoupled_weight_decay`.
     """
-    if not isinstance(item, BaseOptimizerItem) or not is_other_class(name, item, classes):
+    if not isinstance(item, BaseOptimizerItem) or difference(name, item, classes) is None:
         return saved
     optimizer = item.optimizer
     takes = inspect.signature(type(inmost(optimizer)).__init__).parameters

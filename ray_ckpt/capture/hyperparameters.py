@@ -106,9 +106,7 @@ class Hyperparameters:
 
     def _join(self, lr: str, source: _OptimizerSource) -> None:
         """Note how schedulers of this optimizer use the learning rate named `lr`."""
-        for prefix, scheduler in self._sources.items():
-            if not isinstance(scheduler, _SchedulerSource) or not scheduler.is_of(source.optimizer):
-                continue
+        for prefix, scheduler in self._schedulers_of(source.optimizer).items():
             self._leaders |= {f"{prefix}.{key}": lr for key in ("base_lrs", "max_lrs")}
             if _same(scheduler.built.get("base_lrs"), source.initial_lrs):
                 self._hidden.add(f"{prefix}.base_lrs")
@@ -135,20 +133,14 @@ class Hyperparameters:
     def loaded(self, keep: Collection[str]) -> tuple[Changed, ...]:
         """Return the differences after state was loaded; reset the settings that `keep` matches; called once.
 
-        With a scheduler, `lr` means the initial rate of the schedule (`initial_lr`), so the progress of the
-        schedule is no difference. If `lr` is kept, the current rate becomes the rate of the new schedule at
-        the restored position, and the optimizer's registered schedulers continue from that rate. With one
-        torch scheduler or a SequentialLR, the result equals a run that had the new rate from the beginning.
-        Several schedulers of one optimizer, in a ChainedScheduler or not, scale the rate: the result is equal
-        if no scheduler has a floor (`eta_min`). `max_lr` and `min_lr` of a cycle are kept with `lr`.
-        ReduceLROnPlateau alone records no initial rate: `lr` is then listed only if it is kept, and becomes
-        the rate as built, without the reductions so far.
+        With a scheduler, `lr` means `initial_lr`. If it is kept, the current rate becomes the rate of the new
+        schedule at the restored position. With one torch scheduler or a SequentialLR, the result equals a run
+        that had the new rate from the beginning; several schedulers of one optimizer scale the rate, so it is
+        equal if none has a floor (`eta_min`). With ReduceLROnPlateau alone, only a kept `lr` is listed.
 
         Other settings, such as `T_max`, apply from the scheduler's next step on. Schedulers that compute a
-        rate from the previous rate (CosineAnnealingLR, StepLR, LinearLR) continue from the current rate
-        without a jump, and do not follow the curve of a run from the beginning: a LinearLR or ConstantLR
-        keeps its rate if its new `total_iters` has passed. Other schedulers (LambdaLR, cycles, warm restarts)
-        follow that curve at once.
+        rate from the previous rate (CosineAnnealingLR, StepLR, LinearLR) do not follow the curve of a run
+        from the beginning; others (LambdaLR, cycles, warm restarts) follow that curve at once.
         """
         changed: list[Changed] = []
         kept: dict[str, list[str]] = {}
@@ -176,27 +168,26 @@ class Hyperparameters:
 
     def _put_back(self, kept: Mapping[str, list[str]]) -> None:
         """Reset the keys of each object, then the learning rates, also in schedulers."""
-        moved = {
-            prefix: _Position(source.optimizer, self._schedulers_of(source.optimizer))
+        moved = [
+            (source, _Position(source.optimizer, self._schedulers_of(source.optimizer).values()))
             for prefix, source in self._sources.items()
             if isinstance(source, _OptimizerSource) and not _RATES.isdisjoint(kept.get(prefix, ()))
-        }
+        ]
         for prefix, keys in kept.items():
             self._sources[prefix].put_back(keys)
-        for prefix, position in moved.items():
-            source = self._sources[prefix]
-            assert isinstance(source, _OptimizerSource)
+        for source, position in moved:
             source.set_lrs(position.lrs())
-            for scheduler in self._sources.values():
-                if isinstance(scheduler, _SchedulerSource) and scheduler.is_of(source.optimizer):
-                    lrs = [copy.deepcopy(group["lr"]) for group in source.optimizer.param_groups]
-                    set_last_lrs(scheduler.obj, lrs)
+            for scheduler in self._schedulers_of(source.optimizer).values():
+                lrs = [copy.deepcopy(group["lr"]) for group in source.optimizer.param_groups]
+                set_last_lrs(scheduler.obj, lrs)
 
-    def _schedulers_of(self, optimizer: Optimizer) -> list[LRScheduler]:
-        """Return the optimizer's registered schedulers that are not inside another scheduler."""
-        every = [source for source in self._sources.values() if isinstance(source, _SchedulerSource)]
-        inner = {id(scheduler) for source in every for scheduler in inner_schedulers(source.obj)}
-        return [source.obj for source in every if source.is_of(optimizer) and id(source.obj) not in inner]
+    def _schedulers_of(self, optimizer: Optimizer) -> dict[str, _SchedulerSource]:
+        """Return the optimizer's registered schedulers, and those inside them, by name."""
+        return {
+            name: source
+            for name, source in self._sources.items()
+            if isinstance(source, _SchedulerSource) and getattr(source.obj, "optimizer", None) is optimizer
+        }
 
 
 class _OptimizerSource:
@@ -273,9 +264,6 @@ class _SchedulerSource:
         }
         self.built = {key: copy.deepcopy(getattr(scheduler, name)) for key, name in self._attributes.items()}
 
-    def is_of(self, optimizer: Optimizer) -> bool:
-        return getattr(self.obj, "optimizer", None) is optimizer
-
     def now(self) -> dict[str, Any]:
         here = vars(self.obj)
         return {key: here[name] for key, name in self._attributes.items() if name in here}
@@ -350,9 +338,11 @@ class _Position:
     keeps this fraction.
     """
 
-    def __init__(self, optimizer: Optimizer, schedulers: list[LRScheduler]) -> None:
+    def __init__(self, optimizer: Optimizer, sources: Collection[_SchedulerSource]) -> None:
+        inner = {id(scheduler) for source in sources for scheduler in inner_schedulers(source.obj)}
+        outer = [source.obj for source in sources if id(source.obj) not in inner]
         self._optimizer = optimizer
-        self._active = active_scheduler(schedulers[0]) if len(schedulers) == 1 else None
+        self._active = active_scheduler(outer[0]) if len(outer) == 1 else None
         self._floor = _floor(self._active)
         self._rates = [(_number(g.get("initial_lr")), _number(g.get("lr"))) for g in optimizer.param_groups]
 
@@ -429,21 +419,17 @@ def _is_sequence(value: Any) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     """Compare two plain values; a tensor equals its number, a tuple an equal list."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return _same_tensors(one, other)
+    for tensor, value in ((one, other), (other, one)):
+        if isinstance(tensor, torch.Tensor):
+            if not isinstance(value, torch.Tensor | Number):
+                return False
+            a, b = (torch.as_tensor(v, dtype=tensor.dtype, device="cpu") for v in (tensor, value))
+            return torch.equal(a, b)
     if _is_sequence(one) and _is_sequence(other):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     return bool(one == other)
-
-
-def _same_tensors(one: Any, other: Any) -> bool:
-    if not all(isinstance(value, torch.Tensor | Number) for value in (one, other)):
-        return False
-    dtype = one.dtype if isinstance(one, torch.Tensor) else other.dtype
-    a, b = (torch.as_tensor(value, dtype=dtype, device="cpu") for value in (one, other))
-    return torch.equal(a, b)
 
 
 def _number(value: Any) -> Any:

@@ -14,7 +14,6 @@ from ray_ckpt.capture.classes import (
     Classes,
     class_problems,
     difference,
-    is_other_class,
     rates_of,
     take_rates,
     taken,
@@ -100,7 +99,7 @@ def load_items(
         name
         for name in items.keys() & set(anew)
         if name not in state["items"]
-        or is_other_class(name, items[name], classes)
+        or difference(name, items[name], classes) is not None
         or of_rank().add(name, items[name], state["items"][name]).plan(own_file).problems
     )
     trees = _trees(items, state["items"], begun)
@@ -158,8 +157,8 @@ def _log_classes(items: Mapping[str, Item], begun: Set[str], classes: Classes) -
     for name in sorted(begun):
         log.warning("%s begins anew: the checkpoint has no state that is for it", name)
     for name, item in items.items():
-        if name not in begun and is_other_class(name, item, classes):
-            log.warning("%s; the form of their state is the same", difference(name, item, classes))
+        if name not in begun and (text := difference(name, item, classes)) is not None:
+            log.warning("%s; the form of their state is the same", text)
 
 
 @dataclass(slots=True)

@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -49,10 +48,7 @@ def unregistered(objects: Mapping[str, object]) -> list[str]:
     object, it collects garbage (0.2 s) and starts again, to leave out objects that only a reference cycle
     holds.
     """
-    if not _phrases(objects):
-        return []
-    gc.collect()
-    return _phrases(objects)
+    return _searched(lambda: _phrases(objects))
 
 
 def early_iterators() -> list[str]:
@@ -61,10 +57,14 @@ def early_iterators() -> list[str]:
     An iterator that exists before a restore ignores the restored position. If one is found, garbage is
     collected and the search repeated, as in `unregistered`.
     """
-    if not _iterator_phrases():
+    return _searched(_iterator_phrases)
+
+
+def _searched(search: Callable[[], list[str]]) -> list[str]:
+    if not search():
         return []
     gc.collect()
-    return _iterator_phrases()
+    return search()
 
 
 def _iterator_phrases() -> list[str]:
@@ -97,17 +97,11 @@ def _phrases(objects: Mapping[str, object]) -> list[str]:
 
 def _suspects() -> list[Any]:
     """Return every live object of a class that an exact resume may need."""
-    classes: deque[type] = deque(
-        (LRScheduler, Optimizer, AveragedModel, DistributedSampler, torch.amp.GradScaler)
-    )
+    bases: list[type] = [LRScheduler, Optimizer, AveragedModel, DistributedSampler, torch.amp.GradScaler]
     torchdata = sys.modules.get("torchdata.stateful_dataloader")
     if torchdata is not None:
-        classes.append(torchdata.StatefulDataLoader)
-    wanted: dict[int, type] = {}
-    while classes:
-        kind = classes.popleft()
-        wanted[id(kind)] = kind
-        classes.extend(type.__subclasses__(kind))
+        bases.append(torchdata.StatefulDataLoader)
+    wanted = {id(kind): kind for base in bases for kind in _and_subclasses(base)}
     # Found by the reference of each object to its class. A list of all objects would also hold a tuple that
     # another thread is building, and CPython would fail that thread (_PyTuple_Resize).
     return [obj for obj in gc.get_referrers(*wanted.values()) if id(type(obj)) in wanted]

@@ -137,10 +137,6 @@ class Walked:
         return {id(block.refs.value): block.refs for block in self.blocks.values()}
 
     @property
-    def by_key(self) -> dict[str, LiveSlice]:
-        return {live.slice.key: live for live in self.slices}
-
-    @property
     def by_slice_key(self) -> dict[SliceKey, LiveSlice]:
         return {live.slice_key: live for live in self.slices}
 

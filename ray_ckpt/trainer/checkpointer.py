@@ -38,14 +38,13 @@ from ray_ckpt.trainer.connection import Connection, ProgressThread, get_connecti
 from ray_ckpt.trainer.handoff import SaveParts
 from ray_ckpt.trainer.link import Link
 from ray_ckpt.trainer.metrics import MetricReader, detached
-from ray_ckpt.trainer.outcomes import Outcomes, SaveStats
+from ray_ckpt.trainer.outcomes import Outcomes, SaveStats, UnprotectedGuard
 from ray_ckpt.trainer.rank_items import RankItems, gap_warnings
 from ray_ckpt.trainer.reports import Reports
 from ray_ckpt.trainer.restoring import Restoring, step_of
 from ray_ckpt.trainer.save_signal import SaveSignals
 from ray_ckpt.trainer.saver import Saver
 from ray_ckpt.trainer.step_count import Call, StepCount, whole_number
-from ray_ckpt.trainer.unprotected import UnprotectedGuard
 from ray_ckpt.types import AttemptId, Level
 
 log = logging.getLogger("ray_ckpt")

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from operator import is_not
 
@@ -115,6 +115,7 @@ class SharedDigest:
         return f"{kind}:{found}" if kind else found
 
 
+@dataclass(slots=True)
 class Handoff:
     """The transfer of one save to the agent: the buffer, and whether the agent was notified.
 
@@ -122,26 +123,19 @@ class Handoff:
     first byte, because the agent reads while the rank writes.
     """
 
-    def __init__(
-        self,
-        link: SaveLink,
-        buffer: SaveBuffer,
-        plan: CopyPlan,
-        parts: SaveParts,
-        digest: SharedDigest,
-        stall_s: Callable[[float], float],
-    ) -> None:
-        """`stall_s` maps the begin time of a save to the seconds for which the save has blocked training."""
-        self.released: Future[None] = Future()
-        self._digest = digest
-        self._link = link
-        self._buffer = buffer
-        self._plan = plan
-        self._parts = parts
-        self._stall_s = stall_s
-        self._is_new_layout = buffer.layout is not plan.layout
-        self._is_known = False  # the agent was notified, reads the buffer, and releases it
-        buffer.released, buffer.layout = self.released, None  # set again once the layout is sent to the agent
+    _link: SaveLink
+    _buffer: SaveBuffer
+    _plan: CopyPlan
+    _parts: SaveParts
+    _digest: SharedDigest
+    _stall_s: Callable[[float], float]  # maps a save's begin time to the time for which it blocked training
+    released: Future[None] = field(default_factory=Future)
+    _is_known: bool = False  # the agent was notified, reads the buffer, and releases it
+    _is_new_layout: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._is_new_layout = self._buffer.layout is not self._plan.layout
+        self._buffer.released, self._buffer.layout = self.released, None  # set again once it has the layout
 
     def begin(self) -> bool:
         """Prepare the buffer, and a stream up to its header; return False if the save has failed already."""

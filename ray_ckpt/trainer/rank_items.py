@@ -108,13 +108,7 @@ class RankItems:
 
 def gap_warnings(objects: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a warning for each object of the process that a resumed run would lack."""
-    return (
-        *(
-            f"{phrase} is not registered: pass it to the Checkpointer, or resuming lacks it"
-            for phrase in unregistered(objects)
-        ),
-        *(
-            f"{phrase}: make its iterator after ckpt.steps, and register its position"
-            for phrase in early_iterators()
-        ),
-    )
+    missing = "is not registered: pass it to the Checkpointer, or resuming lacks it"
+    early = ": make its iterator after ckpt.steps, and register its position"
+    found = [f"{phrase} {missing}" for phrase in unregistered(objects)]
+    return (*found, *(phrase + early for phrase in early_iterators()))

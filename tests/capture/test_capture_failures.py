@@ -116,16 +116,22 @@ def test_a_thread_that_does_not_start_costs_its_saves_and_nothing_else(
     small.ckpt.close()
 
 
-def test_a_copy_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
+@pytest.fixture
+def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The event for which copies in the background wait."""
+    event = threading.Event()
     real = snapshot_module._copy
 
-    def stuck(parts: Sequence[Any]) -> None:
+    def held(parts: Sequence[Any]) -> None:
         if any(part.is_late for part in parts):
-            go.wait(10 * LONG_S)
+            event.wait(10 * LONG_S)
         real(parts)
 
-    monkeypatch.setattr(snapshot_module, "_copy", stuck)
+    monkeypatch.setattr(snapshot_module, "_copy", held)
+    return event
+
+
+def test_a_copy_that_never_ends_is_given_up(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_module, "COPY_WAIT_S", 0.2)
     small = Small()
     small.step()
@@ -279,17 +285,8 @@ def one_rank_group(tmp_path: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("way", ["dtensor", "to_local"])
 def test_changes_of_a_dtensor_are_found_whichever_way_they_come(
-    one_rank_group: None, way: str, monkeypatch: pytest.MonkeyPatch
+    one_rank_group: None, way: str, go: threading.Event
 ) -> None:
-    go = threading.Event()
-    real = snapshot_module._copy
-
-    def held(parts: Sequence[Any]) -> None:
-        if any(part.is_late for part in parts):
-            go.wait(LONG_S)
-        real(parts)
-
-    monkeypatch.setattr(snapshot_module, "_copy", held)
     mesh = init_device_mesh("cpu", (1,))
     weight = nn.Parameter(distribute_tensor(torch.zeros(64), mesh, [Shard(0)]))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -315,18 +312,7 @@ def _child(queue: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_forked_child_trains_and_does_not_hold_the_arena(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go = threading.Event()
-    real = snapshot_module._copy
-
-    def held(parts: Sequence[Any]) -> None:
-        if any(part.is_late for part in parts):
-            go.wait(LONG_S)
-        real(parts)
-
-    monkeypatch.setattr(snapshot_module, "_copy", held)
+def test_a_forked_child_trains_and_does_not_hold_the_arena(small: Small, go: threading.Event) -> None:
     small.ckpt.save(1)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from ray_ckpt.errors import Unprotected
-from ray_ckpt.trainer.unprotected import UnprotectedGuard
+from ray_ckpt.trainer.outcomes import UnprotectedGuard
 
 
 class Clock:
