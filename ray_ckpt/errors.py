@@ -33,11 +33,8 @@ unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
-
-
-def _rebuild(cls: type[CheckpointError], message: str, hint: str, fields: dict[str, Any]) -> CheckpointError:
-    return cls(message, hint=hint, **fields)
 
 
 class CheckpointError(Exception):
@@ -50,7 +47,7 @@ class CheckpointError(Exception):
         self.fields = fields
 
     def __reduce__(self) -> tuple[Callable[..., CheckpointError], tuple[Any, ...]]:
-        return _rebuild, (type(self), self.message, self.hint, self.fields)
+        return partial(type(self), hint=self.hint, **self.fields), (self.message,)
 
 
 class ConfigError(CheckpointError, ValueError):
