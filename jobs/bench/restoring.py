@@ -48,7 +48,8 @@ class RankMemory:
         }
         self.walked = walk(self.items, rank=0, world_size=1)
         self.layout = build_layout(live.slice for live in self.walked.slices)
-        self.slices = [self.walked.by_key[placed.slice.key] for placed in self.layout.slices]
+        by_key = {live.slice.key: live for live in self.walked.slices}
+        self.slices = [by_key[placed.slice.key] for placed in self.layout.slices]
         self.memory = ArenaMemory(0, self.layout.size_bytes)
         self.memory.populate()
         self.arena = Arena(self.memory.path)
