@@ -10,11 +10,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import islice
+from itertools import islice, product
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -360,20 +359,12 @@ class _Differs(Exception):
     """The bytes of a slice that was read as a whole do not match its digest."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Consecutive elements of a saved slice.
+class _Piece(NamedTuple):
+    """Bytes of a saved slice that are read together, and the wanted indices in them."""
 
-    The elements have the indices `lead` in the dimensions before `axis`, `count` indices from `at` on in
-    `axis`, and all indices in the dimensions after `axis`.
-    """
-
-    lead: tuple[int, ...]
-    axis: int
-    at: int
-    count: int
-    first: int  # number of the first element in the slice
-    num_elements: int
+    start: int  # of the first byte in the slice
+    nbytes: int
+    parts: tuple[range, ...]  # numbers of the wanted indices in each dimension, counted in the box
 
 
 def _copy(file: CheckpointFile, row: ManifestRow, copy: Copy, steps: Sequence[int], out: Bytes) -> None:
@@ -382,21 +373,25 @@ def _copy(file: CheckpointFile, row: ManifestRow, copy: Copy, steps: Sequence[in
     Raise _Differs if the slice was read as a whole and differs from its digest, OSError, or EOFError.
     """
     assert row.slice is not None
-    itemsize = ITEMSIZE[row.slice.dtype]
-    shape, boxes = row.slice.shape or (1,), _boxes(copy, steps)
+    itemsize, shape, boxes = ITEMSIZE[row.slice.dtype], row.slice.shape or (1,), _boxes(copy, steps)
     if boxes is None:
         return
     source, target = boxes
     out = out if row.slice.shape else out[None]
-    digester = Digester() if all(map(_is_all, source, shape)) else None
-    pieces = list(_pieces(shape, source, itemsize))
-    ranges = merge_ranges((row.byte_offset + p.first * itemsize, p.num_elements * itemsize) for p in pieces)
+    is_whole = all(span == range(size) for span, size in zip(source, shape, strict=True))
+    digester = Digester() if is_whole else None
+    strides = [prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]
+    pieces = list(_pieces(source, strides, itemsize))
+    byte_steps = (*(span.step * stride for span, stride in zip(source, strides, strict=True)), 1)
+    ranges = merge_ranges((row.byte_offset + piece.start, piece.nbytes) for piece in pieces)
     with closing(file.read(ranges)) as blocks:
-        sizes = [piece.num_elements * itemsize for piece in pieces]
-        for piece, data in zip(pieces, _buffers(blocks, sizes), strict=True):
+        for piece, data in zip(pieces, _buffers(blocks, [piece.nbytes for piece in pieces]), strict=True):
             if digester is not None:
                 digester.update(data.data)
-            _place(piece, data.reshape(piece.count, *shape[piece.axis + 1 :], itemsize), source, target, out)
+            counts = (*map(len, piece.parts), itemsize)
+            wanted: Bytes = np.ndarray(counts, np.uint8, data.data, strides=byte_steps)
+            places = zip(target, piece.parts, strict=True)
+            out[tuple(slice(first + part.start, first + part.stop) for first, part in places)] = wanted
     if digester is not None and digester.hexdigest() != row.digest:
         raise _Differs
 
@@ -414,45 +409,34 @@ def _boxes(copy: Copy, steps: Sequence[int]) -> tuple[list[range], list[int]] | 
     return source or [range(1)], target or [0]
 
 
-def _is_all(span: range, size: int) -> bool:
-    return span == range(size)
-
-
-def _pieces(shape: Sequence[int], box: Sequence[range], itemsize: int) -> Iterator[_Piece]:
+def _pieces(box: Sequence[range], strides: Sequence[int], itemsize: int) -> Iterator[_Piece]:
     """Yield the pieces to read for a box of a slice, in ascending order, each of at most BLOCK_BYTES.
 
-    A row of a dimension is read as a whole if this adds at most GAP_BYTES to the span from its first to its
-    last wanted byte. Otherwise the row is divided along the next dimension.
+    `strides` are the bytes between two indices of each dimension of the slice. The indices of a dimension are
+    read one by one if the gap between them exceeds GAP_BYTES, or if one index alone exceeds BLOCK_BYTES.
     """
-    yield from _pieces_from(shape, box, itemsize, (), 0)
+    steps = [span.step * stride for span, stride in zip(box, strides, strict=True)]
 
+    def extent(counts: Iterable[int]) -> int:
+        """Return the bytes from the first to the last wanted element, with these numbers of indices."""
+        return itemsize + sum((count - 1) * step for count, step in zip(counts, steps, strict=True))
 
-def _pieces_from(
-    shape: Sequence[int], box: Sequence[range], itemsize: int, lead: tuple[int, ...], base: int
-) -> Iterator[_Piece]:
-    axis = len(lead)
-    inner = prod(shape[axis + 1 :])
-    row_bytes = inner * itemsize
-    between = row_bytes - _extent(shape[axis + 1 :], box[axis + 1 :]) * itemsize
-    if axis < len(shape) - 1 and (row_bytes > BLOCK_BYTES or between > GAP_BYTES):
-        for at in box[axis]:
-            yield from _pieces_from(shape, box, itemsize, (*lead, at), base + at * inner)
-        return
-    sparse = (box[axis].step - 1) * row_bytes > GAP_BYTES  # rows are read one by one
-    most = 1 if sparse else max(1, BLOCK_BYTES // row_bytes)
-    at, end = box[axis].start, box[axis][-1] + 1
-    while at < end:
-        count = min(most, end - at)
-        yield _Piece(lead, axis, at, count, base + at * inner, count * inner)
-        at += box[axis].step if sparse else count
-
-
-def _extent(shape: Sequence[int], box: Sequence[range]) -> int:
-    """Return the number of elements from the first wanted element to the last one."""
-    extent = 0
-    for size, span in zip(shape, box, strict=True):
-        extent = extent * size + span[-1] - span.start
-    return extent + 1
+    lengths = [len(span) for span in box]
+    num_single = 0  # dimensions whose indices are read one by one
+    for axis, step in enumerate(steps):
+        nbytes = extent([1] * (axis + 1) + lengths[axis + 1 :])  # of one index
+        if nbytes > BLOCK_BYTES or (lengths[axis] > 1 and step - nbytes > GAP_BYTES):
+            num_single = axis + 1
+    together = [1] * num_single + lengths[num_single:]
+    if num_single < len(box):
+        together[num_single] = max(1, BLOCK_BYTES // steps[num_single])
+    cuts = [
+        [range(at, min(at + count, length)) for at in range(0, length, count)]
+        for count, length in zip(together, lengths, strict=True)
+    ]
+    for parts in product(*cuts):
+        start = sum(span[part.start] * stride for span, part, stride in zip(box, parts, strides, strict=True))
+        yield _Piece(start, extent(map(len, parts)), parts)
 
 
 def _buffers(blocks: Iterator[memoryview], sizes: Sequence[int]) -> Iterator[Bytes]:
@@ -464,20 +448,3 @@ def _buffers(blocks: Iterator[memoryview], sizes: Sequence[int]) -> Iterator[Byt
             buffer[filled : filled + piece.nbytes] = np.frombuffer(piece, np.uint8)
             filled += piece.nbytes
         yield buffer[:size]
-
-
-def _place(piece: _Piece, data: Bytes, source: Sequence[range], target: Sequence[int], out: Bytes) -> None:
-    """Copy the wanted elements of a piece to `out`. `data` has the dimensions from `piece.axis` on."""
-    here: list[slice] = []
-    there: list[int | slice] = []
-    for axis, (span, to) in enumerate(zip(source, target, strict=True)):
-        if axis < piece.axis:
-            there.append(to + span.index(piece.lead[axis]))
-            continue
-        begin, end = (piece.at, piece.at + piece.count) if axis == piece.axis else (0, span[-1] + 1)
-        first = max(0, -(-(begin - span.start) // span.step))  # number of the first wanted index from `begin`
-        last = min(len(span), -(-(end - span.start) // span.step))
-        here.append(slice(span.start + first * span.step - begin, end - begin, span.step))
-        there.append(slice(to + first, to + last))
-    if all(s.start < s.stop for s in there if isinstance(s, slice)):
-        out[tuple(there)] = data[tuple(here)]
