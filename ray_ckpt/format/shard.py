@@ -14,7 +14,7 @@ from typing import Any
 
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.jsontext import MAX_INT, array, integer, loads, mapping, newer, text
+from ray_ckpt.format.jsontext import MAX_INT, newer
 from ray_ckpt.types import Slice
 
 ALIGNMENT_BYTES = 4096  # the alignment that O_DIRECT needs on every common disk
@@ -73,18 +73,6 @@ class ShardLayout:
         return digest(self.header)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeaderTensor:
-    """A tensor in a safetensors header; `offset` is its position in the global tensor."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    byte_offset: int
-    nbytes: int
-
-
 def check_slice(part: Slice) -> int:
     """Return the size of `part`. Raise NewerFormat for an unknown dtype, FormatError outside the tensor."""
     if part.dtype not in ITEMSIZE:
@@ -130,31 +118,6 @@ def build_layout(slices: Iterable[Slice]) -> ShardLayout:
     return ShardLayout(header=header, slices=tuple(placed), size_bytes=len(header) + position)
 
 
-def parse_header(data: bytes, *, file_size_bytes: int) -> tuple[HeaderTensor, ...]:
-    """Return the tensors of a safetensors file from its first bytes, in file order.
-
-    `data` must hold at least the header. Raise FormatError unless the tensors follow the header without
-    gaps or overlaps and end where the file ends.
-    """
-    num_json = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or num_json > len(data) - 8:
-        raise FormatError("The safetensors header is cut short.")
-    what = "The safetensors header"
-    document = loads(data[8 : 8 + num_json], what=what, max_bytes=MAX_HEADER_BYTES, final_newline=False)
-    document = mapping(document, what)
-    sharding = _sharding_info(mapping(document.pop(METADATA_KEY, {}), METADATA_KEY))
-    tensors = [_header_tensor(key, entry, sharding, 8 + num_json) for key, entry in document.items()]
-    tensors.sort(key=lambda tensor: (tensor.byte_offset, tensor.nbytes))
-    end = 8 + num_json
-    for tensor in tensors:
-        if tensor.byte_offset != end:
-            raise FormatError(f"{tensor.key} does not begin where the tensor before it ends.", key=tensor.key)
-        end += tensor.nbytes
-    if end != file_size_bytes:
-        raise FormatError(f"The tensors end at byte {end}, the file at byte {file_size_bytes}.")
-    return tuple(tensors)
-
-
 def _rank(part: Slice) -> tuple[int, str, tuple[int, ...]]:
     return -ITEMSIZE[part.dtype], part.key, part.offset
 
@@ -180,37 +143,3 @@ def _header(entries: Mapping[str, Any], sharding: Mapping[str, Any]) -> bytes:
             hint="Spread the tensors over more ranks, or use shorter names.",
         )
     return len(body).to_bytes(8, "little") + body
-
-
-def _sharding_info(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    if SHARDING_KEY not in metadata:
-        return {}
-    data = text(metadata[SHARDING_KEY], SHARDING_KEY).encode()
-    document = loads(data, what=SHARDING_KEY, max_bytes=MAX_HEADER_BYTES, final_newline=False)
-    return mapping(document, SHARDING_KEY)
-
-
-def _header_tensor(key: str, entry: object, sharding: Mapping[str, Any], data_start: int) -> HeaderTensor:
-    fields = mapping(entry, key)
-    shape = _ints(fields.get("shape"), f"{key}: shape")
-    start, end = _span(_ints(fields.get("data_offsets"), f"{key}: data_offsets"), key)
-    where = mapping(sharding.get(key, {}), key).get(OFFSETS_KEY, [0] * len(shape))
-    offset = _ints(where, f"{key}: {OFFSETS_KEY}")
-    whole = tuple(o + n for o, n in zip(offset, shape, strict=False))
-    dtype = text(fields.get("dtype"), f"{key}: dtype")
-    part = Slice(item=key, name="", dtype=dtype, global_shape=whole, offset=offset, shape=shape)
-    if check_slice(part) != end - start:
-        raise FormatError(f"{key}: shape and bytes do not agree.", key=key)
-    return HeaderTensor(
-        key=key, dtype=dtype, shape=shape, offset=offset, byte_offset=data_start + start, nbytes=end - start
-    )
-
-
-def _span(values: tuple[int, ...], key: str) -> tuple[int, int]:
-    if len(values) != 2 or values[0] > values[1]:
-        raise FormatError(f"{key}: data_offsets must be a start and an end.", key=key)
-    return values[0], values[1]
-
-
-def _ints(value: object, name: str) -> tuple[int, ...]:
-    return tuple(integer(item, name) for item in array(value, name))
