@@ -24,12 +24,31 @@ RING_BLOCKS = 16  # 128 MiB for a rank: writes in flight, the block being filled
 RING_BYTES = RING_BLOCK_BYTES * RING_BLOCKS
 
 _SEAL_BYTES = 16
-_POPULATED, _FILLED, _DONE, _GIVEN_UP, _STREAM = 64, 128, 192, 256, 320
+_STREAM = 320
 _COUNTER = struct.Struct("<Q")
+
+
+class _Counter:
+    """An attribute of an `ArenaPage` in 8 bytes of its memory."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def __get__(self, page: ArenaPage, kind: type[ArenaPage] | None = None) -> int:
+        value: int = _COUNTER.unpack_from(page._memory, self._place)[0]
+        return value
+
+    def __set__(self, page: ArenaPage, value: int) -> None:
+        _COUNTER.pack_into(page._memory, self._place, value)
 
 
 class ArenaPage:
     """The state page of a mapped arena; rank and agent each create one over their own mapping."""
+
+    populated_bytes = _Counter(64)
+    filled_blocks = _Counter(128)
+    done_blocks = _Counter(192)
+    _given_up = _Counter(256)
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -54,46 +73,14 @@ class ArenaPage:
     def begin_stream(self, attempt: str) -> None:
         """Start a stream under a new name, so that a reader of the previous one notices it."""
         self._memory[_STREAM : _STREAM + _SEAL_BYTES] = attempt.encode()
-        for place in (_FILLED, _DONE, _GIVEN_UP):
-            self._set(place, 0)
-
-    @property
-    def populated_bytes(self) -> int:
-        return self._get(_POPULATED)
-
-    @populated_bytes.setter
-    def populated_bytes(self, value: int) -> None:
-        self._set(_POPULATED, value)
-
-    @property
-    def filled_blocks(self) -> int:
-        return self._get(_FILLED)
-
-    @filled_blocks.setter
-    def filled_blocks(self, value: int) -> None:
-        self._set(_FILLED, value)
-
-    @property
-    def done_blocks(self) -> int:
-        return self._get(_DONE)
-
-    @done_blocks.setter
-    def done_blocks(self, value: int) -> None:
-        self._set(_DONE, value)
+        self.filled_blocks = self.done_blocks = self._given_up = 0
 
     @property
     def is_given_up(self) -> bool:
-        return self._get(_GIVEN_UP) == 1
+        return self._given_up == 1
 
     def give_up(self) -> None:
-        self._set(_GIVEN_UP, 1)
-
-    def _get(self, place: int) -> int:
-        value: int = _COUNTER.unpack_from(self._memory, place)[0]
-        return value
-
-    def _set(self, place: int, value: int) -> None:
-        _COUNTER.pack_into(self._memory, place, value)
+        self._given_up = 1
 
 
 def ring_block(index: int) -> slice:

@@ -19,19 +19,8 @@ def digest(data: Buffer) -> str:
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
-class Digester:
-    """The digest of bytes that arrive in pieces."""
-
-    __slots__ = ("_state",)
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
-
-    def update(self, data: Buffer) -> None:
-        self._state.update(data)
-
-    def hexdigest(self) -> str:
-        return str(self._state.hexdigest())
+Digester = xxhash.xxh3_128
+"""The digest of bytes that arrive in pieces: `update(data)`, then `hexdigest()`."""
 
 
 def root_digest(files: Iterable[FileEntry]) -> str:

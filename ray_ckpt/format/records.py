@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar, get_args
 
 from ray_ckpt.errors import ConfigError, FormatError
 from ray_ckpt.format import jsontext
@@ -27,6 +28,7 @@ MAX_METRICS = 100  # metrics added to a checkpoint later; readers show each as a
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}\Z")
 _NOT_EMPTY = re.compile(r".", re.DOTALL)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,28 +219,10 @@ Op: TypeAlias = (
     | Note
 )
 
-OPS: Mapping[str, type[Op]] = {
-    "create": Create,
-    "epoch": Epoch,
-    "session": Session,
-    "commit": Commit,
-    "promote": Promote,
-    "lost": Lost,
-    "retired": Retired,
-    "collected": Collected,
-    "pin": Pin,
-    "unpin": Unpin,
-    "verified": Verified,
-    "annotated": Annotated,
-    "restored": Restored,
-    "ended": Ended,
-    "drilled": Drilled,
-    "note": Note,
-}
+OPS: Mapping[str, type[Op]] = {kind.__name__.lower(): kind for kind in get_args(Op)}
 _WHAT = "The log record"
 _MAX_WRITER = 64  # characters of a writer's name: a uuid, sometimes with a prefix
 _LONG_TIME_S = 1.7976931348623157e-308  # a time with the largest number of digits
-_OP_NAMES: Mapping[type[Op], str] = {kind: name for name, kind in OPS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,8 +246,8 @@ def encode_record(record: LogRecord) -> bytes:
 
     Raise FormatError if readers would refuse the record.
     """
-    name = _OP_NAMES.get(type(record.op))
-    if name is None:
+    name = type(record.op).__name__.lower()
+    if OPS.get(name) is not type(record.op):
         raise FormatError(f"{type(record.op).__name__} is not an op of the log.")
     document = {
         "seq": record.seq,
@@ -328,7 +312,7 @@ def _op(document: Mapping[str, Any]) -> Op:
 def _read(document: Mapping[str, Any], field: Field[Any]) -> Any:
     name = field.name
     if name in document:
-        return _FIELDS[name](document[name], name)
+        return FIELDS[name](document[name], name)
     if field.default is MISSING:
         raise FormatError(f"Record {document['seq']} ({document['op']}) has no field {name!r}.")
     return field.default  # the log is older than the field
@@ -340,33 +324,11 @@ def _to_json(value: Any) -> Any:
     return jsontext.metrics_json(value) if isinstance(value, Mapping) else value
 
 
-def read_count(value: object, name: str) -> int:
-    """Return a number of ranks or nodes of a group."""
-    return jsontext.integer(value, name, low=1, high=MAX_RANKS)
-
-
-def _copies(value: object, name: str) -> int:
-    return jsontext.integer(value, name, high=MAX_RANKS)
-
-
-def read_time(value: object, name: str) -> float:
-    """Return Unix time or a time span, in seconds."""
-    return jsontext.bounded(value, name, MAX_TIME_S)
-
-
 def _metrics(value: object, name: str) -> dict[str, float]:
     found = jsontext.metrics(value, name)
     if len(found) > MAX_COMMITTED_METRICS:
         raise FormatError(f"{len(found)} {name}; the format allows {MAX_COMMITTED_METRICS}.")
     return found
-
-
-def _step(value: object, name: str) -> int:
-    return jsontext.integer(value, name, high=MAX_STEP)
-
-
-def _attempt(value: object, name: str) -> str:
-    return jsontext.text(value, name, pattern=_ATTEMPT)
 
 
 def _run_uid(value: object, name: str) -> str:
@@ -385,25 +347,29 @@ def _format(value: object, name: str) -> int:
     return jsontext.integer(value, name)
 
 
-def _level(value: object, name: str) -> Level:
-    for level in Level:
-        if value == level.label:
-            return level
-    raise FormatError(f"{name} must be one of {', '.join(level.label for level in Level)}.")
+def _one_of(values: Mapping[str, T]) -> Callable[[object, str], T]:
+    def read(value: object, name: str) -> T:
+        if type(value) is not str or value not in values:
+            raise FormatError(f"{name} must be one of {', '.join(values)}.")
+        return values[value]
+
+    return read
 
 
-def end_cause(value: object, name: str) -> EndCause:
-    for cause in END_CAUSES:
-        if value == cause:
-            return cause
-    raise FormatError(f"{name} must be one of {', '.join(END_CAUSES)}.")
-
-
-def _optional(read: Callable[[object, str], Any]) -> Callable[[object, str], Any]:
+def optional(read: Callable[[object, str], Any]) -> Callable[[object, str], Any]:
     return lambda value, name: None if value is None else read(value, name)
 
 
-_FIELDS: Mapping[str, Callable[[object, str], Any]] = {
+read_time = partial(jsontext.bounded, most=MAX_TIME_S)
+"""Return Unix time or a time span, in seconds."""
+_seconds = optional(read_time)
+_count = partial(jsontext.integer, low=1, high=MAX_RANKS)  # of ranks or nodes of a group
+_copies = partial(jsontext.integer, high=MAX_RANKS)
+_step = partial(jsontext.integer, high=MAX_STEP)
+_attempt = partial(jsontext.text, pattern=_ATTEMPT)
+_level = _one_of({level.label: level for level in Level})
+_cause: Callable[[object, str], EndCause] = _one_of({cause: cause for cause in END_CAUSES})
+FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "run_uid": _run_uid,
     "run_name": _run_name,
     "format": _format,
@@ -412,13 +378,13 @@ _FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "opened_by": jsontext.integer,
     "owner": jsontext.text,
     "retention": jsontext.text,
-    "expires_at_s": _optional(read_time),
-    "after": _optional(jsontext.integer),
-    "resumed_from": _optional(_attempt),
-    "world_size": read_count,
-    "num_nodes": read_count,
+    "expires_at_s": _seconds,
+    "after": optional(jsontext.integer),
+    "resumed_from": optional(_attempt),
+    "world_size": _count,
+    "num_nodes": _count,
     "step": _step,
-    "origin_step": _optional(_step),
+    "origin_step": optional(_step),
     "attempt": _attempt,
     "level": _level,
     "replicas": _copies,
@@ -427,20 +393,20 @@ _FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "metrics": _metrics,
     "read_bytes": jsontext.metrics,
     "seconds": read_time,
-    "mesh": _optional(jsontext.text),
-    "stall_s": _optional(read_time),
-    "capture_s": _optional(read_time),
-    "local_s": _optional(read_time),
-    "replicate_s": _optional(read_time),
-    "stalled_s": _optional(read_time),
-    "first_at_s": _optional(read_time),
-    "last_at_s": _optional(read_time),
+    "mesh": optional(jsontext.text),
+    "stall_s": _seconds,
+    "capture_s": _seconds,
+    "local_s": _seconds,
+    "replicate_s": _seconds,
+    "stalled_s": _seconds,
+    "first_at_s": _seconds,
+    "last_at_s": _seconds,
     "scenario": jsontext.text,
     "passed": jsontext.boolean,
-    "cause": end_cause,
+    "cause": _cause,
     "reason": jsontext.text,
     "text": jsontext.text,
 }
 """Readers of the fields of ops; a name has the same meaning in every op."""
-_KNOWN = _FIELDS.keys() | {"seq", "epoch", "writer", "prev", "time_s", "op"}
+_KNOWN = FIELDS.keys() | {"seq", "epoch", "writer", "prev", "time_s", "op"}
 """Fields that a record without a digest may have: all fields of the versions that wrote no digest."""

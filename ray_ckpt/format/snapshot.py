@@ -10,20 +10,21 @@ from __future__ import annotations
 import re
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import accumulate, islice, pairwise
 from math import nan
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ray_ckpt.errors import ConfigError, FormatError, NewerFormat
+from ray_ckpt.errors import FormatError, NewerFormat
 from ray_ckpt.format import jsontext, parquet
 from ray_ckpt.format.digest import Digester
-from ray_ckpt.format.names import MAX_RANKS, check_run_name, check_run_uid
-from ray_ckpt.format.records import MAX_STEP, MAX_TIME_S, end_cause, read_count, read_time
+from ray_ckpt.format.names import MAX_RANKS
+from ray_ckpt.format.records import FIELDS, MAX_STEP, MAX_TIME_S, optional, read_time
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
 
 MAX_CHECKPOINTS = 1_000_000  # in one log: one checkpoint a minute for two years
@@ -85,10 +86,15 @@ _KINDS = {name: _LETTERS[COLUMNS.field(name).type] for name in _PLAIN} | {
 _NULLABLE = {"verified_at_s", *_SECONDS}
 _STATES = {"live", "lost", "retired", "collected"}
 _LEVELS = {level.label: level for level in Level}
-_ATTEMPT = re.compile(r"[0-9a-f]{16}\Z")
 _HEX = re.compile(r"[0-9a-f]*")
-_WHOLE = ("session", "size_bytes")  # integers from 0 on
-_COUNTS = ("world_size", "num_nodes")  # integers from 1 on
+_RANGES = (
+    ("session", 0, jsontext.MAX_INT),
+    ("size_bytes", 0, jsontext.MAX_INT),
+    ("world_size", 1, MAX_RANKS),
+    ("num_nodes", 1, MAX_RANKS),
+    ("replicas", 0, MAX_RANKS),
+    ("step", 0, MAX_STEP),
+)
 
 T = TypeVar("T")
 Columns: TypeAlias = Mapping[str, list[Any]]
@@ -154,14 +160,7 @@ def decode_snapshot(data: bytes) -> LogSnapshot:
     columns |= {name: [value] * table.num_rows for name, value in _LATER.items() if name not in columns}
     sessions = tuple(_session(entry) for entry in jsontext.array(head["sessions"], "sessions"))
     snapshot = LogSnapshot(
-        seq=jsontext.integer(head["seq"], "seq"),
-        last_digest=jsontext.hex_digest(head["last_digest"], "last_digest"),
-        time_s=read_time(head["time_s"], "time_s"),
-        run_uid=check_run_uid(jsontext.text(head["run_uid"], "run_uid")),
-        run_name=_run_name(jsontext.text(head["run_name"], "run_name")),
-        epoch=jsontext.integer(head["epoch"], "epoch"),
-        writer=jsontext.text(head["writer"], "writer"),
-        service=jsontext.text(head["service"], "service"),
+        **{name: _READERS[name](head[name], name) for name in _HEAD},
         sessions=sessions,
         checkpoints=_checkpoints(columns, head["run_uid"], {s.session: s.opened_by for s in sessions}),
     )
@@ -175,30 +174,13 @@ _HEAD = {field.name for field in fields(LogSnapshot)} - {"sessions", "checkpoint
 # Checkpoints as columns. A map is three lists: entries per row, keys and values of all rows.
 
 
+_ATTRIBUTES = {"session": "id.session", "step": "id.step", "attempt": "id.attempt", "level": "level.label"}
+"""Attributes of a `CheckpointInfo` by column, where the names differ."""
+
+
 def _columns(checkpoints: Sequence[CheckpointInfo]) -> Columns:
     columns: dict[str, list[Any]] = {
-        "seq": [c.seq for c in checkpoints],
-        "session": [c.id.session for c in checkpoints],
-        "step": [c.id.step for c in checkpoints],
-        "attempt": [c.id.attempt for c in checkpoints],
-        "state": [c.state for c in checkpoints],
-        "level": [c.level.label for c in checkpoints],
-        "replicas": [c.replicas for c in checkpoints],
-        "world_size": [c.world_size for c in checkpoints],
-        "num_nodes": [c.num_nodes for c in checkpoints],
-        "size_bytes": [c.size_bytes for c in checkpoints],
-        "root_digest": [c.root_digest for c in checkpoints],
-        "committed_at_s": [c.committed_at_s for c in checkpoints],
-        "verified_at_s": [c.verified_at_s for c in checkpoints],
-        "durable_at_s": [c.durable_at_s for c in checkpoints],
-        "replicated_at_s": [c.replicated_at_s for c in checkpoints],
-        "mesh": [c.mesh for c in checkpoints],
-        "stall_s": [c.stall_s for c in checkpoints],
-        "capture_s": [c.capture_s for c in checkpoints],
-        "local_s": [c.local_s for c in checkpoints],
-        "replicate_s": [c.replicate_s for c in checkpoints],
-        "drilled_at_s": [c.drilled_at_s for c in checkpoints],
-        "drill": [c.drill for c in checkpoints],
+        name: list(map(attrgetter(_ATTRIBUTES.get(name, name)), checkpoints)) for name in _PLAIN
     }
     for name, maps in (
         ("metrics", [c.metrics for c in checkpoints]),
@@ -212,12 +194,8 @@ def _columns(checkpoints: Sequence[CheckpointInfo]) -> Columns:
 
 def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> tuple[CheckpointInfo, ...]:
     """Return the rows as checkpoints. Raise FormatError for a value that no record can have."""
-    for name in _WHOLE:
-        _check_range(columns[name], name, 0, jsontext.MAX_INT)
-    for name in _COUNTS:
-        _check_range(columns[name], name, 1, MAX_RANKS)
-    _check_range(columns["replicas"], "replicas", 0, MAX_RANKS)
-    _check_range(columns["step"], "step", 0, MAX_STEP)
+    for name, low, high in _RANGES:
+        _check_range(columns[name], name, low, high)
     _check_hex(columns["attempt"], "attempt", 16)
     _check_hex(columns["root_digest"], "root_digest", 32)
     _check_all(map(_STATES.__contains__, set(columns["state"])), "state")
@@ -356,44 +334,29 @@ def _session_json(session: SessionInfo) -> dict[str, Any]:
 def _session(value: object) -> SessionInfo:
     entry = _SESSION_DEFAULTS | jsontext.mapping(value, "A session")
     _check_names(entry, {field.name for field in fields(SessionInfo)}, "A session")
-    parent, resumed_from = entry["parent"], entry["resumed_from"]
-    return SessionInfo(
-        session=jsontext.integer(entry["session"], "session"),
-        parent=None if parent is None else jsontext.integer(parent, "parent"),
-        resumed_from=None
-        if resumed_from is None
-        else jsontext.text(resumed_from, "resumed_from", pattern=_ATTEMPT),
-        world_size=read_count(entry["world_size"], "world_size"),
-        num_nodes=read_count(entry["num_nodes"], "num_nodes"),
-        opened_at_s=read_time(entry["opened_at_s"], "opened_at_s"),
-        opened_by=jsontext.integer(entry["opened_by"], "opened_by"),
-        service=jsontext.text(entry["service"], "service"),
-        owner=jsontext.text(entry["owner"], "owner"),
-        retention=jsontext.text(entry["retention"], "retention"),
-        restored_at_s=_seconds(entry["restored_at_s"], "restored_at_s"),
-        restore_s=_seconds(entry["restore_s"], "restore_s"),
-        read_bytes=jsontext.metrics(entry["read_bytes"], "read_bytes"),
-        ended=None if entry["ended"] is None else _session_end(entry["ended"]),
-        origin_step=None
-        if entry["origin_step"] is None
-        else jsontext.integer(entry["origin_step"], "origin_step", high=MAX_STEP),
-    )
+    return SessionInfo(**{name: _READERS[name](each, name) for name, each in entry.items()})
 
 
 def _session_end(value: object) -> SessionEnd:
     entry = jsontext.mapping(value, "The end of a session")
     _check_names(entry, {field.name for field in fields(SessionEnd)}, "The end of a session")
-    return SessionEnd(
-        cause=end_cause(entry["cause"], "cause"),
-        step=jsontext.integer(entry["step"], "step", high=MAX_STEP),
-        first_at_s=_seconds(entry["first_at_s"], "first_at_s"),
-        last_at_s=_seconds(entry["last_at_s"], "last_at_s"),
-        stalled_s=_seconds(entry["stalled_s"], "stalled_s"),
-    )
+    return SessionEnd(**{name: _READERS[name](each, name) for name, each in entry.items()})
 
 
-def _seconds(value: object, name: str) -> float | None:
-    return None if value is None else read_time(value, name)
+_READERS: Mapping[str, Callable[[object, str], Any]] = {
+    **FIELDS,
+    "seq": jsontext.integer,
+    "last_digest": jsontext.hex_digest,
+    "time_s": read_time,
+    "epoch": jsontext.integer,
+    "writer": jsontext.text,
+    "parent": optional(jsontext.integer),
+    "opened_at_s": read_time,
+    "restored_at_s": optional(read_time),
+    "restore_s": optional(read_time),
+    "ended": optional(lambda value, name: _session_end(value)),
+}
+"""Readers of the fields of the metadata, of sessions and of their ends."""
 
 
 def _check_whole(snapshot: LogSnapshot) -> None:
@@ -433,10 +396,3 @@ def _check_hex(texts: Sequence[str], name: str, digits: int) -> None:
 def _check_all(good: Iterable[object], name: str) -> None:
     if not all(good):
         raise FormatError(f"A checkpoint of the snapshot has an impossible {name}.")
-
-
-def _run_name(name: str) -> str:
-    try:
-        return check_run_name(name)
-    except ConfigError as error:
-        raise FormatError(f"run_name: {error.message}") from error
