@@ -278,7 +278,7 @@ class _Aws:
         action = self._ACTIONS.get(str(document.get("action")))
         if action is None:
             raise _SilentError("an unknown kind of interruption")
-        time_s = _iso_time_s(document.get("time"))
+        time_s = _time_s(document.get("time"), datetime.fromisoformat)
         if time_s is not None and time_s < time.time() - AWS_STALE_S:
             return None
         deadline_s = None if action == "hibernated" else time_s
@@ -396,7 +396,7 @@ class _Azure:
         return min(standing, key=lambda notice: notice.deadline_s or 0.0, default=None)
 
     def _notice(self, event: _AzureEvent) -> Notice | None:
-        begins_s = None if event.has_begun else _http_time_s(event.not_before)
+        begins_s = None if event.has_begun else _time_s(event.not_before, email.utils.parsedate_to_datetime)
         if begins_s is not None and begins_s > time.time() + AZURE_PLANNED_S:
             return None
         return Notice(self.name, self._LEAVING[event.kind], begins_s)
@@ -443,19 +443,10 @@ class _AzureEvent:
 _CLOUDS: dict[str, Callable[[_Service], _Cloud]] = {"aws": _Aws, "gcp": _Gcp, "azure": _Azure}
 
 
-def _iso_time_s(value: object) -> float | None:
-    """Return Unix seconds of an ISO 8601 time, in UTC if the time has no zone; None if it is invalid."""
+def _time_s(value: object, parse: Callable[[str], datetime]) -> float | None:
+    """Return Unix seconds of a time, in UTC if the time has no zone; None if it is invalid."""
     try:
-        moment = datetime.fromisoformat(str(value))
-        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, OverflowError):
-        return None
-
-
-def _http_time_s(value: str) -> float | None:
-    """Return Unix seconds of an RFC 1123 time; None if it is invalid."""
-    try:
-        moment = email.utils.parsedate_to_datetime(value)
+        moment = parse(str(value))
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         return None
