@@ -24,10 +24,10 @@ from ray_ckpt.catalog.tables import (
     SLICES,
     TABLES,
     Cuts,
-    ParquetFile,
     TableName,
     checkpoints_table,
     events_table,
+    parquet_file,
     sessions_table,
     shards_table,
     slices_table,
@@ -337,8 +337,8 @@ class Catalog:
         chosen, cuts, out = self.durable(steps), {}, without_tilde(folder)
         out.mkdir(parents=True, exist_ok=True)
         with (
-            ParquetFile(out / "shards.parquet", SHARDS) as shards,
-            ParquetFile(out / "slices.parquet", SLICES) as slices,
+            parquet_file(out / "shards.parquet", SHARDS) as shards,
+            parquet_file(out / "slices.parquet", SLICES) as slices,
         ):
             for view in chosen:
                 with self._unless_deleted(view, is_chosen=steps is not None):
@@ -359,7 +359,7 @@ class Catalog:
             "events": self.events(),
         }
         for name, table in whole.items():
-            with ParquetFile(out / f"{name}.parquet", table.schema) as file:
+            with parquet_file(out / f"{name}.parquet", table.schema) as file:
                 file.add(table)
             rows[name] = table.num_rows
         return {name: rows[name] for name in TABLES}

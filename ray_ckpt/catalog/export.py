@@ -194,7 +194,8 @@ def _write(path: Path, header: bytes, shard: Mapping[str, LazyTensor], progress:
             del place  # unmaps the memory
         at += lazy.nbytes
         progress(lazy.nbytes)
-    _sync(path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _index(names: Sequence[str], shards: Sequence[Mapping[str, LazyTensor]]) -> str:
@@ -233,8 +234,3 @@ def _publish(folder: Path, out: Path) -> None:
             old.unlink()
     for file in sorted(folder.iterdir()):
         file.replace(out / file.name)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -27,7 +27,7 @@ from ray_ckpt.format.tree import TensorRef, decode_state
 from ray_ckpt.location import StoragePath
 from ray_ckpt.restore.reader import FileSource, ProgressLog, SourceReader
 from ray_ckpt.texts import nearest_steps
-from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level, ManifestRow
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ class OpenedRun:
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self._last: _Saved | None = None  # cache: the next load often needs the same manifest
+        self._last: tuple[AttemptId, tuple[ManifestRow, ...]] | None = None  # often needed again
 
     def __repr__(self) -> str:
         return f"OpenedRun({self.catalog!r})"
@@ -95,7 +95,7 @@ class OpenedRun:
         if into is not None:
             _check_into(what, rank)
             return self._load_into(into, step)
-        return self._load(self.choose(step)._view, what, rank)
+        return self.choose(step).load(what, rank=rank or 0)
 
     def at(self, attempt: AttemptId) -> OpenedCheckpoint:
         """Return a live durable checkpoint of the run. For any other, raise ConfigError with the nearest."""
@@ -112,15 +112,6 @@ class OpenedRun:
             step=attempt.step,
         )
 
-    def _load(self, view: CheckpointView, what: str | Iterable[str] | None, rank: int | None) -> Any:
-        saved = self._saved(view)
-        seen_by = saved.check_rank(rank or 0)
-        if what is None:
-            return saved.states(None, seen_by)
-        if isinstance(what, str) and what.isidentifier():  # only the names of items are identifiers
-            return saved.states(what, seen_by)[what]
-        return saved.tensors((what,) if isinstance(what, str) else tuple(what), seen_by)
-
     def _load_into(self, objects: Mapping[str, Any], step: int | None) -> RestoreInfo:
         from torch import distributed as dist
 
@@ -128,19 +119,16 @@ class OpenedRun:
             newest = self.catalog.newest(Level.DURABLE)
             chosen = [newest.info.id.attempt if newest is not None else ""]
             dist.broadcast_object_list(chosen, src=0)
-            view = self._of_attempt(chosen[0]) if chosen[0] else self.choose(None)._view
-        else:
-            view = self.choose(step)._view
-        return self._fill(view, objects)
+            if chosen[0]:
+                return OpenedCheckpoint(self, self._of_attempt(chosen[0])).load(into=objects)
+        return self.choose(step).load(into=objects)
 
-    def _fill(self, view: CheckpointView, objects: Mapping[str, Any]) -> RestoreInfo:
-        rank, world_size = _group()
-        return self._saved(view).load_into(objects, rank=rank, world_size=world_size)
-
-    def _saved(self, view: CheckpointView) -> _Saved:
-        if self._last is None or self._last.info.id != view.info.id:
-            self._last = _Saved(view)
-        return self._last
+    def _rows_of(self, view: CheckpointView) -> tuple[ManifestRow, ...]:
+        """Return the manifest of a checkpoint, proven by the log."""
+        if self._last is None or self._last[0] != view.info.id:
+            rows = tuple(row for fragment in view.fragments() for row in fragment.rows)
+            self._last = view.info.id, rows
+        return self._last[1]
 
     def choose(self, step: int | None = None) -> OpenedCheckpoint:
         """Return the checkpoint of a step, or the newest durable one. Raise ConfigError if none exists."""
@@ -213,61 +201,54 @@ class OpenedCheckpoint:
         into: Mapping[str, Any] | None = None,
     ) -> Any:
         """Load this step; see `OpenedRun.load`."""
-        if into is None:
-            return self.run._load(self._view, what, rank)
-        _check_into(what, rank)
-        return self.run._fill(self._view, into)
-
-
-class _Saved:
-    """One checkpoint's manifest, proven by the log, with the methods that load from it."""
-
-    def __init__(self, view: CheckpointView) -> None:
-        self.info = view.info
-        self._tier = view.tier
-        self._rows = tuple(row for fragment in view.fragments() for row in fragment.rows)
-        source = (FileSource(tier="remote", where=view.where or ""),)
-        self._sources = dict.fromkeys((row.file for row in self._rows), source)
-
-    def check_rank(self, rank: int) -> int:
-        """Return `rank`. Raise ConfigError if the checkpoint has no such rank."""
-        if not 0 <= rank < self.info.world_size:
+        if into is not None:
+            _check_into(what, rank)
+            return self._load_into(into)
+        if not 0 <= (seen_by := rank or 0) < self.info.world_size:
             raise ConfigError(
-                f"Step {self.info.step} has no rank {rank}.", hint=f"Give 0 to {self.info.world_size - 1}."
+                f"Step {self.step} has no rank {seen_by}.", hint=f"Give 0 to {self.info.world_size - 1}."
             )
-        return rank
+        if what is None:
+            return self._states(None, seen_by)
+        if isinstance(what, str) and what.isidentifier():  # only the names of items are identifiers
+            return self._states(what, seen_by)[what]
+        return self._tensors((what,) if isinstance(what, str) else tuple(what), seen_by)
 
-    def states(self, item: str | None, rank: int) -> dict[str, Any]:
+    @property
+    def _rows(self) -> tuple[ManifestRow, ...]:
+        return self.run._rows_of(self._view)
+
+    def _states(self, item: str | None, rank: int) -> dict[str, Any]:
         """Return the states of one item or of all items on `rank`."""
         trees = self._merged(rank)["items"]
         if item is not None and item not in trees:
             raise ConfigError(
-                f"Step {self.info.step} has no item {item!r}.",
+                f"Step {self.step} has no item {item!r}.",
                 hint=f"It has {', '.join(sorted(trees))}.",
                 item=item,
             )
         wanted = trees if item is None else {item: trees[item]}
-        loaded = self._load(wanted, rank)
+        loaded = self._load_trees(wanted, rank)
         for name, found in loaded.items():
             self._warn_partial(name, found.num_tensors, rank)
         return {name: found.state for name, found in loaded.items()}
 
-    def tensors(self, patterns: Collection[str], rank: int) -> dict[str, torch.Tensor]:
+    def _tensors(self, patterns: Collection[str], rank: int) -> dict[str, torch.Tensor]:
         """Return whole tensors by their full names, sorted by name; where ranks differ, those of `rank`."""
         names = sorted({row.slice.key for row in self._rows if row.slice is not None})
-        chosen = matching_tensors(patterns, names, f" of step {self.info.step}")
+        chosen = matching_tensors(patterns, names, f" of step {self.step}")
         tree = {name: TensorRef(name) for name in names if name in chosen}
-        state: dict[str, torch.Tensor] = self._load({"tensors": tree}, rank)["tensors"].state
+        state: dict[str, torch.Tensor] = self._load_trees({"tensors": tree}, rank)["tensors"].state
         return state
 
-    def load_into(self, objects: Mapping[str, Any], *, rank: int, world_size: int) -> RestoreInfo:
-        """Fill live objects of rank `rank` of `world_size`."""
+    def _load_into(self, objects: Mapping[str, Any]) -> RestoreInfo:
+        """Fill the live objects of this process."""
         from torch import nn
 
         from ray_ckpt.capture.adapt import adapt
         from ray_ckpt.capture.load import RestoreInfo, load_items
 
-        start_s = time.monotonic()
+        start_s, (rank, world_size) = time.monotonic(), _group()
         owners = {n: o for n, o in objects.items() if isinstance(o, nn.Module | nn.Parameter)}
         items = {name: adapt(name, obj, owners) for name, obj in objects.items()}
         saved = self._merged(rank if rank < self.info.world_size else 0)
@@ -277,19 +258,19 @@ class _Saved:
         self._check(reader)
         put_rest()
         return RestoreInfo(
-            step=self.info.step,
+            step=self.step,
             metrics=self.info.metrics,
             parts=tuple(reader.parts),
             seconds=time.monotonic() - start_s,
         )
 
-    def _load(self, trees: Mapping[str, Any], rank: int) -> dict[str, NewItem]:
+    def _load_trees(self, trees: Mapping[str, Any], rank: int) -> dict[str, NewItem]:
         """Load the tensors of the trees; where ranks differ in a tensor of one name, that of `rank`."""
         from ray_ckpt.capture.items import NewItem
         from ray_ckpt.capture.load import load_items
 
         items = {name: NewItem() for name in trees}
-        reader, state = self._reader(), {"step": self.info.step, "items": trees}
+        reader, state = self._reader(), {"step": self.step, "items": trees}
         put_rest = load_items(items, state, self._rows, reader, rank=rank, world_size=self.info.world_size)
         self._check(reader)
         put_rest()
@@ -310,13 +291,13 @@ class _Saved:
                 trees, classes = {**other["items"], **trees}, {**other.get("classes", {}), **classes}
             first += part["world_size"]
         world_size = self.info.world_size
-        return {"step": self.info.step, "world_size": world_size, "items": trees, "classes": classes}
+        return {"step": self.step, "world_size": world_size, "items": trees, "classes": classes}
 
     def _state(self, rank: int) -> dict[str, Any]:
         file = state_file(rank, self.info.world_size)
         row = next((row for row in self._rows if row.file == file), None)
         if row is None:
-            raise CorruptionError(f"The manifest of step {self.info.step} has no {file}.", file=file)
+            raise CorruptionError(f"The manifest of step {self.step} has no {file}.", file=file)
         reader = self._reader()
         data = reader.read_bytes(row)
         self._check(reader)
@@ -327,9 +308,13 @@ class _Saved:
             raise error.at(file) from error
 
     def _reader(self) -> SourceReader:
-        progress = ProgressLog(self.info.step, log=log.info)
+        source = (FileSource(tier="remote", where=self._view.where or ""),)
         return SourceReader(
-            self.info.id, self._sources, credentials=None, remote=self._tier, progress=progress
+            self.info.id,
+            dict.fromkeys((row.file for row in self._rows), source),
+            credentials=None,
+            remote=self._view.tier,
+            progress=ProgressLog(self.step, log=log.info),
         )
 
     def _check(self, reader: SourceReader) -> None:
@@ -340,7 +325,7 @@ class _Saved:
         else:
             notes = "; ".join(reader.rejected[:MAX_NOTES])
             raise RestoreError(
-                f"{len(reader.damage)} parts of step {self.info.step} cannot be read, the first is "
+                f"{len(reader.damage)} parts of step {self.step} cannot be read, the first is "
                 f"{reader.damage[0]}: {notes}.",
                 hint="If the store works, run `ray-ckpt verify` to find damage, and load another step.",
                 damage=tuple(reader.damage),

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from secrets import token_hex
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -22,8 +22,9 @@ from ray_ckpt.core.history import RunHistory
 from ray_ckpt.format import records
 from ray_ckpt.format.manifest import rows_table
 from ray_ckpt.format.records import MAX_TIME_S
+from ray_ckpt.storage.output_file import whole_file
 from ray_ckpt.texts import tiers_text, to_datetime
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, ManifestRow
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, ManifestRow, SessionInfo
 
 TableName: TypeAlias = Literal["checkpoints", "shards", "slices", "events", "sessions"]
 TABLES: tuple[TableName, ...] = get_args(TableName)
@@ -35,6 +36,7 @@ MAX_HTML_METRICS = 5  # metrics of a checkpoint in a notebook
 
 _TIME = pa.timestamp("us", tz="UTC")
 _STRINGS = pa.list_(pa.string())
+_NUMBERS = pa.map_(pa.string(), pa.float64())
 _RANK = re.compile(r"(?:shard|state)-(\d+)")
 
 
@@ -54,8 +56,8 @@ def checkpoints_table(
     attempt. Metrics are columns `metric.<name>`, null where a checkpoint has no metric of that name.
     """
     ends = history.branch_points()
-    sessions = sessions_rows(history)
-    opened = [sessions[c.id.session] for c in known]
+    branches = _branches(history)
+    sessions = [history.sessions[c.id.session] for c in known]
     columns: dict[str, pa.Array] = {
         "step": pa.array([c.id.step for c in known], pa.int64()),
         "session": pa.array([c.id.session for c in known], pa.int64()),
@@ -80,8 +82,8 @@ def checkpoints_table(
         "local_s": pa.array([c.local_s for c in known], pa.float64()),
         "replicate_s": pa.array([c.replicate_s for c in known], pa.float64()),
         "drain_s": pa.array([c.drain_s for c in known], pa.float64()),
-        "resumed_from_step": pa.array([s["resumed_from_step"] for s in opened], pa.int64()),
-        "branch": pa.array([s["branch"] for s in opened], pa.int64()),
+        "resumed_from_step": pa.array([_resumed_from_step(s, history) for s in sessions], pa.int64()),
+        "branch": pa.array([branches[s.session] for s in sessions], pa.int64()),
         "on_lineage": pa.array([c.seq <= ends.get(c.id.session, -1) for c in known], pa.bool_()),
         "pins": pa.array(list(map(_pins, known)), _PINS),
         "root_digest": pa.array([c.root_digest for c in known], pa.string()),
@@ -113,70 +115,40 @@ def sessions_table(history: RunHistory) -> pa.Table:
     `branch` is the first session of the session's branch. A session that resumed from the last commit of a
     branch continues that branch; any other session starts a new one.
     """
-    rows = sessions_rows(history)
-    return pa.table({name: pa.array([row[name] for row in rows.values()], kind) for name, kind in _SESSION})
-
-
-def sessions_rows(history: RunHistory) -> dict[int, dict[str, Any]]:
-    """Return the rows of `sessions_table` by session."""
-    ends = history.branch_points()
+    known = history.sessions.values()
+    ends, branches = history.branch_points(), _branches(history)
     counts = Counter(c.id.session for c in history.checkpoints.values())
-    branches = _branches(history)
-    found = {}
-    for number, info in history.sessions.items():
-        ended = info.ended
-        source = history.checkpoints.get(info.resumed_from or "")
-        found[number] = {
-            "session": number,
-            "parent": info.parent,
-            "resumed_from": info.resumed_from,
-            "resumed_from_step": source.step if source else None,
-            "origin_step": info.origin_step,
-            "branch": branches[number],
-            "on_lineage": number in ends,
-            "world_size": info.world_size,
-            "num_nodes": info.num_nodes,
-            "num_checkpoints": counts[number],
-            "opened_at": to_datetime(info.opened_at_s),
-            "restored_at": to_datetime(info.restored_at_s),
-            "read_bytes": sorted(info.read_bytes.items()),
-            "first_step_at": to_datetime(ended.first_at_s if ended else None),
-            "last_step_at": to_datetime(ended.last_at_s if ended else None),
-            "last_step": ended.step if ended else None,
-            "stalled_s": ended.stalled_s if ended else None,
-            "end_cause": ended.cause if ended else None,
-            "opened_by": info.opened_by,
-            "service": info.service,
-            "owner": info.owner,
-            "retention": info.retention,
+    ended = [info.ended for info in known]
+    return pa.table(
+        {
+            "session": pa.array(history.sessions, pa.int64()),
+            "parent": pa.array([s.parent for s in known], pa.int64()),
+            "resumed_from": pa.array([s.resumed_from for s in known], pa.string()),
+            "resumed_from_step": pa.array([_resumed_from_step(s, history) for s in known], pa.int64()),
+            "origin_step": pa.array([s.origin_step for s in known], pa.int64()),
+            "branch": pa.array([branches[s] for s in history.sessions], pa.int64()),
+            "on_lineage": pa.array([s in ends for s in history.sessions], pa.bool_()),
+            "world_size": pa.array([s.world_size for s in known], pa.int64()),
+            "num_nodes": pa.array([s.num_nodes for s in known], pa.int64()),
+            "num_checkpoints": pa.array([counts[s] for s in history.sessions], pa.int64()),
+            "opened_at": _times([s.opened_at_s for s in known]),
+            "restored_at": _times([s.restored_at_s for s in known]),
+            "read_bytes": pa.array([sorted(s.read_bytes.items()) for s in known], _NUMBERS),
+            "first_step_at": _times([e.first_at_s if e else None for e in ended]),
+            "last_step_at": _times([e.last_at_s if e else None for e in ended]),
+            "last_step": pa.array([e.step if e else None for e in ended], pa.int64()),
+            "stalled_s": pa.array([e.stalled_s if e else None for e in ended], pa.float64()),
+            "end_cause": pa.array([e.cause if e else None for e in ended], pa.string()),
+            "opened_by": pa.array([s.opened_by for s in known], pa.int64()),
+            "service": pa.array([s.service for s in known], pa.string()),
+            "owner": pa.array([s.owner for s in known], pa.string()),
+            "retention": pa.array([s.retention for s in known], pa.string()),
         }
-    return found
+    )
 
 
-_SESSION = (
-    ("session", pa.int64()),
-    ("parent", pa.int64()),
-    ("resumed_from", pa.string()),
-    ("resumed_from_step", pa.int64()),
-    ("origin_step", pa.int64()),
-    ("branch", pa.int64()),
-    ("on_lineage", pa.bool_()),
-    ("world_size", pa.int64()),
-    ("num_nodes", pa.int64()),
-    ("num_checkpoints", pa.int64()),
-    ("opened_at", _TIME),
-    ("restored_at", _TIME),
-    ("read_bytes", pa.map_(pa.string(), pa.float64())),
-    ("first_step_at", _TIME),
-    ("last_step_at", _TIME),
-    ("last_step", pa.int64()),
-    ("stalled_s", pa.float64()),
-    ("end_cause", pa.string()),
-    ("opened_by", pa.int64()),
-    ("service", pa.string()),
-    ("owner", pa.string()),
-    ("retention", pa.string()),
-)
+def _resumed_from_step(session: SessionInfo, history: RunHistory) -> int | None:
+    return history.checkpoints[session.resumed_from].step if session.resumed_from else None
 
 
 def _branches(history: RunHistory) -> dict[int, int]:
@@ -196,41 +168,26 @@ def _branches(history: RunHistory) -> dict[int, int]:
 
 def events_table(log: Sequence[records.LogRecord], history: RunHistory) -> pa.Table:
     """Return a table with one row per record of `log`; fields that an op lacks are null."""
-    rows = [_event(record.op, history) for record in log]
-    columns = {
-        "seq": pa.array([r.seq for r in log], pa.int64()),
-        "time": _times([r.time_s for r in log]),
-        "epoch": pa.array([r.epoch for r in log], pa.int64()),
-        "writer": pa.array([r.writer for r in log], pa.string()),
-    }
-    for name, kind in _EVENT:
-        columns[name] = pa.array([row[name] for row in rows], kind)
-    return pa.table(columns)
-
-
-_EVENT = (
-    ("op", pa.string()),
-    ("step", pa.int64()),
-    ("attempt", pa.string()),
-    ("session", pa.int64()),
-    ("level", pa.string()),
-    ("text", pa.string()),
-)
-
-
-def _event(op: records.Op, history: RunHistory) -> dict[str, Any]:
-    """Return the columns of a record that depend on its op."""
-    attempt = getattr(op, "attempt", None)
-    info = history.checkpoints.get(attempt) if attempt else None
-    level = getattr(op, "level", None)
-    return {
-        "op": type(op).__name__.lower(),
-        "step": info.step if info else getattr(op, "step", None),
-        "attempt": attempt,
-        "session": info.id.session if info else getattr(op, "session", None),
-        "level": level.label if level else None,
-        "text": _event_text(op, history),
-    }
+    ops = [record.op for record in log]
+    attempts = [getattr(op, "attempt", None) for op in ops]
+    saved = [history.checkpoints.get(attempt or "") for attempt in attempts]
+    levels = [getattr(op, "level", None) for op in ops]
+    steps = [c.step if c else getattr(op, "step", None) for c, op in zip(saved, ops, strict=True)]
+    sessions = [c.id.session if c else getattr(op, "session", None) for c, op in zip(saved, ops, strict=True)]
+    return pa.table(
+        {
+            "seq": pa.array([r.seq for r in log], pa.int64()),
+            "time": _times([r.time_s for r in log]),
+            "epoch": pa.array([r.epoch for r in log], pa.int64()),
+            "writer": pa.array([r.writer for r in log], pa.string()),
+            "op": pa.array([type(op).__name__.lower() for op in ops], pa.string()),
+            "step": pa.array(steps, pa.int64()),
+            "attempt": pa.array(attempts, pa.string()),
+            "session": pa.array(sessions, pa.int64()),
+            "level": pa.array([level and level.label for level in levels], pa.string()),
+            "text": pa.array([_event_text(op, history) for op in ops], pa.string()),
+        }
+    )
 
 
 def _event_text(op: records.Op, history: RunHistory) -> str:
@@ -382,18 +339,12 @@ class Cuts:
 # Parquet
 
 
-class ParquetFile:
-    """A Parquet file of tables with one schema. It appears when the `with` block ends without an error.
+class ParquetRows:
+    """Rows of a Parquet file. Memory holds at most ROW_GROUP_ROWS of them and one more table."""
 
-    Memory holds at most ROW_GROUP_ROWS rows and one more table. Methods raise OSError.
-    """
-
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
+    def __init__(self, writer: pq.ParquetWriter) -> None:
         self.num_rows = 0
-        self._path = path
-        self._temporary = path.with_name(f".{path.name}.{token_hex(4)}.tmp")
-        self._file = self._temporary.open("wb")  # pyarrow would read some names as URLs
-        self._writer = pq.ParquetWriter(self._file, schema, compression="zstd")
+        self._writer = writer
         self._waiting: list[pa.Table] = []
         self._num_waiting = 0  # rows that are not written yet
 
@@ -402,27 +353,25 @@ class ParquetFile:
         self._num_waiting += table.num_rows
         self._waiting.append(table)
         if self._num_waiting >= ROW_GROUP_ROWS:
-            self._write()
+            self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
         if self._waiting:
             self._writer.write_table(pa.concat_tables(self._waiting), row_group_size=ROW_GROUP_ROWS)
         self._waiting, self._num_waiting = [], 0
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._write()
-            self._writer.close()
-            self._file.close()
-            if kind is None:
-                self._temporary.replace(self._path)
-        finally:
-            self._file.close()
-            self._temporary.unlink(missing_ok=True)
+@contextmanager
+def parquet_file(path: Path, schema: pa.Schema) -> Iterator[ParquetRows]:
+    """Provide the rows of a Parquet file, which appears when the `with` block ends without an error."""
+    with (
+        whole_file(path) as temporary,
+        temporary.open("wb") as file,  # pyarrow would read some names as URLs
+        pq.ParquetWriter(file, schema, compression="zstd") as writer,
+    ):
+        rows = ParquetRows(writer)
+        yield rows
+        rows.write()
 
 
 # Times
