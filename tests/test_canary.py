@@ -137,7 +137,8 @@ def use(tier: RemoteTier, watch: Watch, path: Path) -> None:
     data = path.read_bytes()
     entry = FileEntry(name=SHARD, size_bytes=len(data), digest=digest(data))
     for call in (
-        lambda: tier.probe("nonce"),
+        lambda: tier.probe_log(),
+        lambda: tier.leave_nonce("nonce"),
         lambda: tier.check_shared("nonce", node="n1"),
         lambda: tier.check_shared("other", node="n1"),
         lambda: tier.put_file(DIRECTORY, entry, path),

@@ -18,7 +18,7 @@ from ray_ckpt.cli.goodput import draw
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import zstd
 from ray_ckpt.location import Location
-from ray_ckpt.storage.remote.opening import open_objects
+from ray_ckpt.storage.remote.tier import open_objects
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

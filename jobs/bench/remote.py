@@ -39,7 +39,7 @@ from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.names import CHECKPOINTS_DIR
 from ray_ckpt.location import Location
 from ray_ckpt.restore.reader import FileSource, FlatSink, SourceReader
-from ray_ckpt.storage.local.files import read_blocks
+from ray_ckpt.storage.local.direct import read_blocks_direct
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier, open_store
 from ray_ckpt.texts import size_text
 from ray_ckpt.types import FileEntry, ManifestRow
@@ -327,7 +327,7 @@ class Rig:
             self._ours.download(self._object, self._copy)
         elif self._copy.exists():
             found = Digester()
-            for block in read_blocks(self._copy):
+            for block in read_blocks_direct(self._copy):
                 found.update(block)
             if found.hexdigest() != self._cargo.entry.digest:
                 raise OSError("it wrote other bytes")

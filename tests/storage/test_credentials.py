@@ -17,8 +17,8 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote import s3
 from ray_ckpt.storage.remote.file_store import FileStore
-from ray_ckpt.storage.remote.opening import open_objects
 from ray_ckpt.storage.remote.s3 import S3Bucket
+from ray_ckpt.storage.remote.tier import open_objects
 from tests.servers.programs import ACCESS_KEY, SECRET_KEY
 from tests.servers.providers import Tokens, answering
 from tests.servers.stores import BUCKET, bucket_url, make_bucket

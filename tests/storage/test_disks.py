@@ -135,10 +135,10 @@ def test_a_checkpoint_is_whole_over_all_disks(three: Disks, free: dict[str, int]
 
 def test_the_reserve_is_kept_on_each_disk(three: Disks, free: dict[str, int]) -> None:
     three.check_space(200 * GIB, reserve_bytes=100 * GIB, what="A shard")
-    with pytest.raises(InsufficientSpace, match=r"A shard needs .* on one of"):
+    with pytest.raises(InsufficientSpace, match=r"A shard needs .* in one of"):
         three.check_space(200 * GIB + 1, reserve_bytes=100 * GIB, what="A shard")
     three.check_space(300 * GIB, reserve_bytes=100 * GIB, what="Two checkpoints", is_one_file=False)
-    with pytest.raises(InsufficientSpace, match="over all") as caught:
+    with pytest.raises(InsufficientSpace, match="in all of") as caught:
         three.check_space(300 * GIB + 1, reserve_bytes=100 * GIB, what="Two", is_one_file=False)
     assert caught.value.fields["free_bytes"] == three.free_bytes() == 600 * GIB
 

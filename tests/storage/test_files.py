@@ -99,19 +99,5 @@ def test_checked_passes_on_what_was_announced(chunks: list[bytes]) -> None:
             run(some, size, expected)
 
 
-def test_ranges_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "IO_BLOCK_BYTES", 4)
-    path = tmp_path / "file"
-    path.write_bytes(b"0123456789")
-    assert list(files.read_blocks(path)) == [b"0123", b"4567", b"89"]
-    assert list(files.read_blocks(path, 3, 5)) == [b"3456", b"7"]
-    assert list(files.read_blocks(path, 3, 0)) == []
-    assert files.read_range(path, 8, 2) == b"89"
-    with pytest.raises(EOFError, match="ends at byte 10"):
-        files.read_range(path, 8, 3)
-    with pytest.raises(FileNotFoundError):
-        files.read_range(tmp_path / "no", 0, 1)
-
-
 def test_free_space_is_a_number_of_bytes(tmp_path: Path) -> None:
     assert files.free_bytes(tmp_path) > 0

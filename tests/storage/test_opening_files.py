@@ -18,7 +18,7 @@ from ray_ckpt.errors import CheckpointError, FormatError, RestoreError
 from ray_ckpt.format.names import record_file, snapshot_file, state_file
 from ray_ckpt.format.records import MAX_RECORD_BYTES
 from ray_ckpt.storage.local.direct import read_blocks_direct
-from ray_ckpt.storage.local.files import NotRegular, open_file, read_blocks, read_small
+from ray_ckpt.storage.local.files import NotRegular, open_file, read_small
 from ray_ckpt.storage.local.staging import Staging
 from tests.support.sample_run import SampleRun, write_run
 
@@ -70,7 +70,6 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: Callable[[Path], No
         lambda: open_file(path),
         lambda: open_file(path, within=tmp_path),
         lambda: read_small(path, 10, within=tmp_path),
-        lambda: list(read_blocks(path)),
         lambda: list(read_blocks_direct(path, 0, 1)),
         lambda: list(read_blocks_direct(path, 0, 1, within=tmp_path)),
     ):

@@ -222,7 +222,8 @@ def test_run_names_are_checked(tmp_path: Path, name: str) -> None:
 
 
 def test_the_probe_and_what_nodes_see_of_it(tier: RemoteTier, root: Path, tmp_path: Path) -> None:
-    tier.probe("nonce-1")
+    tier.probe_log()
+    tier.leave_nonce("nonce-1")
     tier.check_shared("nonce-1", node="n1")
     assert [p for p in root.rglob("*") if p.is_file()] == [root / "shared.probe"]
     with pytest.raises(StorageNotShared, match="does not see") as caught:
@@ -239,7 +240,8 @@ def test_the_probe_and_what_nodes_see_of_it(tier: RemoteTier, root: Path, tmp_pa
 
 def test_nodes_that_look_at_once_do_not_meet(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node has looked, and tidied up, between this one's folder and its file."""
-    tier.probe("n")
+    tier.probe_log()
+    tier.leave_nonce("n")
     make_dirs, others = files.make_dirs, iter(["n2"])
 
     def slowly(path: Path, **mode: int) -> None:
@@ -255,11 +257,12 @@ def test_nodes_that_look_at_once_do_not_meet(tier: RemoteTier, monkeypatch: pyte
 def test_a_storage_path_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoragePathError, match="cannot be written"):
-        RemoteTier(Location.parse(tmp_path / "file")).probe("n")
+        RemoteTier(Location.parse(tmp_path / "file")).probe_log()
 
 
 def test_a_node_that_cannot_write_says_so(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier.probe("n")
+    tier.probe_log()
+    tier.leave_nonce("n")
 
     def refuse(*_: object) -> Path:
         raise PermissionError("denied")

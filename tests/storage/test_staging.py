@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from ray_ckpt.errors import FormatError, InsufficientSpace, StagingError
+from ray_ckpt.errors import FormatError, StagingError
 from ray_ckpt.format.manifest import decode_columns
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.storage.local import files, staging
@@ -182,17 +182,6 @@ def test_names_cannot_leave_the_folder(stage: Staging, uid: str, directory: str,
         stage.put(uid, directory, file, [b""])
     with pytest.raises(FormatError):
         stage.path(uid, directory, file)
-
-
-def test_the_reserve_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "free_bytes", lambda _: 1000)
-    opened = Staging(tmp_path)
-    opened.check_space(600, reserve_bytes=400, what="A shard")
-    with pytest.raises(InsufficientSpace, match="A shard needs 601 bytes") as caught:
-        opened.check_space(601, reserve_bytes=400, what="A shard")
-    assert caught.value.fields["free_bytes"] == 1000 and caught.value.fields["needed_bytes"] == 601
-    assert isinstance(caught.value, OSError)
-    opened.close()
 
 
 def test_a_link_as_root_is_refused(tmp_path: Path) -> None:

@@ -28,8 +28,7 @@ from ray_ckpt.storage.log_store import CreateResult, LogStore, create_record, re
 from ray_ckpt.storage.remote import gcs
 from ray_ckpt.storage.remote.file_store import FileStore, Upload, read_whole
 from ray_ckpt.storage.remote.object_store import PART_BYTES
-from ray_ckpt.storage.remote.opening import open_objects
-from ray_ckpt.storage.remote.tier import RemoteTier
+from ray_ckpt.storage.remote.tier import RemoteTier, open_objects
 from ray_ckpt.types import FileEntry
 from tests.servers.patience import lose_patience
 from tests.servers.providers import Tokens
@@ -409,7 +408,8 @@ class TestTier:
 
     def test_nodes_find_what_the_probe_has_left(self, store: Store) -> None:
         tier = RemoteTier(store.location / f"run-{uuid.uuid4().hex}" / "ray_ckpt", store.options)
-        tier.probe("nonce-1")
+        tier.probe_log()
+        tier.leave_nonce("nonce-1")
         tier.check_shared("nonce-1", node="n" * 56)
         with pytest.raises(StorageNotShared):
             tier.check_shared("nonce-2", node="n" * 56)
@@ -651,7 +651,8 @@ class TestProbe:
         root = Location.parse(storage_path) / f"run-{uuid.uuid4().hex}" / "ray_ckpt"
         tier = RemoteTier(root, options)
         with pytest.raises(StoragePathError) as caught:
-            tier.probe("nonce")
+            tier.probe_log()
+            tier.leave_nonce("nonce")
         text = str(caught.value)
         assert all(words in text for words in said), text
         assert len(text.splitlines()) == 1 and tier.where in text and caught.value.hint

@@ -14,7 +14,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from ray_ckpt.format.digest import digest
-from ray_ckpt.storage.local.files import checked, make_dirs, read_blocks, write_file
+from ray_ckpt.storage.local.files import checked, make_dirs, write_file
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.credentials import ServiceKeys
 
@@ -55,7 +55,9 @@ class Folder:
         return request.digest
 
     def read(self, name: wire.FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
-        return read_blocks(self.path(name), offset, nbytes)
+        with self.path(name).open("rb") as file:
+            file.seek(offset)
+            yield file.read(-1 if nbytes is None else nbytes)
 
     def size(self, name: wire.FileName) -> int | None:
         path = self.path(name)

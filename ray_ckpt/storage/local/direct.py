@@ -377,6 +377,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
+def new_buffer(size_bytes: int) -> mmap.mmap:
+    """Return private memory at a page boundary, in huge pages if the kernel has some."""
+    buffer = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer
+
+
 class _Buffers:
     """A pool of page-aligned buffers of BLOCK_BYTES, because the first access to new memory is slow."""
 
@@ -390,10 +398,7 @@ class _Buffers:
                 buffer = self._idle.pop()
                 if len(buffer) == BLOCK_BYTES:
                     return buffer
-        buffer = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # the kernel may have no huge pages
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-        return buffer
+        return new_buffer(BLOCK_BYTES)
 
     def give(self, buffer: mmap.mmap) -> None:
         """Give an unused buffer back to the pool; a full pool frees the buffer."""

@@ -91,18 +91,16 @@ class Disks:
 
         A single file must fit on one disk; several files must fit on all disks together.
         """
-        if len(self._stages) == 1:
-            self._stages[0].check_space(needed_bytes, reserve_bytes=reserve_bytes, what=what)
-            return
         free = {stage.root: files.free_bytes(stage.root) for stage in self._file_systems()}
         rooms = [max(0, left - reserve_bytes) for left in free.values()]
         room = max(rooms) if is_one_file else sum(rooms)
         if room < needed_bytes:
-            there = ", ".join(f"{root} ({left:,} free)" for root, left in free.items())
+            there = ", ".join(f"{root}, which has {left:,} free" for root, left in free.items())
+            one_of = "" if len(free) == 1 else "one of " if is_one_file else "all of "
             raise InsufficientSpace(
-                f"{what} needs {needed_bytes:,} bytes {'on one' if is_one_file else 'over all'} of {there}; "
-                f"each keeps {reserve_bytes:,} in reserve.",
-                hint="Free space there, point staging= to larger disks, or lower replicas or reserve_bytes.",
+                f"{what} needs {needed_bytes:,} bytes in {one_of}{there}; "
+                f"each disk keeps {reserve_bytes:,} in reserve.",
+                hint="Free space there, point staging= to a larger disk, or lower replicas or reserve_bytes.",
                 path=there,
                 needed_bytes=needed_bytes,
                 free_bytes=sum(free.values()),
@@ -149,14 +147,7 @@ class Disks:
         The first disk, which has the fragments, is last. If a disk fails, process the others, then
         raise OSError.
         """
-        failure: OSError | None = None
-        for stage in reversed(self._stages):
-            try:
-                stage.delete(run_uid, directory)
-            except OSError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        self._call_all(lambda stage: stage.delete(run_uid, directory))
 
     def quarantine(self, run_uid: str, directory: str, file: str) -> None:
         """Move a damaged file out of its checkpoint, which is then no longer a holding."""
@@ -164,14 +155,7 @@ class Disks:
 
     def forget(self, run_uid: str, kept: Collection[str]) -> None:
         """Delete a run except the folders `kept`. If a disk fails, process the others, then raise OSError."""
-        failure: OSError | None = None
-        for stage in reversed(self._stages):
-            try:
-                stage.forget(run_uid, kept)
-            except OSError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        self._call_all(lambda stage: stage.forget(run_uid, kept))
 
     # -- marks ---------------------------------------------------------------------------------------
 
@@ -281,6 +265,17 @@ class Disks:
         else:
             log.warning("the disk of %s is passed over: %s", stage.root, error)
         return True
+
+    def _call_all(self, call: Callable[[Staging], None]) -> None:
+        """Call `call` with each disk, the first disk last. Raise the first OSError when all were called."""
+        failures = []
+        for stage in reversed(self._stages):
+            try:
+                call(stage)
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def _call_each(self, stages: Iterable[Staging], call: Callable[[Staging], Result]) -> list[Result]:
         """Return the results of the disks on which `call` succeeds. Raise OSError if it fails on all."""

@@ -189,27 +189,6 @@ def _lies_in(fd: int, path: Path, folder: Path) -> bool:
     return os.path.realpath(path).startswith(real)
 
 
-def read_blocks(path: Path, offset: int = 0, nbytes: int | None = None) -> Iterator[bytes]:
-    """Yield the bytes of `path` from `offset` in blocks of at most IO_BLOCK_BYTES. Raise EOFError."""
-    fd = open_file(path)
-    try:
-        left = os.fstat(fd).st_size - offset if nbytes is None else nbytes
-        while left > 0:
-            block = os.pread(fd, min(left, IO_BLOCK_BYTES), offset)
-            if not block:
-                raise EOFError(f"{path} ends at byte {offset}")
-            yield block
-            offset += len(block)
-            left -= len(block)
-    finally:
-        os.close(fd)
-
-
-def read_range(path: Path, offset: int, nbytes: int) -> bytes:
-    """Return `nbytes` bytes of `path` from `offset`. Raise EOFError if the file is too short."""
-    return b"".join(read_blocks(path, offset, nbytes))
-
-
 def total_bytes(path: Path) -> int:
     """Return the size of the file system of `path`."""
     stat = os.statvfs(path)

@@ -20,7 +20,7 @@ from typing_extensions import Buffer
 
 from ray_ckpt.config import STAGING_ENV
 from ray_ckpt.core.ownership import RunMark
-from ray_ckpt.errors import CorruptionError, FormatError, InsufficientSpace, StagingError
+from ray_ckpt.errors import CorruptionError, FormatError, StagingError
 from ray_ckpt.format import jsontext, names
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
@@ -104,21 +104,6 @@ class Staging:
 
     def close(self) -> None:
         self._lock.close()
-
-    # -- space ---------------------------------------------------------------------------------------
-
-    def check_space(self, needed_bytes: int, *, reserve_bytes: int, what: str) -> None:
-        """Raise InsufficientSpace unless `needed_bytes` fit and `reserve_bytes` stay free."""
-        free = files.free_bytes(self.root)
-        if free - reserve_bytes < needed_bytes:
-            raise InsufficientSpace(
-                f"{what} needs {needed_bytes:,} bytes in {self.root}, which has {free:,} free "
-                f"and keeps {reserve_bytes:,} in reserve.",
-                hint="Free space there, point staging= to a larger disk, or lower replicas or reserve_bytes.",
-                path=str(self.root),
-                needed_bytes=needed_bytes,
-                free_bytes=free,
-            )
 
     # -- files ---------------------------------------------------------------------------------------
 

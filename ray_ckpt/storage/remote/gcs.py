@@ -84,19 +84,19 @@ class GcsBucket:
         while True:
             try:
                 page = ElementTree.fromstring(self._ask("GET", None, query).content)
-                yield from [self._upload(found) for found in _children(page, "Upload")]
+                yield from [self._upload(found) for found in page.findall("{*}Upload")]
             except (ElementTree.ParseError, ValueError) as error:
                 raise OSError(f"{self.where}: its uploads cannot be listed: {short_error(error)}") from None
-            if _text(page, "IsTruncated") != "true":
+            if page.findtext("{*}IsTruncated", "") != "true":
                 return
-            query["key-marker"] = _text(page, "NextKeyMarker")
-            query["upload-id-marker"] = _text(page, "NextUploadIdMarker")
+            query["key-marker"] = page.findtext("{*}NextKeyMarker", "")
+            query["upload-id-marker"] = page.findtext("{*}NextUploadIdMarker", "")
 
     def _upload(self, found: ElementTree.Element) -> Upload:
-        started = datetime.fromisoformat(_text(found, "Initiated"))
+        started = datetime.fromisoformat(found.findtext("{*}Initiated", ""))
         return Upload(
-            name=_text(found, "Key").removeprefix(self._prefix),
-            id=_text(found, "UploadId"),
+            name=found.findtext("{*}Key", "").removeprefix(self._prefix),
+            id=found.findtext("{*}UploadId", ""),
             started_s=(started if started.tzinfo else started.replace(tzinfo=UTC)).timestamp(),
         )
 
@@ -172,13 +172,3 @@ def server_of(location: Location, options: Mapping[str, str]) -> tuple[str, bool
     is_anonymous = options.get("anonymous") == "true" or endpoint == emulator
     scheme = "http" if endpoint == emulator else "https"  # other servers get a token, so HTTPS
     return (endpoint if "://" in endpoint else f"{scheme}://{endpoint}").rstrip("/"), is_anonymous
-
-
-def _children(element: ElementTree.Element, name: str) -> list[ElementTree.Element]:
-    """Return the children of `element` with this name, in any XML namespace."""
-    return [child for child in element if child.tag.rpartition("}")[2] == name]
-
-
-def _text(element: ElementTree.Element, name: str) -> str:
-    found = _children(element, name)
-    return (found[0].text or "") if found else ""

@@ -37,7 +37,7 @@ from obstore.exceptions import (
 )
 from typing_extensions import Buffer
 
-from ray_ckpt.storage.local.direct import BLOCK_BYTES
+from ray_ckpt.storage.local.direct import BLOCK_BYTES, new_buffer
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.file_store import Blocks, Children, StoredFile, Upload
 from ray_ckpt.storage.remote.object_log import Unsupported
@@ -124,20 +124,20 @@ class BucketFiles:
         checksum = self._bucket.checksum()
         sent = _Sent(checksum)
         part_bytes = part_size(max_bytes)
-        source = _BlockSource(sent.blocks(blocks))
         try:
             with as_os_errors(self.where, name):
                 obstore.put(
                     self._uploads,
                     name,
-                    iter(source),
+                    sent.blocks(blocks),
                     use_multipart=max_bytes > PART_BYTES,
                     chunk_size=part_bytes,
                     max_concurrency=max(1, min(PARTS_IN_FLIGHT, IN_FLIGHT_BYTES // part_bytes)),
                 )
                 size = int(obstore.head(self._store, name)["size"])
         except OSError:
-            source.raise_again()
+            if sent.source_error is not None:
+                raise sent.source_error from None
             raise
         if size != sent.size_bytes or not self._bucket.has_checksum(name, checksum):
             raise OSError(  # not deleted: another holder may have replaced the object meanwhile
@@ -203,21 +203,13 @@ class BucketFiles:
     def list(self, folder: str = "") -> Iterator[StoredFile]:
         with as_os_errors(self.where, folder):
             for page in obstore.list(self._store, prefix=folder or None):
-                for found in page:
-                    yield StoredFile(
-                        name=found["path"],
-                        size_bytes=found["size"],
-                        modified_s=found["last_modified"].timestamp(),
-                    )
+                yield from map(_stored, page)
 
     def children(self, folder: str = "") -> Children:
         with as_os_errors(self.where, folder):
             found = obstore.list_with_delimiter(self._store, prefix=folder or None)
-        files = (
-            StoredFile(name=o["path"], size_bytes=o["size"], modified_s=o["last_modified"].timestamp())
-            for o in found["objects"]
-        )
-        return Children(folders=tuple(found["common_prefixes"]), files=tuple(files))
+        files = tuple(map(_stored, found["objects"]))
+        return Children(folders=tuple(found["common_prefixes"]), files=files)
 
     def delete(self, names: Sequence[str]) -> None:
         for _ in map_in_order(self._delete, names, threads=DELETES, name="delete"):
@@ -262,6 +254,11 @@ class BucketObjects:
             obstore.delete(self._store, name)
 
 
+def _stored(found: Any) -> StoredFile:
+    modified_s = found["last_modified"].timestamp()
+    return StoredFile(name=found["path"], size_bytes=found["size"], modified_s=modified_s)
+
+
 def client_options(request_s: int, *, stall_s: int | None = None, roots: bytes | None = None) -> Any:
     """Return the HTTP settings of obstore. `roots` are additional certificates to trust, in PEM.
 
@@ -293,25 +290,6 @@ def _requests(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             yield start, min(GET_BYTES, offset + nbytes - start)
 
 
-class _BlockSource:
-    """Blocks to send. An OSError of the source is kept, to distinguish it from an error of the store."""
-
-    def __init__(self, blocks: Iterable[Any]) -> None:
-        self._blocks = blocks
-        self._error: OSError | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            yield from self._blocks
-        except OSError as error:
-            self._error = error
-            raise
-
-    def raise_again(self) -> None:
-        if self._error is not None:
-            raise self._error from None
-
-
 class _Sent:
     """Copies of the blocks to send, in memory that obstore may keep; counts bytes and updates the checksum.
 
@@ -321,11 +299,19 @@ class _Sent:
 
     def __init__(self, checksum: Checksum | None) -> None:
         self.size_bytes = 0
+        self.source_error: OSError | None = None  # to distinguish it from an error of the store
         self._checksum = checksum
         self._idle: deque[mmap.mmap] = deque()
 
-    def blocks(self, blocks: Iterable[Buffer]) -> Iterator[Block]:
+    def blocks(self, blocks: Iterable[Buffer]) -> Iterator[Any]:
         """Yield the same bytes in blocks of BLOCK_BYTES; the last one may be shorter."""
+        try:
+            yield from self._copies(blocks)
+        except OSError as error:
+            self.source_error = error
+            raise
+
+    def _copies(self, blocks: Iterable[Buffer]) -> Iterator[Block]:
         buffer, filled = self._take(), 0
         for block in blocks:
             view = memoryview(block).cast("B")
@@ -343,10 +329,7 @@ class _Sent:
     def _take(self) -> mmap.mmap:
         with contextlib.suppress(IndexError):
             return self._idle.pop()
-        buffer = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # the kernel may have no huge pages
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-        return buffer
+        return new_buffer(BLOCK_BYTES)
 
     def _acquire(self, buffer: mmap.mmap, nbytes: int) -> Block:
         lent = np.frombuffer(buffer, np.uint8, nbytes)

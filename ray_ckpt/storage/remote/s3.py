@@ -18,6 +18,8 @@ from typing import Any
 import botocore.exceptions
 import botocore.loaders
 import botocore.session
+from botocore import UNSIGNED
+from botocore.config import Config
 from botocore.credentials import RefreshableCredentials
 from obstore.store import S3Store
 
@@ -205,10 +207,7 @@ def no_credentials(location: Location) -> ConfigError:
     )
 
 
-def _config(is_anonymous: bool) -> Any:
-    from botocore import UNSIGNED
-    from botocore.config import Config
-
+def _config(is_anonymous: bool) -> Config:
     signature = {"signature_version": UNSIGNED} if is_anonymous else {}
     return Config(
         connect_timeout=5, read_timeout=30, retries=RETRIES, s3={"addressing_style": "auto"}, **signature

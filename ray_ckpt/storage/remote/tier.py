@@ -15,18 +15,21 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import Buffer
 
 from ray_ckpt.errors import CorruptionError, FormatError, StorageNotShared, StoragePathError
 from ray_ckpt.format import names, zstd
-from ray_ckpt.location import Location, storage_options
+from ray_ckpt.location import BUCKETS, Location, resolve_options, storage_options
 from ray_ckpt.storage.local.direct import read_blocks_direct
 from ray_ckpt.storage.local.files import checked, is_temporary
 from ray_ckpt.storage.log_store import PROBE_PREFIX, LogStore, PosixLogStore, not_writable, probe, probe_store
 from ray_ckpt.storage.remote.file_store import Blocks, FileStore, PosixFiles, StoredFile, Upload, read_whole
 from ray_ckpt.types import FileEntry
+
+if TYPE_CHECKING:
+    from ray_ckpt.storage.remote.object_log import SmallObjects
 
 CLOCK_FILE = "clock.probe"  # written to read the store's time
 PROBE_FILE = "shared.probe"  # in the folder of the log: the coordinator's nonce, which each node must read
@@ -90,10 +93,34 @@ def open_store(location: Location, options: Mapping[str, str] | None) -> tuple[F
     if location.is_posix:
         return PosixFiles(location.folder), PosixLogStore(location.folder / names.LOG_DIR)
     from ray_ckpt.storage.remote.object_log import ObjectLogStore
-    from ray_ckpt.storage.remote.opening import open_objects  # client libraries, only where they are needed
 
     bulk, small = open_objects(location, options)
     return bulk, ObjectLogStore(small, names.LOG_DIR)
+
+
+def open_objects(location: Location, options: Mapping[str, str]) -> tuple[FileStore, SmallObjects]:
+    """Open a URL, by scheme and backend; return the client for shards and the one for the log."""
+    from ray_ckpt.storage.remote.object_store import Bucket, BucketFiles, BucketObjects
+
+    options = resolve_options(options)
+    if location.scheme in BUCKETS and options.get("backend") == "fsspec":
+        from ray_ckpt.storage.remote.fsspec_buckets import open_buckets
+
+        return open_buckets(location, options)
+    if location.scheme == "s3":
+        from ray_ckpt.storage.remote.s3 import S3Bucket
+
+        bucket: Bucket = S3Bucket(location, options)
+    elif location.scheme == "gs":
+        from ray_ckpt.storage.remote.gcs import GcsBucket
+
+        bucket = GcsBucket(location, options)
+    else:
+        from ray_ckpt.storage.remote.fsspec_store import FsspecStore
+
+        other = FsspecStore.open(location, options)
+        return other, other
+    return BucketFiles(bucket), BucketObjects(bucket)
 
 
 class RemoteTier:
@@ -156,11 +183,6 @@ class RemoteTier:
             probe(self.root.folder / names.LOG_DIR)
         else:
             probe_store(self.log, where=self.where)
-
-    def probe(self, nonce: str) -> None:
-        """Call `probe_log` and `leave_nonce`."""
-        self.probe_log()
-        self.leave_nonce(nonce)
 
     def leave_nonce(self, nonce: str) -> None:
         """Write `nonce` to a file; a node that reads the same nonce uses this folder.
