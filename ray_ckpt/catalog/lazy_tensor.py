@@ -332,24 +332,15 @@ def _span(part: Index, size: int) -> tuple[range, bool]:
     if isinstance(part, slice):
         if part.step is not None and operator.index(part.step) < 1:
             raise ValueError("the step of a slice must be greater than zero")
-        return range(*part.indices(size)), True
-    try:
-        if not _is_single(part):
-            raise TypeError
-        at = operator.index(part)
-    except TypeError:
+        return range(size)[part], True
+    is_array = getattr(part, "ndim", 0) or str(getattr(part, "dtype", "")).endswith("bool")
+    if isinstance(part, bool) or is_array or not hasattr(part, "__index__"):  # a tensor may have __index__
         what = type(part).__name__
-        raise TypeError(f"an index is an int, a slice or ..., not of type {what}; load() first") from None
+        raise TypeError(f"an index is an int, a slice or ..., not of type {what}; load() first")
+    at = operator.index(part)
     if not -size <= at < size:
         raise IndexError(f"index {at} is out of bounds for a dimension of {size}")
-    at %= size
-    return range(at, at + 1), False
-
-
-def _is_single(part: Index) -> bool:
-    """Return False for arrays and masks, because `operator.index` accepts a tensor of one element."""
-    is_mask = isinstance(part, bool) or str(getattr(part, "dtype", "")).endswith("bool")
-    return not is_mask and not getattr(part, "ndim", 0)
+    return range(at % size, at % size + 1), False
 
 
 # Reading

@@ -150,8 +150,7 @@ class CheckpointFiles(SavedFiles):
         try:
             reader = zstd.SeekableReader(partial(self._store.read, stored), size)
         except FormatError as error:
-            where = self.place(stored.rpartition("/")[2])
-            return type(error)(f"{where}: {error.message}", hint=error.hint, **error.fields)
+            return error.at(self.place(stored.rpartition("/")[2]))
         return CheckpointFile(size_bytes=reader.raw_size, read=reader.read)
 
 

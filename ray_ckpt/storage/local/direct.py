@@ -176,7 +176,7 @@ class _Writer:
         self._offset = 0  # offset of the next block in the file, a multiple of PAGE_BYTES
         self._block: mmap.mmap | None = None  # the block that is being filled
         self._filled = 0  # bytes in that block
-        self._writes: deque[_Write] = deque()
+        self._writes: deque[tuple[Future[None], mmap.mmap]] = deque()  # in flight, each with its block
 
     @property
     def size_bytes(self) -> int:
@@ -220,21 +220,14 @@ class _Writer:
         while len(self._writes) >= DEPTH:
             self._finish_one()
         done = self._pool.submit(self._file.write, memoryview(block)[: self._filled], self._offset)
-        self._writes.append(_Write(done, block))
+        self._writes.append((done, block))
         self._offset += self._filled
         self._filled = 0
 
     def _finish_one(self) -> None:
-        write = self._writes.popleft()
-        write.done.result()
-        _BUFFERS.give(write.block)
-
-
-class _Write(NamedTuple):
-    """A write in flight."""
-
-    done: Future[None]
-    block: mmap.mmap
+        done, block = self._writes.popleft()
+        done.result()
+        _BUFFERS.give(block)
 
 
 class _Hashes:

@@ -48,11 +48,11 @@ def make_huge(fd: int, start: int, end: int) -> int:
     at = first = start + -start % HUGE_BYTES
     last = end - end % HUGE_BYTES
     room = STEP_BYTES + HUGE_BYTES
-    reserved = _libc.mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if reserved == _FAILED:
+    try:
+        reserved, address = _reserve(room)
+    except OSError:
         return start
     try:
-        address = reserved + -reserved % HUGE_BYTES  # a huge page must be aligned in memory too
         while at < last and _collapse(fd, at, min(STEP_BYTES, last - at), address):
             at = min(last, at + STEP_BYTES)
     finally:
@@ -71,10 +71,7 @@ def map_shared(fd: int, start: int, end: int, *, writable: bool = False) -> memo
     first = start - start % HUGE_BYTES
     size = end - first
     room = size + HUGE_BYTES
-    reserved = _libc.mmap(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if reserved == _FAILED:
-        raise OSError(ctypes.get_errno(), "no address space to map shared memory")
-    address = reserved + -reserved % HUGE_BYTES
+    reserved, address = _reserve(room)
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     if _libc.mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, first) == _FAILED:
         code = ctypes.get_errno()
@@ -112,6 +109,14 @@ def populate(memory: memoryview, *, file: int | None = None) -> Iterator[int]:
             for place in range(start, start + size, mmap.PAGESIZE):
                 view[place]
         yield start + size
+
+
+def _reserve(size: int) -> tuple[int, int]:
+    """Reserve address space; return its start, and the first address in it that a huge page can have."""
+    reserved: int = _libc.mmap(None, size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if reserved == _FAILED:
+        raise OSError(ctypes.get_errno(), "no address space to map shared memory")
+    return reserved, reserved + -reserved % HUGE_BYTES
 
 
 def _collapse(fd: int, offset: int, size: int, address: int) -> bool:

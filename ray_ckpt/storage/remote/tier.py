@@ -338,7 +338,7 @@ class RemoteTier:
         try:
             found = zstd.SeekableReader(functools.partial(self.files.read, stored), size)
         except FormatError as error:
-            found = type(error)(f"{self.where}/{stored}: {error.message}", hint=error.hint, **error.fields)
+            found = error.at(f"{self.where}/{stored}")
         table = _Table(size_bytes=size, modified_s=modified_s, found=found)
         with self._lock:
             num_frames = sum(each.num_frames for each in self._tables.values()) + table.num_frames
