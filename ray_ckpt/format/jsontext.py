@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Container, Mapping
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ item of a dict, a number with the slot for it, half a string."""
 _BLOCK_BYTES = 1 << 20
 _NON_FINITE = ("nan", "inf", "-inf")
 Pairs = list[tuple[str, Any]]
+T = TypeVar("T")
 
 
 def dumps(document: object, *, what: str, max_bytes: int, indent: int | None = None) -> bytes:
@@ -202,9 +203,7 @@ def bounded(value: object, name: str, most: float) -> float:
 
 
 def boolean(value: object, name: str) -> bool:
-    if type(value) is not bool:
-        raise FormatError(f"{name} must be true or false, not {_shown(value)}.")
-    return value
+    return _exactly(bool, value, name, "true or false")
 
 
 def text(value: object, name: str, *, pattern: re.Pattern[str] | None = None) -> str:
@@ -221,14 +220,16 @@ def hex_digest(value: object, name: str) -> str:
 
 
 def array(value: object, name: str) -> list[Any]:
-    if type(value) is not list:
-        raise FormatError(f"{name} must be a list, not {_shown(value)}.")
-    return value
+    return _exactly(list, value, name, "a list")
 
 
 def mapping(value: object, name: str) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise FormatError(f"{name} must be an object, not {_shown(value)}.")
+    return _exactly(dict, value, name, "an object")
+
+
+def _exactly(kind: type[T], value: object, name: str, what: str) -> T:
+    if type(value) is not kind:
+        raise FormatError(f"{name} must be {what}, not {_shown(value)}.")
     return value
 
 

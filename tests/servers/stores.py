@@ -22,9 +22,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from ray_ckpt.location import Location
-from ray_ckpt.storage.log_store import LogStore, PosixLogStore
+from ray_ckpt.storage.log_store import LogStore, ObjectLogStore, PosixLogStore, SmallObjects
 from ray_ckpt.storage.remote.file_store import FileStore, PosixFiles
-from ray_ckpt.storage.remote.object_log import ObjectLogStore, SmallObjects
 from ray_ckpt.storage.remote.tier import RemoteTier, open_objects
 from tests.servers.programs import ACCESS_KEY, SECRET_KEY
 

@@ -26,6 +26,7 @@ from ray_ckpt.storage.log_store import (
     CreateResult,
     LogStore,
     MemoryLogStore,
+    ObjectLogStore,
     PosixLogStore,
     create_record,
     probe,
@@ -37,7 +38,6 @@ from ray_ckpt.storage.log_store import (
     write_snapshot,
 )
 from ray_ckpt.storage.remote.fsspec_store import FsspecStore
-from ray_ckpt.storage.remote.object_log import ObjectLogStore
 from tests.support.sample_run import RunLog, write_run
 
 NUM_WRITERS = 16

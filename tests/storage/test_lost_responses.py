@@ -19,8 +19,7 @@ from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.location import Location
-from ray_ckpt.storage.log_store import CreateResult, LogStore
-from ray_ckpt.storage.remote.object_log import ObjectLogStore
+from ray_ckpt.storage.log_store import CreateResult, LogStore, ObjectLogStore
 from ray_ckpt.storage.remote.tier import RemoteTier, open_objects
 from ray_ckpt.types import FileEntry
 from tests.servers.patience import REQUEST_S, TRIES, lose_patience

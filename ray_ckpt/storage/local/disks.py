@@ -214,8 +214,6 @@ class Disks:
 
     def _stage_of(self, run_uid: str, directory: str, file: str) -> Staging:
         """Return the disk that has the file, or any disk if none has the file; prefer disks that work."""
-        if len(self._stages) == 1:
-            return self._stages[0]
         stages = sorted(self._stages, key=lambda stage: stage.root in self._out)
         return next((stage for stage in stages if stage.path(run_uid, directory, file).exists()), stages[0])
 
@@ -224,8 +222,6 @@ class Disks:
 
         A fragment goes to the first disk that works.
         """
-        if len(self._stages) == 1:
-            return self._stages[:]
         working = self._working()
         if file.startswith("manifest-"):
             return working

@@ -24,8 +24,8 @@ from typing_extensions import Buffer
 
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
+from ray_ckpt.storage.log_store import Unsupported
 from ray_ckpt.storage.remote.file_store import Blocks, Children, StoredFile, Upload
-from ray_ckpt.storage.remote.object_log import Unsupported
 from ray_ckpt.storage.remote.object_store import Checksum, part_size, short_error, too_large
 
 READ_BYTES = 8 << 20  # bytes of one read request

@@ -38,9 +38,9 @@ from obstore.exceptions import (
 from typing_extensions import Buffer
 
 from ray_ckpt.storage.local.direct import BLOCK_BYTES, new_buffer
+from ray_ckpt.storage.log_store import Unsupported
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.file_store import Blocks, Children, StoredFile, Upload
-from ray_ckpt.storage.remote.object_log import Unsupported
 
 PART_BYTES = 16 << 20  # part of an upload: larger parts cost more to resend, smaller parts need more calls
 PARTS_IN_FLIGHT = 8  # parts of one file: the cores of a client and a bucket handle 8 without a queue

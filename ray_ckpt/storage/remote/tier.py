@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from typing_extensions import Buffer
 
@@ -24,12 +24,18 @@ from ray_ckpt.format import names, zstd
 from ray_ckpt.location import BUCKETS, Location, resolve_options, storage_options
 from ray_ckpt.storage.local.direct import read_blocks_direct
 from ray_ckpt.storage.local.files import checked, is_temporary
-from ray_ckpt.storage.log_store import PROBE_PREFIX, LogStore, PosixLogStore, not_writable, probe, probe_store
+from ray_ckpt.storage.log_store import (
+    PROBE_PREFIX,
+    LogStore,
+    ObjectLogStore,
+    PosixLogStore,
+    SmallObjects,
+    not_writable,
+    probe,
+    probe_store,
+)
 from ray_ckpt.storage.remote.file_store import Blocks, FileStore, PosixFiles, StoredFile, Upload, read_whole
 from ray_ckpt.types import FileEntry
-
-if TYPE_CHECKING:
-    from ray_ckpt.storage.remote.object_log import SmallObjects
 
 CLOCK_FILE = "clock.probe"  # written to read the store's time
 PROBE_FILE = "shared.probe"  # in the folder of the log: the coordinator's nonce, which each node must read
@@ -92,7 +98,6 @@ def open_store(location: Location, options: Mapping[str, str] | None) -> tuple[F
     options = storage_options(location, options)
     if location.is_posix:
         return PosixFiles(location.folder), PosixLogStore(location.folder / names.LOG_DIR)
-    from ray_ckpt.storage.remote.object_log import ObjectLogStore
 
     bulk, small = open_objects(location, options)
     return bulk, ObjectLogStore(small, names.LOG_DIR)
