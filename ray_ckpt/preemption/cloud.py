@@ -388,28 +388,41 @@ class _Azure:
     def notice(self) -> Notice | None:
         if self._machine is None:
             self._machine = self._own_name()
-        events = [event for event in self._events() if self._machine in event.machines]
+        events = self._events(self._machine)
         if self._left_out is None:
-            self._left_out = frozenset(event.id for event in events if event.has_begun)
-        notices = [self._notice(event) for event in events if event.id not in self._left_out]
+            self._left_out = frozenset(event["EventId"] for event in events if self._has_begun(event))
+        notices = [self._notice(event) for event in events if event["EventId"] not in self._left_out]
         standing = [notice for notice in notices if notice is not None]
         return min(standing, key=lambda notice: notice.deadline_s or 0.0, default=None)
 
-    def _notice(self, event: _AzureEvent) -> Notice | None:
-        begins_s = None if event.has_begun else _time_s(event.not_before, email.utils.parsedate_to_datetime)
+    def _has_begun(self, event: Mapping[str, Any]) -> bool:
+        return event.get("EventStatus") == "Started" or not event.get("NotBefore")
+
+    def _notice(self, event: Mapping[str, Any]) -> Notice | None:
+        begins_s = None
+        if not self._has_begun(event):
+            begins_s = _time_s(event["NotBefore"], email.utils.parsedate_to_datetime)
         if begins_s is not None and begins_s > time.time() + AZURE_PLANNED_S:
             return None
-        return Notice(self.name, self._LEAVING[event.kind], begins_s)
+        return Notice(self.name, self._LEAVING[event["EventType"]], begins_s)
 
-    def _events(self) -> list[_AzureEvent]:
+    def _events(self, machine: str) -> list[dict[str, Any]]:
+        """Return the valid events that end this machine."""
         answer = self._service.get(f"/metadata/scheduledevents?api-version={AZURE_API}", self._HEADERS)
         if answer is None:
             raise _SilentError("status 404")
         listed = answer.document().get("Events")
         if not isinstance(listed, list):
             raise _SilentError("an answer without events")
-        events = (_AzureEvent.parse(entry) for entry in listed)
-        return [event for event in events if event is not None and event.kind in self._LEAVING]
+        return [
+            event
+            for event in listed
+            if isinstance(event, dict)
+            and isinstance(event.get("EventId"), str)
+            and str(event.get("EventType")) in self._LEAVING
+            and isinstance(event.get("Resources"), list)
+            and machine in (str(name).casefold() for name in event["Resources"])
+        ]
 
     def _own_name(self) -> str:
         path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
@@ -418,26 +431,6 @@ class _Azure:
         if _AZURE_NAME.fullmatch(name) is None:  # the name is stored, so an invalid answer must not set it
             raise _SilentError("no name of this machine")
         return name.casefold()
-
-
-@dataclass(frozen=True, slots=True)
-class _AzureEvent:
-    id: str
-    kind: str
-    machines: tuple[str, ...]
-    has_begun: bool
-    not_before: str
-
-    @classmethod
-    def parse(cls, entry: object) -> _AzureEvent | None:
-        if not isinstance(entry, dict):
-            return None
-        id, kind, machines = (entry.get(key) for key in ("EventId", "EventType", "Resources"))
-        if not (isinstance(id, str) and isinstance(kind, str) and isinstance(machines, list)):
-            return None
-        not_before = str(entry.get("NotBefore") or "")
-        has_begun = entry.get("EventStatus") == "Started" or not not_before
-        return cls(id, kind, tuple(str(name).casefold() for name in machines), has_begun, not_before)
 
 
 _CLOUDS: dict[str, Callable[[_Service], _Cloud]] = {"aws": _Aws, "gcp": _Gcp, "azure": _Azure}
