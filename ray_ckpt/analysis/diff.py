@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import islice, product
 from math import prod
 from typing import Any, Literal, TypeAlias
@@ -98,7 +98,8 @@ def compare(
     Raise ConfigError if a checkpoint is not on its storage path or is deleted meanwhile, or if a pattern
     matches nothing, and CorruptionError if a manifest is damaged.
     """
-    return Comparison(a, b, only=only, progress=progress)
+    patterns = (only,) if isinstance(only, str) else tuple(only)
+    return Comparison(a, b, patterns, progress or (lambda nbytes: None))
 
 
 class Comparison:
@@ -110,18 +111,14 @@ class Comparison:
     """
 
     def __init__(
-        self,
-        a: CheckpointView,
-        b: CheckpointView,
-        *,
-        only: str | Iterable[str] = (),
-        progress: ProgressCallback | None = None,
+        self, a: CheckpointView, b: CheckpointView, only: Sequence[str], progress: ProgressCallback
     ) -> None:
-        self._progress = progress or (lambda nbytes: None)
+        self._progress = progress
         self._lock = threading.Lock()
         self._a, self._b = (_Side(label, view, self._count) for label, view in (("A", a), ("B", b)))
-        patterns = (only,) if isinstance(only, str) else tuple(only)
-        self.names = _matching(sorted({*self._a.rows, *self._b.rows}), patterns)
+        names = sorted({*self._a.rows, *self._b.rows})
+        wanted = matching_tensors(only, names, " of the two checkpoints")
+        self.names = tuple(name for name in names if not only or name in wanted)
 
     @property
     def size_bytes(self) -> int:
@@ -171,10 +168,7 @@ class Comparison:
 
 def to_arrow(diffs: Iterable[TensorDiff]) -> pa.Table:
     """Return a table: a row per tensor, a column per field; `.to_pandas()` makes a DataFrame of it."""
-    columns = list(zip(*map(astuple, diffs), strict=True)) or [()] * len(_COLUMNS)
-    return pa.table(
-        {name: pa.array(column, kind) for (name, kind), column in zip(_COLUMNS.items(), columns, strict=True)}
-    )
+    return pa.Table.from_pylist([asdict(found) for found in diffs], schema=_SCHEMA)
 
 
 _KINDS: Mapping[str, pa.DataType] = {
@@ -184,14 +178,7 @@ _KINDS: Mapping[str, pa.DataType] = {
     "Status": pa.string(),
     "tuple[int, ...]": pa.list_(pa.int64()),
 }
-_COLUMNS: Mapping[str, pa.DataType] = {
-    f.name: _KINDS[str(f.type).removesuffix(" | None")] for f in fields(TensorDiff)
-}
-
-
-def _matching(names: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
-    wanted = matching_tensors(patterns, names, " of the two checkpoints")
-    return tuple(name for name in names if not patterns or name in wanted)
+_SCHEMA = pa.schema([(f.name, _KINDS[str(f.type).removesuffix(" | None")]) for f in fields(TensorDiff)])
 
 
 def _status(a: _Tensor, b: _Tensor, *, is_equal: bool) -> Status:

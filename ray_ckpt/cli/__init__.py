@@ -68,14 +68,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(_usage_text(error), EXIT_USAGE)
     except typer.Abort:  # a question was not answered
         _fail("The question was not answered.", EXIT_USAGE)
-    except NewerFormat as error:
-        _fail(str(error), EXIT_USAGE)
-    except CorruptionError as error:
-        _fail(str(error), EXIT_DAMAGED)
-    except RunInUse as error:
-        _fail(str(error), EXIT_REFUSED)
     except CheckpointError as error:
-        _fail(str(error), EXIT_USAGE)
+        is_damage = isinstance(error, CorruptionError) and not isinstance(error, NewerFormat)
+        code = EXIT_DAMAGED if is_damage else EXIT_REFUSED if isinstance(error, RunInUse) else EXIT_USAGE
+        _fail(str(error), code)
     except OSError as error:
         _fail(_system_text(error), EXIT_USAGE)
 

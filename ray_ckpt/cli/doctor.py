@@ -65,16 +65,12 @@ def doctor(
     else:
         table = FittedTable("check", "", "found", "what to do", fold=(0, 2, 3))
         for check in found:
-            table.add(check.name, check.state, check.found, check.advice, style=_style(check))
+            table.add(check.name, check.state, check.found, check.advice, style=STYLES.get(check.state))
         console = stdout()
         console.print(table)
         console.print_line(f"{len(found)} checks in {time.monotonic() - began_s:.1f} s")
     if not ok:
         raise typer.Exit(EXIT_DAMAGED)
-
-
-def _style(check: Check) -> str | None:
-    return STYLES.get(check.state)
 
 
 def _shown(checks: Iterator[Check]) -> Iterator[Check]:

@@ -22,7 +22,7 @@ from ray_ckpt.cli.options import (
 )
 from ray_ckpt.cli.output import FittedTable, is_narrow, level_text, print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
-from ray_ckpt.core.loss_scenarios import REMOTE_ONLY, LiveCheckpoint, Scenario, lose_node, lose_rack
+from ray_ckpt.core.loss_scenarios import REMOTE_ONLY, LiveCheckpoint, lose_node, lose_rack
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location, locate
 from ray_ckpt.storage.checkpoint_files import readable
@@ -78,7 +78,11 @@ def drill(
 
     Example: `ray-ckpt drill /shared/runs/gpt --lose-node 3f2a`
     """
-    _check_one(node, rack, remote_only)
+    if (node is not None) + (rack is not None) + remote_only != 1:
+        raise ConfigError(
+            "A drill needs one loss to rehearse.",
+            hint="Give --lose-node NODE, --lose-rack DOMAIN or --remote-only.",
+        )
     max_bytes_per_s = rate(max_rate)
     options = store_options(storage_option)
     location = run_location(path)
@@ -100,14 +104,6 @@ def _show(location: Location, report: DrillReport, unrecorded: tuple[str, ...], 
         print(f"ray-ckpt: not in the run's log: {printable(reason)}", file=sys.stderr)
     if report.failed:
         raise typer.Exit(EXIT_DAMAGED)
-
-
-def _check_one(node: str | None, rack: str | None, remote_only: bool) -> None:
-    if (node is not None) + (rack is not None) + remote_only != 1:
-        raise ConfigError(
-            "A drill needs one loss to rehearse.",
-            hint="Give --lose-node NODE, --lose-rack DOMAIN or --remote-only.",
-        )
 
 
 def _without_cluster(
@@ -157,16 +153,14 @@ def _in_cluster(
 
     with attached(address):
         run = RunDrills(key, max_bytes_per_s=max_bytes_per_s)
-        scenario = _scenario(node, rack, run.sources.domains)
+        scenario, domains = REMOTE_ONLY, run.sources.domains
+        if node is not None:
+            scenario = lose_node(node, domains.keys())
+        elif rack is not None:
+            scenario = lose_rack(rack, domains)
         with byte_bar("drilling", _size(choose(run.sources.live, step))) as bar:
             report = run.drill(scenario, step=step, progress=bar.advance)
     return report, tuple(run.unrecorded)
-
-
-def _scenario(node: str | None, rack: str | None, domains: Mapping[str, str]) -> Scenario:
-    if node is not None:
-        return lose_node(node, domains.keys())
-    return REMOTE_ONLY if rack is None else lose_rack(rack, domains)
 
 
 # Output

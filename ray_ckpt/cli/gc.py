@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
-import typer
 from rich.filesize import decimal
 
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
@@ -34,11 +34,7 @@ from ray_ckpt.core.retention import (
 )
 from ray_ckpt.errors import ConfigError
 
-
-def _keep(name: str, text: str, metavar: str | None = None) -> Any:
-    """Return the declaration of a retention option."""
-    panel = "Another policy than the last session's"
-    return typer.Option(name, help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
+_keep = partial(option, rich_help_panel="Another policy than the last session's")
 
 
 def gc(

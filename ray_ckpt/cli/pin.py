@@ -67,16 +67,15 @@ def pin(
     _check_owner(owner)
     for_s = None if keep_for is None else seconds(keep_for)
     options = store_options(storage_option)
-    found = _by_service("pin", path, options, address, step, owner, for_s)
-    if found is None:
+    by, info = "service", _by_service("pin", path, options, address, step, owner, for_s)
+    if info is None:
         tier, tail = open_log(path, options)
         _check_quiet(tier, tail, even_if_at_work)
         now_s = time.time()
         until_s = None if for_s is None else now_s + for_s
+        by = "log"
         info = pins.pin(tier.log, tail.history, step=step, owner=owner, expires_at_s=until_s, now_s=now_s)
-        _print_pins(info, "log", as_json)
-    else:
-        _print_pins(found, "service", as_json)
+    _print_pins(info, by, as_json)
 
 
 def unpin(
@@ -94,15 +93,14 @@ def unpin(
     """
     _check_owner(owner)
     options = store_options(storage_option)
-    found = _by_service("unpin", path, options, address, step, owner)
-    if found is None:
+    by, info = "service", _by_service("unpin", path, options, address, step, owner)
+    if info is None:
         tier, tail = open_log(path, options)
         if owner in checkpoint_to_unpin(tail.history, step, owner).pins:
             _check_quiet(tier, tail, even_if_at_work)
+        by = "log"
         info = pins.unpin(tier.log, tail.history, step=step, owner=owner, now_s=time.time())
-        _print_pins(info, "log", as_json)
-    else:
-        _print_pins(found, "service", as_json)
+    _print_pins(info, by, as_json)
 
 
 def _check_owner(owner: str) -> None:

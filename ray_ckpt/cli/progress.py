@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
 from rich.progress import (
@@ -35,18 +35,14 @@ class Bar:
             self._progress.update(self._task, total=total())
 
 
-@contextmanager
-def byte_bar(doing: str, total: int | None = None) -> Iterator[Bar]:
+def byte_bar(doing: str, total: int | None = None) -> AbstractContextManager[Bar]:
     """Show a bar of bytes, with speed and remaining time."""
-    with _bar(doing, total, DownloadColumn(), TransferSpeedColumn()) as bar:
-        yield bar
+    return _bar(doing, total, DownloadColumn(), TransferSpeedColumn())
 
 
-@contextmanager
-def count_bar(doing: str, total: int | None = None) -> Iterator[Bar]:
+def count_bar(doing: str, total: int | None = None) -> AbstractContextManager[Bar]:
     """Show a bar of items that are done one by one."""
-    with _bar(doing, total, MofNCompleteColumn()) as bar:
-        yield bar
+    return _bar(doing, total, MofNCompleteColumn())
 
 
 @contextmanager

@@ -94,10 +94,9 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
         f"{number}  checkpoints: {counts}  on the storage path: {decimal(document['bytes_on_storage'])} live"
     )
     table = FittedTable("level", "newest step", "age", right=(1,))
-    ages = {found["level"]: found for found in document["newest"]}
+    known = {found["level"]: (found["step"], age_text(found["age_s"])) for found in document["newest"]}
     for level in LEVELS:
-        known = ages.get(level)
-        table.add(level, known["step"] if known else "-", age_text(known["age_s"]) if known else "-")
+        table.add(level, *known.get(level, "--"))
     console.print(table)
     if document["in_cluster_only"]:
         steps = steps_text(document["in_cluster_only"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
@@ -80,8 +80,8 @@ class Problem:
     steps_lost: Seconds | None
     recovery: Seconds | None
     is_waiting: bool
-    restore_s: float | None
-    read_bytes: Mapping[str, float]
+    restore_s: float | None = None
+    read_bytes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +183,6 @@ class RunReport:
                     steps_lost=Seconds(left, left, left),
                     recovery=None,
                     is_waiting=True,
-                    restore_s=None,
-                    read_bytes={},
                 )
             )
         return problems

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby, pairwise
 
 from markupsafe import Markup
@@ -65,11 +64,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """An event in a lane; `kind` selects its shape, and `text` returns the description of the drawn mark."""
+    """An event in a lane; `kind` selects its shape, and `text` describes it."""
 
     time_s: float
     kind: str
-    text: Callable[[], str]
+    text: str
 
 
 def whole(report: RunReport) -> Window | None:
@@ -351,17 +350,12 @@ def _lanes(report: RunReport, window: Window) -> list[tuple[str, list[Mark]]]:
 
 
 def _reached(checkpoints: Iterable[CheckpointInfo], level: Level, window: Window) -> Iterator[Mark]:
-    looks = {"live": "live", "lost": "lost"}
     for info in checkpoints:
         time_s = reached_s(info, level)
         if time_s is not None and time_s in window:
-            kind = looks.get(info.state, "past")
-            yield Mark(time_s=time_s, kind=kind, text=partial(_reached_text, info, time_s))
-
-
-def _reached_text(info: CheckpointInfo, time_s: float) -> str:
-    state = "" if info.state == "live" else f", {info.state} since"
-    return f"step {info.step}, {utc_text(time_s)}{state}"
+            since = "" if info.state == "live" else f", {info.state} since"
+            kind = info.state if info.state in ("live", "lost") else "past"
+            yield Mark(time_s=time_s, kind=kind, text=f"step {info.step}, {utc_text(time_s)}{since}")
 
 
 def reached_s(info: CheckpointInfo, level: Level) -> float | None:
@@ -377,16 +371,11 @@ def _restored(report: RunReport, window: Window) -> Iterator[Mark]:
     for info, span in zip(report.sessions, report.goodput.spans, strict=True):
         if info.restored_at_s is not None and span.ready_s in window:
             source = report.by_attempt.get(info.resumed_from or "")
-            text = partial(_restored_text, info, source)
+            step = "state" if info.origin_step is None else f"step {info.origin_step} of another run"
+            step = step if source is None else f"step {source.step}"
+            took = "" if info.restore_s is None else f" in {duration_text(info.restore_s)}"
+            text = f"session {info.session}: {step}{took}, {tiers_text(info.read_bytes)}"
             yield Mark(time_s=span.ready_s, kind="restore", text=text)
-
-
-def _restored_text(info: SessionInfo, source: CheckpointInfo | None) -> str:
-    step = "state" if info.origin_step is None else f"step {info.origin_step} of another run"
-    if source is not None:
-        step = f"step {source.step}"
-    took = "" if info.restore_s is None else f" in {duration_text(info.restore_s)}"
-    return f"session {info.session}: {step}{took}, {tiers_text(info.read_bytes)}"
 
 
 def _checked(report: RunReport, window: Window) -> Iterator[Mark]:
@@ -430,7 +419,7 @@ def _kept(report: RunReport, window: Window) -> Iterator[Mark]:
 
 def _mark(time_s: float, kind: str, text: str, window: Window) -> Iterator[Mark]:
     if time_s in window:
-        yield Mark(time_s=time_s, kind=kind, text=lambda: f"{short_text(text)}, {utc_text(time_s)}")
+        yield Mark(time_s=time_s, kind=kind, text=f"{short_text(text)}, {utc_text(time_s)}")
 
 
 def _lane(title: str, marks: Sequence[Mark], window: Window, top: float) -> Iterator[Markup]:
@@ -442,9 +431,9 @@ def _lane(title: str, marks: Sequence[Mark], window: Window, top: float) -> Iter
         bins[window.column(mark.time_s), mark.kind].append(mark)
     for (_, kind), group in sorted(bins.items(), key=lambda bin: (bin[0][1] == "lost", *bin[0])):
         first, last = group[0], group[-1]
-        text = first.text()
+        text = first.text
         if len(group) > 1:
-            text = f"{len(group)} together: {text} to {last.text()}"
+            text = f"{len(group)} together: {text} to {last.text}"
         yield _glyph(kind, window.x(first.time_s), middle, text)
 
 
