@@ -103,7 +103,8 @@ class FlatUnit:
         """Return the ranks of the shard group that hold elements of a parameter."""
         if not self.is_sharded:
             return self.holders
-        start, last = self.handle._get_flat_param_offsets()[self._offset_index(index)]
+        real = [at for at, is_padding in enumerate(self.flat._is_padding_mask) if not is_padding]
+        start, last = self.handle._get_flat_param_offsets()[real[index]]
         size = self.local.numel()
         return tuple(
             sorted(
@@ -115,23 +116,18 @@ class FlatUnit:
         """Return the ranks of the shard group."""
         return tuple(sorted(self._group))
 
-    def shard_pieces(self, index: int, shard: torch.Tensor) -> FlatShard:
-        """Return one parameter's regions in `shard`, a tensor that is cut like the flat parameter."""
-        info = self.flat._shard_param_infos[index]
-        here = shard.narrow(0, info.offset_in_shard, info.numel_in_shard) if info.in_shard else None
-        return self._pieces(index, here, base=shard)
+    def pieces(self, index: int, tensor: torch.Tensor, *, is_shard: bool) -> FlatShard:
+        """Return one parameter's regions in `tensor`, which holds this rank's elements of the parameter.
 
-    def own_pieces(self, index: int, own: torch.Tensor) -> FlatShard:
-        """Return one parameter's regions in `own`, a tensor of this rank's elements of the parameter."""
-        return self._pieces(index, own if self.is_here(index) else None, base=own)
-
-    def _pieces(self, index: int, here: torch.Tensor | None, *, base: torch.Tensor) -> FlatShard:
+        With `is_shard` it is cut like the flat parameter, and holds elements of other parameters too.
+        """
         shape, info = self.shape(index), self.flat._shard_param_infos[index]
-        if here is None:
-            return FlatShard(shape=shape, dtype=base.dtype, base=base)
+        if not info.in_shard:
+            return FlatShard(shape=shape, dtype=tensor.dtype, base=tensor)
+        here = tensor.narrow(0, info.offset_in_shard, info.numel_in_shard) if is_shard else tensor
         found = flat_parts(shape, info.intra_param_start_idx, info.intra_param_end_idx + 1)
         parts = tuple((offset, here.narrow(0, at, prod(size)).view(size)) for (offset, size), (at,) in found)
-        return FlatShard(shape=shape, dtype=base.dtype, base=base, parts=parts, ranks=self.holders)
+        return FlatShard(shape=shape, dtype=tensor.dtype, base=tensor, parts=parts, ranks=self.holders)
 
     def owners(self) -> list[tuple[nn.Module, str]]:
         """Return the module and the name of each flattened parameter."""
@@ -146,11 +142,6 @@ class FlatUnit:
         """Return the tensor in the optimizer: the parameter with use_orig_params, else the flat parameter."""
         tensor: torch.Tensor = self.flat if self.flat._params is None else self.flat._params[index]
         return tensor
-
-    def _offset_index(self, index: int) -> int:
-        """Return the index of a parameter among the flattened ones and the padding between them."""
-        real = [at for at, is_padding in enumerate(self.flat._is_padding_mask) if not is_padding]
-        return real[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +224,7 @@ class Fsdp1ModuleItem(ModuleItem):
 
     def _piece_of(self, name: str, flat: FlatName) -> FlatShard:
         local = flat.unit.local
-        return self._memo.get((name,), local, lambda: flat.unit.shard_pieces(flat.index, local))
+        return self._memo.get((name,), local, lambda: flat.unit.pieces(flat.index, local, is_shard=True))
 
     def _whole_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that are not flattened: ignored by FSDP1, or outside of it."""
@@ -263,7 +254,7 @@ class _Entry:
         return tuple(flat.unit.local.shape) if self.is_flat else (flat.unit.numel_here(flat.index),)
 
     def pieces(self, flat: FlatName, value: torch.Tensor) -> FlatShard:
-        return (flat.unit.shard_pieces if self.is_flat else flat.unit.own_pieces)(flat.index, value)
+        return flat.unit.pieces(flat.index, value, is_shard=self.is_flat)
 
     def alike(self, flat: FlatName) -> tuple[int, ...]:
         """Return the ranks with the same state for scalars, such as the step."""
