@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import subprocess
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import psutil
@@ -218,23 +217,20 @@ CLIENTS: Mapping[str, Make] = {"s3fs": s3fs_client, "aws": aws_client, "rclone":
 # Rows of both directions
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """Wall seconds of some work, with the CPU seconds of this process and of ended child processes."""
 
     wall_s: float
     cpu_s: float
 
 
+NO_START = Usage(0.0, 0.0)
+
+
 def usage_of(work: Move) -> Usage:
-    started_s, before_s = time.perf_counter(), _cpu_s()
+    started_s, before_s = time.perf_counter(), sum(os.times()[:4])
     work()
-    return Usage(time.perf_counter() - started_s, _cpu_s() - before_s)
-
-
-def _cpu_s() -> float:
-    found = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(one.ru_utime + one.ru_stime for one in found)
+    return Usage(time.perf_counter() - started_s, sum(os.times()[:4]) - before_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -243,7 +239,7 @@ class Mover:
 
     prepare: Move  # its time is not measured
     move: Move
-    start: Usage = Usage(0.0, 0.0)  # subtracted from each sample
+    start: Usage = NO_START  # subtracted from each sample
     cpu_s: list[float] = field(default_factory=list)
 
     def sample(self) -> float:
