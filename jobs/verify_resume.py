@@ -25,6 +25,14 @@ from jobs.train_gpt import PARALLEL, absolute, find_config_error, parse_args, po
 from ray_ckpt.train.check import ResumeCheck, check_resume
 
 WORKERS = {"ddp": 2, "fsdp2": 2, "2d": 4}  # the fewest that exercise everything; 2d: two groups of two
+SHOWN = (
+    "rank",
+    "step",
+    "moment",
+    "names",
+    "first_tensor",
+    "cause",
+)  # of a difference, in the output of --json
 # A model with every kind of layer and steps of milliseconds; the start of the workers takes longer.
 TINY = "--layers 2 --width 32 --heads 4 --context 32 --batch 2 --log-every 1000000 --eval-every 5"
 
@@ -69,14 +77,7 @@ def describe(parallel: str, found: ResumeCheck) -> dict[str, Any]:
         "seconds": {part: round(seconds, 1) for part, seconds in found.seconds.items()},
         "first_difference": None
         if difference is None
-        else {
-            "rank": difference.rank,
-            "step": difference.step,
-            "moment": difference.moment,
-            "names": difference.names,
-            "first_tensor": difference.first_tensor,
-            "cause": difference.cause,
-        },
+        else {name: getattr(difference, name) for name in SHOWN},
     }
 
 

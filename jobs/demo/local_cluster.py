@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -100,7 +100,7 @@ class LocalCluster:
         """Shut down at once, without waiting for actors to end."""
         ray.shutdown()
         pids = [node.handle.all_processes["raylet"][0].process.pid for node in self.nodes.values()]
-        kill_families(pids)
+        kill_family(*pids)
         for node in list(self._cluster.worker_nodes):
             self._cluster.remove_node(node, allow_graceful=False)
         self._cluster.shutdown()
@@ -126,12 +126,8 @@ class LocalCluster:
         return self.nodes[name]
 
 
-def kill_family(pid: int) -> None:
-    """Send SIGKILL to a process and all its descendants."""
-    kill_families([pid])
-
-
-def kill_families(pids: Iterable[int]) -> None:
+def kill_family(*pids: int) -> None:
+    """Send SIGKILL to processes and all their descendants."""
     family: list[psutil.Process] = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):

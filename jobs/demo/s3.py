@@ -9,7 +9,6 @@ bucket is left. The exit code is 1 if the final state of the run differs from th
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import shlex
@@ -17,124 +16,94 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
-
-import ray
-from rich.table import Table
+from typing import TypeAlias
 
 from jobs.demo import s3_server
 from jobs.demo.comparison import (
     CALM,
     POLL_S,
-    STEP_TIME_S,
     STEPS,
-    TIER_NAMES,
-    bytes_by_tier,
-    compare_bits,
+    Watch,
+    compare,
+    conclude,
     console,
-    follow,
+    make_parser,
     prepare,
-    read_history,
+    status_of,
+    train,
 )
 from jobs.demo.local_cluster import LocalCluster, kill_family
-from jobs.train_gpt import build_trainer, parse_args
-from ray_ckpt.actors.client import coordinator
-from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.catalog.catalog import Catalog
-from ray_ckpt.config import RunOptions
-from ray_ckpt.errors import CheckpointError
 from ray_ckpt.location import Location
 from ray_ckpt.types import Level, RankRestore
 
 STORMY = "gpt-cluster-lost"
 NODES = ("node-a", "node-b")
-REMOTE_EVERY = 2  # checkpoints; the newest one is often on the nodes only, and is lost with the nodes
-EVERY_STEPS = 10
+OPTIONS = "--every-steps 10 --remote-every 2"  # the newest checkpoint is often on the nodes only, and is lost
 KILL_AFTER_STEP = 53
 DURABLE_STEP = 40  # its checkpoint is in the bucket when the cluster is killed; that of step 50 is not
 BUCKET = "checkpoints"
 START_S = 120.0  # time limit for the start of a cluster
 DURABLE_S = 60.0  # time limit for a drain of some MB
-LOOK_S = 1.0  # interval between two reads of the log in the bucket
+
+_CLUSTERS: list[LocalCluster] = []  # of a process that runs a cluster
+Training: TypeAlias = "Future[tuple[RankRestore, ...]]"
+"""Its result describes the restore of the last group of the run."""
 
 
 class TrainingFailed(Exception):
     """The cluster's process did not end the run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """A run has ended; the fields describe the restore of its last group."""
-
-    name: str
-    restores: tuple[RankRestore, ...]
-
-
 class Cluster:
-    """A cluster of a head and two nodes, in another process, that trains one run after another."""
+    """A process with a cluster of a head and two nodes, which trains one run after another."""
 
-    def __init__(self, out: Path, storage_path: str, names: Sequence[str], log: Path) -> None:
+    def __init__(self, out: Path, storage_path: str, log: Path) -> None:
         self.log = log
-        self.done: dict[str, Done] = {}
-        spawn = multiprocessing.get_context("spawn")
-        self._connection, there = spawn.Pipe(duplex=False)
-        process = spawn.Process(target=_run, args=(there, out, storage_path, tuple(names), log))
-        process.start()
-        self._pid = process.pid
-        there.close()
+        self._out, self._storage_path = out, storage_path
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self._pid: int | None = self._pool.submit(os.getpid).result(START_S)
+        self._started = self._pool.submit(_start, out, log)
 
     def wait_up(self) -> None:
         try:
-            if self._connection.poll(START_S):
-                self._connection.recv()
-                return
-        except EOFError:
-            pass
-        raise TrainingFailed(f"the cluster has not started; see {self.log}")
+            self._started.result(START_S)
+        except Exception as error:
+            raise TrainingFailed(f"the cluster has not started; see {self.log}") from error
 
-    def is_training(self, name: str) -> bool:
-        try:
-            while self._connection.poll():
-                done = self._connection.recv()
-                self.done[done.name] = done
-        except EOFError:
-            return False
-        return name not in self.done
+    def train(self, name: str) -> Training:
+        return self._pool.submit(_train, self._out, self._storage_path, name)
 
     def kill(self) -> None:
         """Kill the process and its descendants with SIGKILL; later calls do nothing."""
         pid, self._pid = self._pid, None
         if pid is not None:
             kill_family(pid)
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _run(connection: Connection, out: Path, storage_path: str, names: Sequence[str], log: Path) -> None:
-    """Run a cluster and its trainings in this process, with all output in `log`."""
+def _start(out: Path, log: Path) -> None:
+    """Start a cluster that lives as long as this process, with all output in `log`."""
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION", "0")
-    with LocalCluster(out / "staging", NODES):
-        connection.send("up")
-        for name in names:
-            options = f"--name {name} --steps {STEPS} --workers {len(NODES)} --every-steps {EVERY_STEPS}"
-            options += f" --remote-every {REMOTE_EVERY} --step-time-s {STEP_TIME_S} --eval-every {STEPS}"
-            paths = ["--storage-path", storage_path, "--history", str(out / f"{name}.jsonl")]
-            build_trainer(parse_args([*options.split(), *paths])).fit()
-            spec = RunSpec(name=name, storage_path=storage_path, options=RunOptions())
-            connection.send(Done(name=name, restores=ray.get(coordinator().status.remote(spec.key)).restores))
+    _CLUSTERS.append(LocalCluster(out / "staging", NODES))
+
+
+def _train(out: Path, storage_path: str, name: str) -> tuple[RankRestore, ...]:
+    train(out, storage_path, name, OPTIONS)
+    return status_of(storage_path, name).restores
 
 
 @contextmanager
-def cluster(out: Path, storage_path: str, names: Sequence[str], log: Path) -> Iterator[Cluster]:
+def cluster(out: Path, storage_path: str, log: Path) -> Iterator[Cluster]:
     started = time.monotonic()
     console.print("Starting a Ray cluster: a head and two nodes, each with its own disk folder ...")
-    found = Cluster(out, storage_path, names, log)
+    found = Cluster(out, storage_path, log)
     try:
         found.wait_up()
         console.print(f"It is up after {time.monotonic() - started:.0f} s.\n")
@@ -143,79 +112,25 @@ def cluster(out: Path, storage_path: str, names: Sequence[str], log: Path) -> It
         found.kill()
 
 
-class Watch:
-    """A watch on a run from outside: steps through the history file, checkpoints through the bucket only."""
-
-    def __init__(self, cluster: Cluster, out: Path, storage_path: str, name: str) -> None:
-        self.cluster, self.name = cluster, name
-        self.run = str(Location.parse(storage_path) / name)
-        self.history = out / f"{name}.jsonl"
-        self.step = 0
-        self._next_seq = 0
-        self._looked_s = 0.0
-
-    def is_running(self) -> bool:
-        return self.cluster.is_training(self.name)
-
-    def poll(self) -> list[str]:
-        """Return new entries of the log as lines to print."""
-        self.step = max((line["step"] for line in read_history(self.history)), default=0)
-        if time.monotonic() < self._looked_s + LOOK_S:
-            return []
-        self._looked_s = time.monotonic()
-        try:
-            catalog = Catalog(self.run)
-            events = catalog.events().to_pylist()
-        except CheckpointError:
-            return []  # the run has not begun yet
-        sizes = {info.id.attempt: info.size_bytes for info in catalog.list(all=True)}
-        fresh = [event for event in events if event["seq"] >= self._next_seq]
-        self._next_seq += len(fresh)
-        return [line for event in fresh if (line := describe(event, sizes.get(event["attempt"], 0)))]
-
-    def follow(self, until: int = STEPS) -> None:
-        """Wait until step `until` or the end of the training. Raise TrainingFailed if it ends early."""
-        follow(self, until)
-        self.print_new()
-        if self.step < until or (until == STEPS and self.name not in self.cluster.done):
-            raise TrainingFailed(f"{self.name} ended at step {self.step}; see {self.cluster.log}")
-
-    def print_new(self) -> None:
-        """Read steps and log again, and print the news."""
-        self._looked_s = 0.0
-        for line in self.poll():
-            console.print("  " + line)
-
-    def wait_durable(self, step: int) -> None:
-        """Wait until a checkpoint of `step` or a later step is in the bucket."""
-        deadline_s = time.monotonic() + DURABLE_S
-        while (newest := Catalog(self.run).newest(Level.DURABLE)) is None or newest.info.step < step:
-            if time.monotonic() > deadline_s:
-                raise TrainingFailed(
-                    f"step {step} of {self.name} did not become durable; see {self.cluster.log}"
-                )
-            time.sleep(POLL_S)
+def follow(watch: Watch, training: Training, log: Path, until: int = STEPS) -> None:
+    """Watch until step `until` or the end of the training. Raise TrainingFailed if it ends early."""
+    watch.is_training = lambda: not training.done()
+    watch.follow(until)
+    if watch.step < until or (training.done() and training.exception() is not None):
+        raise TrainingFailed(f"{watch.run} ended at step {watch.step}; see {log}")
 
 
-def describe(event: Mapping[str, Any], size_bytes: int) -> str:
-    """Return a row of the log as a line, or an empty text."""
-    match event["op"]:
-        case "commit":
-            return f"[green]●[/] step {event['step']:3d}  {size_bytes / 1e6:.1f} MB {event['level']}"
-        case "promote" if event["level"] == Level.DURABLE.label:
-            return f"[blue]◆[/] step {event['step']:3d}  is in the bucket"
-        case "retired":
-            return f"[dim]○ step {event['step']:3d}  deleted: {event['text']}[/]"
-        case "session" if event["text"].startswith("from step"):
-            return f"[yellow]▶[/] the group starts again {event['text']}"
-    return ""
+def wait_durable(run: str, step: int, log: Path) -> None:
+    """Wait until a checkpoint of `step` or a later step is in the bucket."""
+    deadline_s = time.monotonic() + DURABLE_S
+    while (newest := Catalog(run).newest(Level.DURABLE)) is None or newest.info.step < step:
+        if time.monotonic() > deadline_s:
+            raise TrainingFailed(f"step {step} of {run} did not become durable; see {log}")
+        time.sleep(POLL_S)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jobs.demo.s3", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo-out"), help="folder for staging and logs, wiped"
-    )
+    parser = make_parser("python -m jobs.demo.s3", __doc__)
     parser.add_argument(
         "--server",
         choices=s3_server.KINDS,
@@ -225,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     out = arguments.out.absolute()
     prepare(out)
-    started = time.monotonic()
+    started_s = time.monotonic()
     console.rule("[bold]ray_ckpt: lose the cluster, keep the bucket")
     with s3_server.running(arguments.server, BUCKET) as server:
         console.print(f"An S3 server, {arguments.server}, listens at {server.endpoint}.")
@@ -233,31 +148,25 @@ def main(argv: list[str] | None = None) -> int:
             failures = play(out, server.url("runs"))
         except TrainingFailed as error:
             failures = [str(error)]
-        console.print(f"\nThe demo took {time.monotonic() - started:.0f} s.")
-        for failure in failures:
-            console.print(f"[red]✗ {failure}[/]")
-        if failures:
-            return 1
-        console.print(
-            "[bold green]✓ Every loss and every bit of the final state are those of the calm run.[/]\n"
-        )
+        if code := conclude(failures, started_s):
+            return code
         run = str(Location.parse(server.url("runs")) / STORMY)
         return max(show("ls", run), show("verify", run))
 
 
 def play(out: Path, storage_path: str) -> list[str]:
     """Play both runs; return a line for each thing that does not hold in the end."""
-    with cluster(out, storage_path, (CALM, STORMY), out / "cluster-1.log") as first:
+    with cluster(out, storage_path, out / "cluster-1.log") as first:
         console.rule("1. A calm run", align="left")
-        Watch(first, out, storage_path, CALM).follow()
+        follow(Watch(out, storage_path, CALM), first.train(CALM), first.log)
         console.print()
         console.rule("2. The same run, and the whole cluster dies", align="left")
-        watch = Watch(first, out, storage_path, STORMY)
-        watch.follow(until=KILL_AFTER_STEP)
-        watch.wait_durable(DURABLE_STEP)
+        watch = Watch(out, storage_path, STORMY)
+        follow(watch, first.train(STORMY), first.log, until=KILL_AFTER_STEP)
+        wait_durable(watch.run, DURABLE_STEP, first.log)
         first.kill()
-        lost_at = time.time()
-        watch.print_new()
+        lost_at_s = time.time()
+        watch.print_log()
         shutil.rmtree(out / "staging")
     console.print(
         f"  [bold red]✗ step {watch.step}: kill -9 of everything: head, nodes, coordinator, agents, trainer; "
@@ -269,29 +178,13 @@ def play(out: Path, storage_path: str) -> list[str]:
     console.print(
         f"What is left is the bucket, with step {left.info.step}; later ones were on the nodes only."
     )
-    with cluster(out, storage_path, (STORMY,), out / "cluster-2.log") as watch.cluster:
-        watch.follow()
+    with cluster(out, storage_path, out / "cluster-2.log") as second:
+        training = second.train(STORMY)
+        follow(watch, training, second.log)
     console.print()
     console.rule("4. Was anything lost?", align="left")
-    return compare(out, storage_path, watch.cluster.done[STORMY].restores, lost_at)
-
-
-def compare(out: Path, storage_path: str, restores: Sequence[RankRestore], lost_at: float) -> list[str]:
-    """Check everything that should hold after the loss; return a line for each thing that does not."""
-    tiers = bytes_by_tier(restores)
-    steps = read_history(out / f"{STORMY}.jsonl")
-    again = [line["time"] - lost_at for line in steps if line["time"] > lost_at]
-    seconds = max((rank.seconds for rank in restores), default=0.0)
-    table = Table(show_header=False, box=None, padding=(0, 2))
-    table.add_row("reading and verifying its state took", f"{seconds * 1e3:.0f} ms")
-    table.add_row("the first new step was done", f"{min(again, default=float('nan')):.1f} s after the loss")
-    every = EVERY_STEPS * REMOTE_EVERY
-    table.add_row("steps done twice", f"{len(steps) - STEPS} (one in the bucket every {every} steps)")
-    for tier, size in sorted(tiers.items()):
-        table.add_row(f"restored from {TIER_NAMES[tier]}", f"{size / 1e6:.2f} MB")
-    failures = compare_bits(table, out, Location.parse(storage_path), STORMY)
-    console.print(table)
-    if set(tiers) != {"remote"}:
+    tiers, failures = compare(out, storage_path, STORMY, training.result(), lost_at_s)
+    if tiers != {"remote"}:
         failures.append(f"the state should have come from the bucket alone, but bytes came from {tiers}")
     return failures
 
