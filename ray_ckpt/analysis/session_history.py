@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from ray_ckpt.types import CheckpointInfo, EndCause, SessionEnd, SessionInfo
@@ -101,11 +102,9 @@ def session_histories(
         if histories:
             histories[-1] = _until(histories[-1], opened_s)
         first = known[info.resumed_from].step if info.resumed_from else info.origin_step or 0
-        done = first
-        points: list[Commit] = []
-        for checkpoint, time_s in zip(own, times_s[1 + has_restore :], strict=True):
-            done = max(done, checkpoint.step)
-            points.append(Commit(time_s, done, save_s(checkpoint), checkpoint.stall_s))
+        steps = islice(accumulate((c.step for c in own), max, initial=first), 1, None)
+        times_of_own = zip(own, times_s[1 + has_restore :], steps, strict=True)
+        points = tuple(Commit(time_s, step, save_s(c), c.stall_s) for c, time_s, step in times_of_own)
         last_at_s = info.ended.last_at_s if info.ended else None
         if not info.is_rollback:
             cause = info.ended.cause if info.ended else None
@@ -118,7 +117,7 @@ def session_histories(
                 restore_s=info.restore_s,
                 ended_s=max(times_s[-1], last_at_s or times_s[-1]),
                 first_step=first,
-                commits=tuple(points),
+                commits=points,
                 kept=sum(c.seq <= end for c in own),
                 end=info.ended,
                 cause=cause,

@@ -19,11 +19,11 @@ from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError
 from ray_ckpt.format.names import SERVICE_DIR
 from ray_ckpt.location import Location, locate
 from ray_ckpt.texts import age_text, printable
+from ray_ckpt.verify.drill import SHORT_ID
 
 if TYPE_CHECKING:
     from ray_ckpt.actors.messages import AgentCard, DrainingView, NodeView, RunView, ServiceView
 
-SHORT_ID = 12  # characters of a node id; as in the logs
 NO_SERVICE = "This Ray cluster has no checkpoint service."
 START_HINT = "A training starts it, and so does `ray-ckpt up`."
 MAX_NODES = 32  # rows of a run's table of nodes; nodes with the most steps at risk come first

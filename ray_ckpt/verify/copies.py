@@ -23,7 +23,7 @@ from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, Level, ProgressCallback
 from ray_ckpt.verify.content import Damage, check_group, check_tensors
-from ray_ckpt.verify.drill import ReadAccess, Retry
+from ray_ckpt.verify.drill import SHORT_ID, ReadAccess, Retry
 from ray_ckpt.verify.plan import (
     Holder,
     PlanReport,
@@ -102,7 +102,7 @@ def _holders(live: LiveCheckpoint, wanted: Sequence[str], access: ReadAccess) ->
     for node in sorted({node for nodes in live.holders for node in nodes}):
         held = [name for name, nodes in zip(wanted, live.holders, strict=True) if node in nodes]
         files = _HeldFiles(held, info.id, access.credentials, access.endpoints.get(node, ""))
-        yield _HolderCheck(f"node {node[:12]}", held, files, node)
+        yield _HolderCheck(f"node {node[:SHORT_ID]}", held, files, node)
     if info.level >= Level.DURABLE and access.remote is not None:
         yield _StorageCheck(access.remote, info, wanted)
 

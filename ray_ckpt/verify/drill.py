@@ -45,6 +45,7 @@ from ray_ckpt.types import (
     Tier,
 )
 
+SHORT_ID = 12  # characters of a node id; as in the logs
 MAX_PROBLEMS = 20  # problems listed for one checkpoint; more would give no new information
 MAX_SLICES = MAX_ROWS  # slices in memory for the coverage check; more need several turns: see `_uncovered`
 
@@ -344,7 +345,7 @@ class _CheckpointReading:
         """Return the sources of a fragment and its files, in the order of a restore."""
         endpoints = self._access.endpoints
         found = [
-            FileSource(tier="peer", where=_short(node), endpoint=endpoints[node])
+            FileSource(tier="peer", where=node[:SHORT_ID], endpoint=endpoints[node])
             for node in self._left.holders[index]
             if node in endpoints
         ]
@@ -425,7 +426,7 @@ class _CheckpointReading:
             self._add(part.tier, part.where, home, part.size_bytes, share_s)
 
     def _add(self, tier: Tier, where: str, home: str, size_bytes: int, seconds: float) -> None:
-        if home and where == _short(home):
+        if home and where == home[:SHORT_ID]:
             tier = "local"
         read = TierRead(size_bytes=size_bytes, seconds=seconds)
         self._reads[tier] = self._reads.get(tier, TierRead()) + read
@@ -459,10 +460,6 @@ def _turn_of(row: ManifestRow, num_turns: int) -> int:
     """Return the turn, out of `num_turns`, in which the tensor of a slice is checked."""
     assert row.slice is not None
     return crc32(f"{row.slice.item}\0{row.slice.key}".encode()) % num_turns
-
-
-def _short(node: str) -> str:
-    return node[:12]
 
 
 def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
