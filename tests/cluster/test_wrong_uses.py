@@ -32,7 +32,7 @@ NAMED_S = 60.0  # from the first step on
 START_S = 120.0  # that a group takes to come up where the service has to be started, on a busy machine
 OPTIONS: dict[str, Any] = {"every_steps": 5, "replicas": 0}
 PLACES = {"one node": "aa", "two nodes": "ab", "three ranks on two nodes": "aab", "three on one": "aaa"}
-FAST = {"save on rank 0", "skip a step that is saved"}  # the others are slow
+FAST = {"skip a step that is saved"}  # others are slow; test_save_restore.py has a quick "save on rank 0"
 
 
 def run_loop(name: str, run: str, storage: str, logs: str) -> None:
