@@ -220,14 +220,19 @@ class RayLink:
         return self._handle
 
     def ticket(self) -> RestoreTicket:
-        ticket: RestoreTicket = get_result(self._agent.get_ticket.remote(self._uid), OPEN_S)
+        ticket: RestoreTicket = get_result(self._agent.get_ticket.remote(self._uid, self._named()), OPEN_S)
+        return ticket
+
+    def whole_ticket(self, session: int) -> RestoreTicket:
+        call = self._agent.get_whole_ticket.remote(self._uid, session, self._named())
+        ticket: RestoreTicket = get_result(call, OPEN_S)
         return ticket
 
     def origin(self, session: int, epoch: int) -> RestoreTicket | None:
         return None if self._origin is None else self._origin.ticket(session, epoch)
 
     def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
-        return _future_of(self._agent.report_restored.remote(self._uid, session, report))
+        return _future_of(self._agent.report_restored.remote(self._uid, session, report, self._named()))
 
     def awaited(self) -> tuple[Awaited, ...]:
         found: tuple[Awaited, ...] = get_result(self._agent.awaited_ranks.remote(self._uid), AWAITED_S)
@@ -245,13 +250,16 @@ class RayLink:
         return shared
 
     def reserve(self, size_bytes: int) -> None:
-        named = not _can_open(self.signal_page())  # then memory is shared by files in /dev/shm
-        get_result(self._agent.reserve.remote(self._uid, self._rank, size_bytes, named), CALL_S)
+        get_result(self._agent.reserve.remote(self._uid, self._rank, size_bytes, self._named()), CALL_S)
 
     def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         call = self._agent.open_arena.remote(self._uid, session, self._rank, size_bytes, named)
         grant: ArenaGrant = get_result(call, CALL_S)
         return grant
+
+    def _named(self) -> bool:
+        """Return whether the agent has to share memory by files in /dev/shm."""
+        return not _can_open(self.signal_page())
 
     def signal_page(self, *, named: bool = False) -> str:
         path: str = get_result(self._agent.signal_page.remote(self._uid, named), CALL_S)

@@ -241,11 +241,21 @@ class NodeAgent:
 
     # -- the ranks' calls: restore and memory ------------------------------------------------------------
 
-    async def get_ticket(self, run_uid: str) -> RestoreTicket:
-        """Return the ticket of this node's ranks: the checkpoint to restore, and its sources."""
+    async def get_ticket(self, run_uid: str, named: bool) -> RestoreTicket:
+        """Return the ticket of this node's ranks: the checkpoint to restore, and its sources.
+
+        `named` is as in `reserve`, for the manifest.
+        """
         run = self._runs.get(run_uid)
         await asyncio.wait_for(run.started.wait(), START_S)
-        return await require(run.session).restore.ticket()
+        return await require(run.session).restore.ticket(named=named)
+
+    async def get_whole_ticket(self, run_uid: str, session: int, named: bool) -> RestoreTicket:
+        """Return the ticket with the manifest of all nodes. RunSuperseded if the session is over."""
+        run = self._runs.get(run_uid)
+        if run.session is None or run.require_plan().session != session:
+            raise RunSuperseded("A newer session owns this run.")
+        return await run.session.restore.ticket(named=named, is_whole=True)
 
     async def fetch(
         self,
@@ -260,14 +270,16 @@ class NodeAgent:
         await asyncio.wait_for(run.started.wait(), START_S)
         return await require(run.session).restore.fetch(session, rank, wants, taken)
 
-    async def report_restored(self, run_uid: str, session: int, report: RankRestore) -> RestoreTicket | None:
+    async def report_restored(
+        self, run_uid: str, session: int, report: RankRestore, named: bool
+    ) -> RestoreTicket | None:
         """Wait until all ranks have restored, or return a ticket that the rank restores instead."""
         run = self._runs.get(run_uid)
         if run.session is None:
             raise RunSuperseded("A newer session owns this run.")
         if await run.session.restore.wait(session, report):
             return None
-        return await self.get_ticket(run_uid)
+        return await self.get_ticket(run_uid, named)
 
     async def reserve(self, run_uid: str, rank: int, size_bytes: int, named: bool) -> None:
         """Raise InsufficientSpace unless the arena fits in memory, and two checkpoints with copies on disk.

@@ -47,7 +47,7 @@ class ArenaMemory:
     def __init__(self, rank: int, size_bytes: int, *, named: bool = False) -> None:
         self.size_bytes = size_bytes
         total = ARENA_PAGE_BYTES + size_bytes
-        self._file, self.path = _named_file(rank, total) if named else _memfd(rank, total)
+        self._file, self.path = named_file(rank, total) if named else _memfd(rank, total)
         self._named = self.path if named else None
         self.memory = map_shared(self._file, 0, total, writable=True)
         self.page = ArenaPage(self.memory)
@@ -133,7 +133,7 @@ class SignalPage:
     """The page of the save signal, which this node's ranks map and read (`format/save_signal.py`)."""
 
     def __init__(self, *, named: bool = False) -> None:
-        self._file, self.path = _named_file(0, PAGE_BYTES) if named else _memfd(0, PAGE_BYTES)
+        self._file, self.path = named_file(0, PAGE_BYTES) if named else _memfd(0, PAGE_BYTES)
         self._memory = map_shared(self._file, 0, PAGE_BYTES, writable=True)
 
     def show(self, flag: int) -> None:
@@ -336,7 +336,7 @@ def _memfd(rank: int, size: int) -> tuple[int, str]:
     return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
 
-def _named_file(rank: int, size: int) -> tuple[int, str]:
+def named_file(rank: int, size: int) -> tuple[int, str]:
     """Make a file in /dev/shm with all blocks allocated. OSError if there is too little room."""
     sweep_named_files()
     path = SHM_FOLDER / f"ray_ckpt-{os.getuid()}-rank{rank}-{secrets.token_hex(8)}"

@@ -3,31 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
+
 from ray_ckpt.actors.agent.arena import RankArena
-from ray_ckpt.core.values import ResumePoint, SessionPlan
+from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
+from ray_ckpt.core.values import ResumePoint, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, CorruptionError, NewerFormat, RestoreError
 from ray_ckpt.format.digest import digest, root_digest
-from ray_ckpt.format.manifest import (
-    MAX_FRAGMENT_BYTES,
-    FragmentVersion,
-    choose_fragments,
-    decode_fragment,
-    version_files,
-)
-from ray_ckpt.format.names import fragment_file, shard_file
+from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, choose_fragments, decode_columns
+from ray_ckpt.format.names import fragment_file, is_file_name, shard_file
 from ray_ckpt.restore.reader import FileSource, RestoreTicket
+from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.local.disks import Disks
+from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.tier import RemoteRef
-from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, FragmentMetadata, Level
+
+FETCH_THREADS = 8  # fragments fetched at a time: peers answer in milliseconds, a store in tens of them
+FETCHED = 16  # fragments in memory at a time, besides those that are written; mostly of 2 MB each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadFragment:
+    """A fragment of one source: its file, its metadata and its rows in columns."""
+
+    entry: FileEntry
+    metadata: FragmentMetadata
+    table: pa.Table
+
+    @property
+    def files(self) -> tuple[FileEntry, ...]:
+        return self.entry, *self.metadata.files
 
 
 class SourceFinder:
-    """Make the ticket of a restore for all ranks of a node."""
+    """Make the ticket of a restore for all ranks of a node.
+
+    The manifest of a ticket is in memory that the caller closes.
+    """
 
     def __init__(
         self,
@@ -39,6 +59,7 @@ class SourceFinder:
         staging: Disks,
         storage: RemoteRef,
         endpoints: Mapping[str, str],
+        named: bool = False,
     ) -> None:
         self._run_uid = run_uid
         self._node_id = node_id
@@ -47,37 +68,91 @@ class SourceFinder:
         self._staging = staging
         self._storage = storage
         self._endpoints = endpoints
+        self._named = named
+        self._peers = Peers(credentials)
 
-    def ticket(self, plan: SessionPlan) -> RestoreTicket:
+    def ticket(self, plan: SessionPlan) -> tuple[RestoreTicket, ManifestMemory]:
         """Fetch all fragments, check them against the log's root digest, and list each file's sources."""
         resume = plan.resume
         assert resume is not None
+        with closing(self._peers):
+            memory, found = self._manifest(resume)
+        return self._ticket(plan, resume, memory, found, is_whole=True), memory
+
+    def own_ticket(self, plan: SessionPlan) -> tuple[RestoreTicket, ManifestMemory] | None:
+        """Return a ticket with the fragment that the ranks of this node saved, and no other.
+
+        None if the group has another shape than the one that saved, if the coordinator does not know the
+        digest of the committed fragment, or if no source has the fragment with that digest.
+        """
+        resume, here = plan.resume, self._here(plan)
+        assert resume is not None
         checkpoint = resume.checkpoint
-        manifest = self._manifest(resume)
-        sources = {
-            file.name: self._sources(checkpoint, file.name, holders)
-            for (_, fragment), holders in zip(manifest, resume.holders, strict=True)
-            for file in fragment.files
-        }
+        shape = (plan.world_size, len(plan.nodes))
+        if here is None or not resume.fragments or shape != (checkpoint.world_size, checkpoint.num_nodes):
+            return None
+        with closing(self._peers):
+            for version in self._versions(resume, here.node_index):
+                is_committed = version.entry.digest == resume.fragments[here.node_index]
+                if is_committed and version.metadata.ranks == here.ranks:
+                    break
+            else:
+                return None
+        memory = self._memory()
+        with closing_on_error(memory):
+            memory.add(version.table)
+            found = {here.node_index: version.metadata}
+            return self._ticket(plan, resume, memory, found, is_whole=False), memory
+
+    def _ticket(
+        self,
+        plan: SessionPlan,
+        resume: ResumePoint,
+        memory: ManifestMemory,
+        found: Mapping[int, FragmentMetadata],
+        *,
+        is_whole: bool,
+    ) -> RestoreTicket:
+        here = self._here(plan)
         return RestoreTicket(
             session=plan.session,
             epoch=plan.epoch,
-            checkpoint=checkpoint,
-            fragments=tuple(fragment for _, fragment in manifest),
-            sources=sources,
+            checkpoint=resume.checkpoint,
+            manifest=memory.seal(),
+            sources=self._all_sources(resume, found),
             credentials=self._credentials,
             storage=self._storage,
-            node_ranks=self._node_ranks(plan),
+            node_ranks=here.ranks if here is not None else (),
+            is_whole=is_whole,
         )
 
-    def _node_ranks(self, plan: SessionPlan) -> tuple[int, ...]:
-        here = next((node for node in plan.nodes if node.node_id == self._node_id), None)
-        return here.ranks if here is not None else ()
+    def _here(self, plan: SessionPlan) -> SessionNode | None:
+        return next((node for node in plan.nodes if node.node_id == self._node_id), None)
 
-    def _sources(
-        self, checkpoint: CheckpointInfo, file: str, holders: tuple[str, ...]
-    ) -> tuple[FileSource, ...]:
-        attempt: AttemptId = checkpoint.id
+    def _memory(self) -> ManifestMemory:
+        return ManifestMemory(named=self._named)
+
+    # -- sources ---------------------------------------------------------------------------------------
+
+    def _all_sources(
+        self, resume: ResumePoint, found: Mapping[int, FragmentMetadata]
+    ) -> dict[str, tuple[FileSource, ...]]:
+        """Return the sources of each file; files with the same sources share one tuple."""
+        attempt = resume.checkpoint.id
+        here = {name: self._here_sources(resume.checkpoint, name) for name in self._names_here(attempt)}
+        here |= {name: self._here_sources(resume.checkpoint, name) for name in self._arena_files(resume)}
+        sources: dict[str, tuple[FileSource, ...]] = {}
+        for index, metadata in found.items():
+            elsewhere = self._elsewhere(resume, index)
+            for file in metadata.files:
+                sources[file.name] = (*here[file.name], *elsewhere) if file.name in here else elsewhere
+        return sources
+
+    def _sources(self, resume: ResumePoint, index: int, file: str) -> tuple[FileSource, ...]:
+        return (*self._here_sources(resume.checkpoint, file), *self._elsewhere(resume, index))
+
+    def _here_sources(self, checkpoint: CheckpointInfo, file: str) -> tuple[FileSource, ...]:
+        attempt = checkpoint.id
         found: list[FileSource] = []
         for rank, arena in self._arenas.items():
             buffer = arena.find(attempt.attempt)
@@ -86,44 +161,91 @@ class SourceFinder:
         local = self._staging.path(self._run_uid, attempt.directory, file)
         if local.exists():
             found.append(FileSource(tier="local", where=self._node_id, path=str(local)))
-        peers = [node for node in holders if node != self._node_id and node in self._endpoints]
-        found += [FileSource(tier="peer", where=node, endpoint=self._endpoints[node]) for node in peers]
-        if checkpoint.level >= Level.DURABLE:
+        return tuple(found)
+
+    def _names_here(self, attempt: AttemptId) -> set[str]:
+        """Return the names of the checkpoint's files on the disks of this node."""
+        names: set[str] = set()
+        for root in self._staging.roots:
+            with suppress(OSError):
+                names.update(path.name for path in (root / self._run_uid / attempt.directory).iterdir())
+        return {name for name in names if is_file_name(name)}
+
+    def _arena_files(self, resume: ResumePoint) -> set[str]:
+        return {shard_file(rank, resume.checkpoint.world_size) for rank in self._arenas}
+
+    def _elsewhere(self, resume: ResumePoint, index: int) -> tuple[FileSource, ...]:
+        peers = [node for node in resume.holders[index] if node != self._node_id and node in self._endpoints]
+        found = [FileSource(tier="peer", where=node, endpoint=self._endpoints[node]) for node in peers]
+        if resume.checkpoint.level >= Level.DURABLE:
             found.append(FileSource(tier="remote", where=self._storage.open().where))
         return tuple(found)
 
-    def _manifest(self, resume: ResumePoint) -> list[FragmentVersion]:
-        """Return the committed version of each fragment, in the order of the fragments' indexes.
+    # -- fragments -------------------------------------------------------------------------------------
+
+    def _manifest(self, resume: ResumePoint) -> tuple[ManifestMemory, dict[int, FragmentMetadata]]:
+        """Put the committed version of each fragment into memory, in the order of their indexes.
 
         If the first readable versions do not match the log's root digest, read the versions of all sources.
         """
+        memory, found = self._written(resume, None)
+        with closing_on_error(memory):
+            files = [file for version in found for file in version.files]
+            if root_digest(files) == resume.checkpoint.root_digest:
+                return memory, {at: version.metadata for at, version in enumerate(found)}
+        memory.close()
+        memory, found = self._written(resume, self._chosen(resume))
+        return memory, {at: version.metadata for at, version in enumerate(found)}
+
+    def _written(
+        self, resume: ResumePoint, chosen: Mapping[int, str] | None
+    ) -> tuple[ManifestMemory, list[ReadFragment]]:
+        """Write a version of each fragment into memory: with the digest in `chosen`, or any.
+
+        The returned fragments have no rows.
+        """
+        memory, found = self._memory(), list[ReadFragment]()
+        fetched = map_in_order(
+            partial(self._version, resume, chosen),
+            range(len(resume.holders)),
+            threads=FETCH_THREADS,
+            name="manifest",
+            max_results=FETCHED,
+        )
+        with closing_on_error(memory), closing(fetched):
+            for version in fetched:
+                memory.add(version.table)
+                found.append(replace(version, table=None))
+        return memory, found
+
+    def _version(self, resume: ResumePoint, chosen: Mapping[int, str] | None, index: int) -> ReadFragment:
+        """Return a version of a fragment. RestoreError if no source has it."""
+        for version in self._versions(resume, index):
+            if chosen is None or chosen[index] == version.entry.digest:
+                return version
         checkpoint = resume.checkpoint
-        first: list[FragmentVersion] = []
-        for index in range(len(resume.holders)):
-            if (version := next(self._versions(resume, index), None)) is None:
-                name = fragment_file(index, checkpoint.num_nodes)
-                raise RestoreError(f"No source has {name} of step {checkpoint.step} intact.")
-            first.append(version)
-        if (
-            root_digest([file for version in first for file in version_files(version)])
-            == checkpoint.root_digest
-        ):
-            return first
-        versions = {
-            fragment_file(index, checkpoint.num_nodes): {
-                v[0].digest: v for v in self._versions(resume, index)
-            }
-            for index in range(len(resume.holders))
+        name = fragment_file(index, checkpoint.num_nodes)
+        raise RestoreError(f"No source has {name} of step {checkpoint.step} intact.")
+
+    def _chosen(self, resume: ResumePoint) -> dict[int, str]:
+        """Return the digests of the committed fragments, from the versions of all sources.
+
+        CorruptionError if they have not the root digest of the log in any combination.
+        """
+        checkpoint = resume.checkpoint
+        names = [fragment_file(index, checkpoint.num_nodes) for index in range(len(resume.holders))]
+        files = {
+            name: {version.entry.digest: version.files for version in self._versions(resume, index)}
+            for index, name in enumerate(names)
         }
-        files = {name: {d: version_files(v) for d, v in found.items()} for name, found in versions.items()}
         chosen = choose_fragments(files, checkpoint.root_digest)
         if chosen is None:
             raise CorruptionError(
                 f"The manifest of step {checkpoint.step} is not the one that was committed."
             )
-        return [found[chosen[name]] for name, found in versions.items()]
+        return {index: chosen[name] for index, name in enumerate(names)}
 
-    def _versions(self, resume: ResumePoint, index: int) -> Iterator[FragmentVersion]:
+    def _versions(self, resume: ResumePoint, index: int) -> Iterator[ReadFragment]:
         """Yield a fragment from each source where it decodes.
 
         NewerFormat if none decodes and one has a newer format.
@@ -132,17 +254,18 @@ class SourceFinder:
         is_there = False
         checkpoint = resume.checkpoint
         name = fragment_file(index, checkpoint.num_nodes)
-        for source in self._sources(checkpoint, name, resume.holders[index]):
+        for source in self._sources(resume, index, name):
             try:
                 data = self._read_whole(checkpoint.id, name, source)
-                fragment = decode_fragment(data)
+                metadata, table = decode_columns(data)
             except NewerFormat as error:
                 newer = newer or error.at(name)
                 continue
             except (OSError, EOFError, CheckpointError):
                 continue
             is_there = True
-            yield FileEntry(name=name, size_bytes=len(data), digest=digest(data)), fragment
+            entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
+            yield ReadFragment(entry=entry, metadata=metadata, table=table)
         if newer is not None and not is_there:
             raise newer
 
@@ -153,5 +276,15 @@ class SourceFinder:
         if source.tier != "peer":
             return Path(source.path).read_bytes()
         file = FileName(run_uid=self._run_uid, directory=attempt.directory, file=name)
-        with PeerClient(source.endpoint, credentials=self._credentials) as peer:
+        with self._peers.acquire(source.endpoint) as peer:
             return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)
+
+
+@contextmanager
+def closing_on_error(memory: ManifestMemory) -> Iterator[None]:
+    """Close the memory if the block fails."""
+    try:
+        yield
+    except BaseException:
+        memory.close()
+        raise

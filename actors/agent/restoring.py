@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.shared_reads import SharedReads
@@ -20,6 +22,8 @@ from ray_ckpt.types import RankRestore
 
 if TYPE_CHECKING:
     from ray_ckpt.actors.agent.run import NodeRun
+
+log = logging.getLogger("ray_ckpt.agent")
 
 RESTORED_AGAIN_S = 2.0  # between a node's reports of its ranks that have restored and wait for others
 
@@ -37,17 +41,34 @@ class NodeRestore:
         self._run = run
         self._report_awaited = report_awaited
         self._restored: dict[int, RankRestore] = {}
-        self._ticket: asyncio.Task[RestoreTicket] | None = None
+        self._tickets: dict[tuple[bool, bool], asyncio.Task[RestoreTicket | None]] = {}
+        self._newest: RestoreTicket | None = None  # the ticket with most of the manifest
+        self._memories: list[ManifestMemory] = []
+        self._is_freed = False
         self._shared: SharedReads | None = None
         self._is_superseded = False
         # True: all ranks have restored; False: a new session has begun
         self._decision: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    async def ticket(self) -> RestoreTicket:
-        """Return the ticket of this node's ranks; the manifest is fetched once for all these ranks."""
-        if self._ticket is None:
-            self._ticket = asyncio.ensure_future(self._make_ticket())
-        return await asyncio.shield(self._ticket)
+    async def ticket(self, *, named: bool = False, is_whole: bool = False) -> RestoreTicket:
+        """Return the ticket of this node's ranks; the manifest is fetched once for all these ranks.
+
+        Unless the whole ticket is wanted, the ticket may have this node's own fragment only. With `named` the
+        manifest is a file in /dev/shm.
+        """
+        if not is_whole:
+            ticket = await self._shared_ticket(named, False)
+            if ticket is not None:
+                return ticket
+        whole = await self._shared_ticket(named, True)
+        assert whole is not None
+        return whole
+
+    async def _shared_ticket(self, named: bool, is_whole: bool) -> RestoreTicket | None:
+        key = (named, is_whole)
+        if key not in self._tickets:
+            self._tickets[key] = asyncio.ensure_future(self._make_ticket(named=named, is_whole=is_whole))
+        return await asyncio.shield(self._tickets[key])
 
     async def fetch(
         self,
@@ -57,11 +78,14 @@ class NodeRestore:
         taken: tuple[RowKey, ...],
     ) -> SharedRows:
         """Read rows that several ranks of this node want, once for all of them; see `SharedReads.fetch`."""
-        ticket = await self.ticket()
-        if ticket.checkpoint is None or ticket.session != session or self._is_superseded:
+        ticket = self._newest
+        if ticket is None or ticket.checkpoint is None or ticket.session != session or self._is_superseded:
             raise Unavailable(f"Session {session} restores nothing here.")
         if self._shared is None:
-            self._shared = SharedReads(ticket, pool=self._node.disk_io)
+            try:
+                self._shared = SharedReads(ticket, pool=self._node.disk_io)
+            except OSError as error:
+                raise Unavailable(f"The manifest cannot be mapped: {error}.") from error
         return await self._shared.fetch(rank, wants, taken)
 
     async def wait(self, session: int, report: RankRestore) -> bool:
@@ -91,12 +115,16 @@ class NodeRestore:
             self._decision.set_exception(error)
 
     def close_shared(self) -> None:
-        """Free the memory of shared rows."""
+        """Free the memory that ranks map: shared rows, and the manifest."""
+        self._is_freed = True
         if self._shared is not None:
             self._shared.close()
             self._shared = None
+        while self._memories:
+            self._memories.pop().close()
 
-    async def _make_ticket(self) -> RestoreTicket:
+    async def _make_ticket(self, *, named: bool, is_whole: bool) -> RestoreTicket | None:
+        """Make a ticket; None if there is none with this node's fragment only."""
         run, plan = self._run, self._run.require_plan()
         ticket = partial(RestoreTicket, session=plan.session, epoch=plan.epoch)
         if plan.resume is None:
@@ -110,11 +138,29 @@ class NodeRestore:
                 staging=run.staging,
                 storage=run.spec.storage,
                 endpoints=run.endpoints,
+                named=named,
             )
-            return await in_thread(self._node.disk_io, finder.ticket, plan)
+            make = finder.ticket if is_whole else finder.own_ticket
+            found = await in_thread(self._node.disk_io, make, plan)
         except (OSError, CheckpointError) as error:  # handled like a bad slice: the whole group falls back
+            if not is_whole:
+                log.warning("this node's own fragment cannot be used: %s", error_text(error))
+                return None
             damage = (f"manifest of step {plan.resume.checkpoint.step}: {error_text(error)}",)
             return ticket(checkpoint=plan.resume.checkpoint, damage=damage)
+        return None if found is None else self._taken(*found)
+
+    def _taken(self, ticket: RestoreTicket, memory: ManifestMemory) -> RestoreTicket:
+        """Keep the memory of a ticket until `close_shared`."""
+        if self._is_freed:
+            memory.close()  # no rank waits for the ticket any more
+            return ticket
+        self._memories.append(memory)
+        if self._newest is None or not self._newest.is_whole:
+            self._newest = ticket
+            if self._shared is not None:
+                self._shared.use(ticket)
+        return ticket
 
     async def _report_waiting(self, plan: SessionPlan) -> None:
         """Report the ranks that have restored, repeatedly while they wait for others."""

@@ -86,10 +86,9 @@ class SharedReads:
 
     def __init__(self, ticket: RestoreTicket, *, pool: Executor, capacity_bytes: int | None = None) -> None:
         assert ticket.checkpoint is not None
-        self._ticket = ticket
         self._attempt = ticket.checkpoint.id
         self._pool = pool
-        self._known = {row_key(row): row for fragment in ticket.fragments for row in fragment.rows}
+        self.use(ticket)
         capacity = capacity_bytes or min(MAX_SHARED_BYTES, available_memory_bytes() // SHARED_MEMORY_PART)
         self._space = _Space(max(ALIGNMENT_BYTES, capacity - capacity % ALIGNMENT_BYTES))
         self._fd = os.memfd_create("ray_ckpt-shared", os.MFD_CLOEXEC)
@@ -107,6 +106,13 @@ class SharedReads:
         self._is_closed = False
         self.bytes_read = 0  # bytes that this agent has read from sources
         self.bytes_served = 0  # bytes that ranks got from this agent
+
+    def use(self, ticket: RestoreTicket) -> None:
+        """Take over manifest and sources of a ticket for the same checkpoint."""
+        assert ticket.manifest is not None
+        self._ticket = ticket
+        self._manifest = ticket.manifest.open()
+        self._known: dict[str, dict[RowKey, ManifestRow]] = {}  # rows by file, as far as ranks want them
 
     async def fetch(
         self, rank: int, wants: Mapping[RowKey, tuple[int, ...]], taken: Sequence[RowKey]
@@ -145,8 +151,14 @@ class SharedReads:
             self._memory = np.empty(0, np.uint8)
             self._report()
 
+    def _row(self, key: RowKey) -> ManifestRow | None:
+        file = key[0]
+        if file not in self._known:
+            self._known[file] = {row_key(row): row for row in self._manifest.of_file(file)}
+        return self._known[file].get(key)
+
     def _can_hold(self, key: RowKey) -> bool:
-        known = self._known.get(key)
+        known = self._row(key)
         return known is not None and 0 < known.nbytes <= self._space.size_bytes
 
     def _join(self, rank: int, wants: Mapping[RowKey, tuple[int, ...]]) -> dict[RowKey, _Row]:
@@ -164,7 +176,8 @@ class SharedReads:
         return found
 
     def _add(self, key: RowKey, ranks: set[int]) -> _Row | None:
-        known = self._known[key]
+        known = self._row(key)
+        assert known is not None
         offset = self._space.take(known.nbytes)
         if offset is None:
             return None

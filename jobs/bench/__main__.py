@@ -44,8 +44,9 @@ ROWS: Mapping[str, str] = {  # name -> module of this package, with a function `
     "catalog": "history:catalog_rows",
     "retention": "history:retention_rows",
     "simulator": "coordinator:schedule_rows",
+    "ticket": "ticket",
 }
-IF_NAMED = ("overhead", "remote")  # or with --peers: minutes of ten-step stretches and of other programs
+IF_NAMED = ("overhead", "remote", "ticket")  # or with --peers: minutes of steps, other programs, fragments
 SIZE = "1GiB"
 REPEAT = 5
 QUICK_BYTES = 64 << 20  # state in a quick run, which must end within a minute on two cores
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder=chosen.folder.resolve(),
         quick=chosen.quick,
         server=chosen.server,
+        num_nodes=chosen.nodes,
         peers=tuple(PEERS) if chosen.peers == [] else tuple(chosen.peers or ()),
     )
     left_out = IF_NAMED if chosen.quick or chosen.peers is None else ()
@@ -97,11 +99,14 @@ def _parser() -> argparse.ArgumentParser:
     only = f"these rows: {', '.join(ROWS)}; without it and --peers all but {' and '.join(IF_NAMED)}"
     add("--only", nargs="+", choices=ROWS, metavar="NAME", help=only)
     add("--repeat", type=_count, help=f"samples per row (default {REPEAT})")
-    quick = "rows as small as they can be, overhead and remote only if named; their numbers mean nothing"
+    quick = (
+        "rows as small as they can be, overhead, remote and ticket only if named; their numbers mean nothing"
+    )
     add("--quick", action="store_true", help=quick)
     add("--peers", nargs="*", choices=PEERS, metavar="NAME", help=f"peers, all or of: {', '.join(PEERS)}")
     server = f"of the rows remote: {', '.join(KINDS)}, or s3://..."
     add("--server", type=_server, default=KINDS[0], help=server)
+    add("--nodes", type=_count, default=1000, help="nodes of the rows ticket (default 1000)")
     add("--folder", type=Path, default=FOLDER, help=f"on the disk to be measured (default ./{FOLDER})")
     add("--json", type=Path, metavar="FILE", help="write machine, command and rows with all samples")
     add("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")

@@ -16,7 +16,8 @@ class Context:
     `size_bytes` is the state that a save or a restore moves, `repeat` the samples of a row, and `folder` lies
     on the disk to be measured. A `quick` run only shows that all rows work, with everything as small as
     possible. `server` is the server of the rows `remote`: one of `s3_server.KINDS`, which is started for
-    them, or a storage path on S3; `peers` are the other libraries to measure.
+    them, or a storage path on S3; `peers` are the other libraries to measure. `num_nodes` are the nodes of
+    the rows `ticket`.
     """
 
     size_bytes: int
@@ -25,6 +26,7 @@ class Context:
     quick: bool = False
     server: str = "strict"
     peers: tuple[str, ...] = ()
+    num_nodes: int = 1000
 
     @contextmanager
     def temporary(self) -> Iterator[Path]:

@@ -30,6 +30,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
+from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FileSource, SourceReader, num_threads
 from ray_ckpt.types import ManifestRow, Tier
 
@@ -81,7 +82,7 @@ def rows(context: Context) -> Iterator[Row]:
         started_s = time.perf_counter()
         source = FileSource(tier=tier, where="here", path=path)
         reader = SourceReader(ATTEMPT, {FILE: (source,)}, credentials=None)
-        load_items(rank.items, state, manifest, reader, rank=0, world_size=1)()
+        load_items(rank.items, state, ListedRows(manifest), reader, rank=0, world_size=1)()
         assert not reader.damage, reader.rejected
         return time.perf_counter() - started_s
 

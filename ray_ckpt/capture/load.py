@@ -37,8 +37,9 @@ from ray_ckpt.format.names import shard_file
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import Copy, Read, RestorePlan, RowKey, plan_restore, row_key
+from ray_ckpt.restore.manifest import SavedRows
 from ray_ckpt.restore.reader import Sink, SourceReader
-from ray_ckpt.types import ManifestRow, RestoredPart, Slice
+from ray_ckpt.types import ManifestRow, RestoredPart
 
 log = logging.getLogger("ray_ckpt")
 
@@ -71,7 +72,7 @@ class RestoreInfo:
 def load_items(
     items: Mapping[str, Item],
     state: Mapping[str, Any],
-    rows: Iterable[ManifestRow],
+    rows: SavedRows,
     reader: SourceReader,
     *,
     rank: int,
@@ -88,26 +89,31 @@ def load_items(
     several of `node_ranks` (the ranks of this node) hold a row, the node's agent reads the row if possible.
     `ranks` are the ranks that may hold the same tensors, if only a part of the group may (`walk`). A rank
     without state in the checkpoint starts per-rank items from the state of rank 0. An item in `anew` stays as
-    it is if the checkpoint has no fitting state for it, or state of another class.
+    it is if the checkpoint has no fitting state for it, or state of another class. If `rows` are a part of
+    the manifest that lacks something, they are completed; see `SavedRows.complete` for the errors.
     """
     classes: Classes = state.get("classes", {})
     everyone = tuple(ranks) or tuple(range(world_size))
     walked = walk(items, rank=rank, world_size=len(everyone), first=everyone[0])
-    of_rank = partial(_Wanted, list(rows), walked, classes, rank=rank, everyone=everyone)
+    of_rank = partial(_Wanted, rows, walked, classes, rank=rank, everyone=everyone)
     own_file = shard_file(rank, world_size)
-    begun = frozenset(
-        name
-        for name in items.keys() & set(anew)
-        if name not in state["items"]
-        or difference(name, items[name], classes) is not None
-        or of_rank().add(name, items[name], state["items"][name]).plan(own_file).problems
-    )
-    trees = _trees(items, state["items"], begun)
-    items = {name: item for name, item in items.items() if name in trees}
-    wanted = of_rank()
-    for name, item in items.items():
-        wanted.add(name, item, trees[name], check=name not in begun)
-    plan = wanted.plan(own_file)
+    all_items = items
+    while True:
+        begun = frozenset(
+            name
+            for name in all_items.keys() & set(anew)
+            if name not in state["items"]
+            or difference(name, all_items[name], classes) is not None
+            or of_rank().add(name, all_items[name], state["items"][name]).plan(own_file).problems
+        )
+        trees = _trees(all_items, state["items"], begun)
+        items = {name: item for name, item in all_items.items() if name in trees}
+        wanted = of_rank()
+        for name, item in items.items():
+            wanted.add(name, item, trees[name], check=name not in begun)
+        plan = wanted.plan(own_file)
+        if not (plan.problems or begun) or not rows.complete():
+            break
     if plan.problems:
         raise _mismatch(state["step"], plan.problems, wanted.misfits)
     if rank == everyone[0]:
@@ -165,7 +171,7 @@ def _log_classes(items: Mapping[str, Item], begun: Set[str], classes: Classes) -
 class _Wanted:
     """Targets on this rank of all saved tensors of the items, and problems."""
 
-    rows: Sequence[ManifestRow]
+    rows: SavedRows
     walked: Walked
     classes: Classes
     rank: int = field(kw_only=True)
@@ -174,16 +180,15 @@ class _Wanted:
     problems: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)  # names of items whose class is a problem
     leaves: dict[str, dict[Path, Leaf]] = field(default_factory=dict)  # new leaves of each item
-    _saved: dict[str, Slice] = field(init=False)  # one saved slice of each key
+    _saved: dict[str, ManifestRow] = field(default_factory=dict)  # the first row of each saved tensor
     _filled: dict[int, str] = field(default_factory=dict)  # live leaves by id, with the key that fills them
-
-    def __post_init__(self) -> None:
-        self._saved = {row.slice.key: row.slice for row in self.rows if row.slice is not None}
 
     def add(self, name: str, item: Item, tree: Any, *, check: bool = True) -> _Wanted:
         """Add all tensors of the saved `tree` of an item; with `check`, also check that it fits the item."""
         here = {path: self.walked.held[ref.key] for path, ref in _refs(self.walked.trees[name]).items()}
-        for path, ref in _refs(tree).items():
+        refs = _refs(tree)
+        self._saved |= self.rows.first_of(ref.key for ref in refs.values())
+        for path, ref in refs.items():
             self._add(name, item, path, ref.key, here.get(path))
         if check:
             self.problems += [f"{name}.{problem}" for problem in item.problems(tree)]
@@ -194,7 +199,9 @@ class _Wanted:
 
     def plan(self, own_file: str) -> RestorePlan:
         """Return the plan of all reads, with all problems."""
-        plan = plan_restore([target.slice for target in self.targets], self.rows, prefer_file=own_file)
+        targets = [target.slice for target in self.targets]
+        rows = self.rows.meeting(targets, prefer_file=own_file)
+        plan = plan_restore(targets, rows, prefer_file=own_file)
         return replace(plan, problems=(*self.problems, *plan.problems))
 
     def _add(self, name: str, item: Item, path: Path, key: str, held: HeldLeaf | None) -> None:
@@ -212,19 +219,20 @@ class _Wanted:
             slices = slices_of(leaf, item=name, path=path, ranks=ranks, first=self.everyone[0])
             self.targets += [_under(live, key) for live in slices]
 
-    def _allocated(self, item: Item, path: Path, saved: Slice) -> torch.Tensor:
+    def _allocated(self, item: Item, path: Path, row: ManifestRow) -> torch.Tensor:
         """Return a new tensor for a saved slice; InsufficientSpace if memory is lacking."""
+        saved = row.slice
+        assert saved is not None
         try:
             return item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
         except RuntimeError as error:  # torch has no class for lack of memory on the CPU
             if isinstance(error, CheckpointError):
                 raise
-            file = next(row.file for row in self.rows if row.slice is saved)
             raise InsufficientSpace(
-                f"{saved.key} of {file} cannot be held in memory, with shape {list(saved.global_shape)}: "
+                f"{saved.key} of {row.file} cannot be held in memory, with shape {list(saved.global_shape)}: "
                 f"{str(error)[:200]}",
                 hint="If this is not its real size, the file is damaged: see `ray-ckpt verify`.",
-                file=file,
+                file=row.file,
             ) from error
 
     def filled(self, name: str, tree: Any) -> Any:
@@ -245,8 +253,8 @@ class _Wanted:
         return first is None
 
     def _bytes_of(self, key: str) -> set[tuple[object, ...]]:
-        found = (row for row in self.rows if row.slice is not None and row.slice.key == key)
-        return {(row.slice.offset, row.slice.shape, row.digest) for row in found if row.slice is not None}
+        slices = ((row.slice, row.digest) for row in self.rows.of_key(key))
+        return {(part.offset, part.shape, found) for part, found in slices if part is not None}
 
 
 def _is_filled(item: Item, path: Path, leaf: Leaf) -> bool:

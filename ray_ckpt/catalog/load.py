@@ -25,6 +25,7 @@ from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, RestoreEr
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import TensorRef, decode_state
 from ray_ckpt.location import StoragePath
+from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FileSource, ProgressLog, SourceReader
 from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level, ManifestRow
@@ -254,7 +255,8 @@ class OpenedCheckpoint:
         saved = self._merged(rank if rank < self.info.world_size else 0)
         state = {**saved, "items": {n: tree for n, tree in saved["items"].items() if n in items}}
         reader = self._reader()
-        put_rest = load_items(items, state, self._rows, reader, rank=rank, world_size=world_size)
+        rows = ListedRows(self._rows)
+        put_rest = load_items(items, state, rows, reader, rank=rank, world_size=world_size)
         self._check(reader)
         put_rest()
         return RestoreInfo(
@@ -271,7 +273,8 @@ class OpenedCheckpoint:
 
         items = {name: NewItem() for name in trees}
         reader, state = self._reader(), {"step": self.step, "items": trees}
-        put_rest = load_items(items, state, self._rows, reader, rank=rank, world_size=self.info.world_size)
+        rows = ListedRows(self._rows)
+        put_rest = load_items(items, state, rows, reader, rank=rank, world_size=self.info.world_size)
         self._check(reader)
         put_rest()
         return items

@@ -21,6 +21,7 @@ from ray_ckpt.config import RunOptions, is_uri
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names
 from ray_ckpt.location import Location
+from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FileSource, RestoreTicket
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.types import AttemptId
@@ -81,7 +82,7 @@ class Origin:
             session=session,
             epoch=epoch,
             checkpoint=opened.info,
-            fragments=fragments,
+            manifest=ListedRows(row for fragment in fragments for row in fragment.rows),
             sources=dict.fromkeys(files, source),
             storage=self.storage,
         )

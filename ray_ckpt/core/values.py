@@ -70,10 +70,15 @@ class SessionNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """The checkpoint that a group restores, and the holders of each fragment (remote if durable)."""
+    """The checkpoint that a group restores, and the holders of each fragment (remote if durable).
+
+    `fragments` are the digests of the committed fragments, proven by the root digest in the log; empty if the
+    inventories of the nodes did not prove them.
+    """
 
     checkpoint: CheckpointInfo
     holders: tuple[tuple[str, ...], ...]
+    fragments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from ray_ckpt.format.blocks import BlockCutter
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore.extents import Extent, Tally, cut_extents, first_rows, rows_by_file
+from ray_ckpt.restore.manifest import ManifestRef
 from ray_ckpt.restore.sources import ByteSource, Disk, Mapped, Peer, Peers, Remote
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.texts import tier_text
@@ -40,7 +41,6 @@ from ray_ckpt.types import (
     ARENA_PAGE_BYTES,
     AttemptId,
     CheckpointInfo,
-    Fragment,
     ManifestRow,
     RestoredPart,
     Tier,
@@ -79,17 +79,22 @@ class FileSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreTicket:
-    """Input of a restore on one rank: checkpoint, manifest, and each file's sources, best source first."""
+    """Input of a restore on one rank: checkpoint, manifest, and each file's sources, best source first.
+
+    If `is_whole` is false, manifest and sources are those of this node's own fragment, and a rank that needs
+    more requests the whole ticket.
+    """
 
     session: int
     epoch: int  # epoch of the coordinator that opened the session
     checkpoint: CheckpointInfo | None
-    fragments: tuple[Fragment, ...] = ()
+    manifest: ManifestRef | None = None
     sources: Mapping[str, tuple[FileSource, ...]] = field(default_factory=dict)
     credentials: Credentials | None = field(default=None, repr=False)
     storage: RemoteRef | None = None  # for remote sources
     damage: tuple[str, ...] = ()  # reasons why the manifest cannot be read; then there is nothing to restore
     node_ranks: tuple[int, ...] = ()  # the ranks of this node
+    is_whole: bool = True
 
     @property
     def remote(self) -> RemoteTier | None:

@@ -20,6 +20,7 @@ from ray_ckpt.transport.wire import FileName
 
 REMOTE_TRIES = 2  # a connection may break within a response; the store's client repeats single requests
 PEER_TRIES = 2  # a connection may break once; after that this restore no longer uses the peer
+MAX_IDLE = 64  # open connections that no thread uses; a restore may read from thousands of peers
 
 Blocks: TypeAlias = Generator[memoryview, None, None]
 
@@ -169,7 +170,11 @@ class Peers:
             peer.__exit__()  # a failed connection may be in any state
             raise
         with self._lock:
-            self._idle.setdefault(endpoint, []).append(peer)
+            is_kept = sum(map(len, self._idle.values())) < MAX_IDLE
+            if is_kept:
+                self._idle.setdefault(endpoint, []).append(peer)
+        if not is_kept:
+            peer.__exit__()
 
     def close(self) -> None:
         while self._idle:

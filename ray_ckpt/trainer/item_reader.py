@@ -14,9 +14,10 @@ from ray_ckpt.capture.load import Load, load_items
 from ray_ckpt.errors import ConfigError, FormatError, MismatchError
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import decode_state
-from ray_ckpt.restore.reader import ProgressLog, RestoreTicket, SourceReader
+from ray_ckpt.restore.manifest import PartialRows, SavedRows
+from ray_ckpt.restore.reader import FileSource, ProgressLog, RestoreTicket, SourceReader
 from ray_ckpt.trainer.link import RestoreLink
-from ray_ckpt.types import GroupPart, ManifestRow, RankRestore, ranks_of
+from ray_ckpt.types import GroupPart, RankRestore, ranks_of
 
 log = logging.getLogger("ray_ckpt")
 
@@ -42,29 +43,33 @@ class ItemReader:
         load: Load = _nothing
         if checkpoint is None or ticket.damage:
             return RankRestore(rank=identity.rank, damage=ticket.damage), load
+        sources: dict[str, Sequence[FileSource]] = dict(ticket.sources)
         reader = SourceReader(
             checkpoint.id,
-            ticket.sources,
+            sources,
             credentials=ticket.credentials,
             remote=ticket.remote,
             fetch=partial(self.link.fetch, ticket.session),
             progress=ProgressLog(checkpoint.step, log=log.info),
         )
-        rows = [row for fragment in ticket.fragments for row in fragment.rows]
-        chosen = choose(_States(reader, rows, checkpoint.world_size))
-        if chosen is not None:
-            items, state = chosen
-            load = load_items(
-                items,
-                state,
-                rows,
-                reader,
-                rank=identity.rank,
-                world_size=identity.world_size,
-                node_ranks=ticket.node_ranks,
-                ranks=identity.ranks,
-                anew=self._anew(),
-            )
+        try:
+            rows = self._rows(ticket, sources)
+            chosen = choose(_States(reader, rows, checkpoint.world_size))
+            if chosen is not None:
+                items, state = chosen
+                load = load_items(
+                    items,
+                    state,
+                    rows,
+                    reader,
+                    rank=identity.rank,
+                    world_size=identity.world_size,
+                    node_ranks=ticket.node_ranks,
+                    ranks=identity.ranks,
+                    anew=self._anew(),
+                )
+        except _ManifestDamaged as error:
+            return RankRestore(rank=identity.rank, damage=error.damage), _nothing
         for note in reader.rejected:
             log.warning("restore: %s", note)
         report = RankRestore(
@@ -74,6 +79,21 @@ class ItemReader:
             damage=tuple(reader.damage),
         )
         return report, load
+
+    def _rows(self, ticket: RestoreTicket, sources: dict[str, Sequence[FileSource]]) -> SavedRows:
+        """Return the rows of the ticket; when they are completed, `sources` gets those of all files."""
+        rows = _opened(ticket)
+        if ticket.is_whole:
+            return rows
+
+        def complete() -> SavedRows:
+            whole = self.link.whole_ticket(ticket.session)
+            if whole.damage:
+                raise _ManifestDamaged(whole.damage)
+            sources.update(whole.sources)
+            return _opened(whole)
+
+        return PartialRows(rows, complete)
 
     def _anew(self) -> tuple[str, ...]:
         anew = self.link.options.anew
@@ -93,7 +113,7 @@ class ItemReader:
         identity, world_size = self.link.identity, states.world_size
         if not identity.parts:
             return states.of(identity.rank if identity.rank < world_size else 0)
-        any_state = states.of(0)
+        any_state = states.of(identity.rank if identity.rank < world_size else 0)
         if any_state is None:
             return None
         saved = {part.name: part for part in _parts(any_state)}
@@ -134,17 +154,36 @@ class _States:
     """The state files of a checkpoint."""
 
     reader: SourceReader
-    rows: Sequence[ManifestRow]
+    rows: SavedRows
     world_size: int
 
     def of(self, rank: int) -> dict[str, Any] | None:
         """Return the decoded state file of that rank; None if no source has an intact copy."""
         wanted = state_file(rank, self.world_size)
-        data = next((self.reader.read_bytes(row) for row in self.rows if row.file == wanted), None)
+        rows = self.rows.of_file(wanted)
+        if not rows and self.rows.complete():
+            rows = self.rows.of_file(wanted)
+        data = self.reader.read_bytes(rows[0]) if rows else None
         try:
             return None if data is None else decode_state(data)
         except FormatError as error:
             raise error.at(wanted) from error
+
+
+class _ManifestDamaged(Exception):
+    """Raised if the manifest of a checkpoint cannot be read."""
+
+    def __init__(self, damage: tuple[str, ...]) -> None:
+        super().__init__(*damage)
+        self.damage = damage
+
+
+def _opened(ticket: RestoreTicket) -> SavedRows:
+    assert ticket.manifest is not None
+    try:
+        return ticket.manifest.open()
+    except OSError as error:  # the agent has died, or the session is over
+        raise _ManifestDamaged((f"the manifest in the agent's memory cannot be mapped: {error}",)) from error
 
 
 _Choose: TypeAlias = Callable[[_States], tuple[Mapping[str, Item], dict[str, Any]] | None]

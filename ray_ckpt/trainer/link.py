@@ -97,6 +97,13 @@ class RestoreLink(RankLink, Protocol):
         """Return the ticket of the checkpoint to restore, the same for the whole group."""
         ...
 
+    def whole_ticket(self, session: int) -> RestoreTicket:
+        """Return the ticket with the whole manifest, in place of a ticket that is not whole.
+
+        Raises RunSuperseded if that session is over.
+        """
+        ...
+
     def origin(self, session: int, epoch: int) -> RestoreTicket | None:
         """Return a ticket for the checkpoint of another run that this run begins with; None without one.
 

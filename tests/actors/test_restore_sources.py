@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from ray_ckpt.actors.agent import manifest_memory
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
-from ray_ckpt.core.values import ResumePoint, SessionPlan
-from ray_ckpt.errors import CorruptionError, RestoreError
+from ray_ckpt.core.values import ResumePoint, SessionNode, SessionPlan
+from ray_ckpt.errors import CorruptionError, InsufficientSpace, RestoreError
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import fragment_file
+from ray_ckpt.restore.manifest import MappedManifest
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.remote.tier import RemoteRef
+from ray_ckpt.types import FileEntry, Fragment, ManifestRow
 from tests.support.peer_nodes import A, B, C, Nodes, both, live, sample
 from tests.support.sample_run import SampleCheckpoint
 from tests.transport.peers import KEYS, UID
@@ -25,22 +33,60 @@ def saved() -> SampleCheckpoint:
     return sample(10)
 
 
-def ticket(nodes: Nodes, saved: SampleCheckpoint) -> RestoreTicket:
-    """Return the ticket of a restore on C, which has no file of the checkpoint."""
-    there = live(saved)
-    resume = ResumePoint(checkpoint=there.checkpoint, holders=there.holders)
-    plan = SessionPlan(run_uid=UID, session=2, world_size=2, nodes=(), resume=resume)
-    with closing(Disks([nodes.root / "staging"])) as disks:
-        finder = SourceFinder(
+@contextmanager
+def finder(nodes: Nodes, node: str = C, *, named: bool = False) -> Iterator[SourceFinder]:
+    """The finder of a node whose staging folder is that of its peer server."""
+    (nodes.root / node).mkdir(exist_ok=True, mode=0o700)
+    with closing(Disks([nodes.root / node])) as disks:
+        yield SourceFinder(
             run_uid=UID,
-            node_id=C,
+            node_id=node,
             credentials=KEYS.credentials(UID),
             arenas={},
             staging=disks,
             storage=RemoteRef(storage_path=str(nodes.root), run_name="gpt"),
             endpoints=nodes.endpoints,
+            named=named,
         )
-        return finder.ticket(plan)
+
+
+def plan_of(saved: SampleCheckpoint, *, fragments: tuple[str, ...] = ()) -> SessionPlan:
+    """A group of the same shape: rank 0 on A, rank 1 on B."""
+    there = live(saved)
+    resume = ResumePoint(checkpoint=there.checkpoint, holders=there.holders, fragments=fragments)
+    return SessionPlan(
+        run_uid=UID,
+        session=2,
+        world_size=2,
+        nodes=tuple(
+            SessionNode(node_id=node, node_index=at, ranks=(at,), holders=())
+            for at, node in enumerate((A, B))
+        ),
+        resume=resume,
+    )
+
+
+def rows_in(found: RestoreTicket, files: Sequence[FileEntry]) -> list[ManifestRow]:
+    assert found.manifest is not None
+    rows = found.manifest.open()
+    return [row for file in files for row in rows.of_file(file.name)]
+
+
+def ticket(nodes: Nodes, saved: SampleCheckpoint) -> RestoreTicket:
+    """Check that the ticket of a restore on C, which has no file, has all rows; return the ticket."""
+    with finder(nodes) as found:
+        made, memory = found.ticket(plan_of(saved))
+    try:
+        assert made.is_whole
+        for fragment in saved.fragments:
+            assert rows_in(made, fragment.files) == sorted(fragment.rows, key=partial(_place, fragment))
+    finally:
+        memory.close()
+    return made
+
+
+def _place(fragment: Fragment, row: ManifestRow) -> tuple[int, int]:
+    return [file.name for file in fragment.files].index(row.file), fragment.rows.index(row)
 
 
 def other_manifest(nodes: Nodes, saved: SampleCheckpoint, holder: str, index: int) -> None:
@@ -52,7 +98,6 @@ def other_manifest(nodes: Nodes, saved: SampleCheckpoint, holder: str, index: in
 def test_each_file_has_the_holders_of_its_fragment(nodes: Nodes, saved: SampleCheckpoint) -> None:
     both(nodes, saved)
     found = ticket(nodes, saved)
-    assert found.fragments == saved.fragments
     for fragment, holders in zip(saved.fragments, ((A, B), (B, A)), strict=True):
         for file in fragment.files:
             assert tuple(source.where for source in found.sources[file.name]) == holders
@@ -61,9 +106,9 @@ def test_each_file_has_the_holders_of_its_fragment(nodes: Nodes, saved: SampleCh
 def test_an_intact_copy_of_a_manifest_is_taken_wherever_it_is(nodes: Nodes, saved: SampleCheckpoint) -> None:
     both(nodes, saved)
     other_manifest(nodes, saved, A, 0)  # the first source
-    assert ticket(nodes, saved).fragments == saved.fragments
+    ticket(nodes, saved)
     other_manifest(nodes, saved, B, 1)
-    assert ticket(nodes, saved).fragments == saved.fragments
+    ticket(nodes, saved)
     other_manifest(nodes, saved, B, 0)
     with pytest.raises(CorruptionError, match="not the one that was committed"):
         ticket(nodes, saved)
@@ -75,3 +120,105 @@ def test_a_manifest_that_nobody_has_is_named(nodes: Nodes, saved: SampleCheckpoi
         (nodes.folder(holder, saved) / fragment_file(1, 2)).write_bytes(b"PAR1")
     with pytest.raises(RestoreError, match=f"No source has {fragment_file(1, 2)} of step 10 intact"):
         ticket(nodes, saved)
+
+
+def digests(saved: SampleCheckpoint) -> tuple[str, ...]:
+    names = [fragment_file(index, saved.num_nodes) for index in range(saved.num_nodes)]
+    return tuple(entry.digest for name in names for entry in saved.entries if entry.name == name)
+
+
+def test_the_same_shape_reads_its_own_fragment_only(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    both(nodes, saved)
+    (nodes.folder(A, saved) / fragment_file(1, 2)).write_bytes(b"PAR1")  # another node's is not read
+    with finder(nodes, A) as found:
+        made = found.own_ticket(plan_of(saved, fragments=digests(saved)))
+    assert made is not None
+    own, memory = made
+    assert not own.is_whole and own.node_ranks == (0,)
+    assert sorted(own.sources) == sorted(file.name for file in saved.fragments[0].files)
+    assert len(rows_in(own, saved.fragments[0].files)) == len(saved.fragments[0].rows)
+    assert rows_in(own, saved.fragments[1].files) == []
+    memory.close()
+
+
+@pytest.mark.parametrize("harm", ["damaged", "other content", "another attempt"])
+def test_an_own_fragment_that_was_not_committed_is_not_used(
+    nodes: Nodes, saved: SampleCheckpoint, harm: str
+) -> None:
+    """Its digest is not the committed one; then another source, or else the whole manifest, decides."""
+    both(nodes, saved)
+    for holder in (A, B):
+        path = nodes.folder(holder, saved) / fragment_file(0, 2)
+        if harm == "damaged":
+            data = bytearray(path.read_bytes())
+            data[60] ^= 1
+            path.write_bytes(data)
+        elif harm == "other content":
+            other_manifest(nodes, saved, holder, 0)
+        else:
+            path.write_bytes(sample(11).files[fragment_file(0, 2)])
+        with finder(nodes, A) as found:
+            made = found.own_ticket(plan_of(saved, fragments=digests(saved)))
+        if holder == A:
+            assert made is not None, "B has it intact"
+            made[1].close()
+    assert made is None
+    with pytest.raises((CorruptionError, RestoreError)):
+        ticket(nodes, saved)
+
+
+def test_without_a_proven_digest_or_in_another_shape_all_fragments_are_read(
+    nodes: Nodes, saved: SampleCheckpoint
+) -> None:
+    both(nodes, saved)
+    plan = plan_of(saved, fragments=digests(saved))
+    with finder(nodes, A) as found:
+        assert found.own_ticket(plan_of(saved)) is None
+        assert found.own_ticket(replace(plan, world_size=3)) is None
+        assert found.own_ticket(replace(plan, nodes=plan.nodes[:1])) is None
+        swapped = tuple(replace(n, ranks=(1 - n.node_index,)) for n in plan.nodes)
+        assert found.own_ticket(replace(plan, nodes=swapped)) is None
+    with finder(nodes, C) as found:
+        assert found.own_ticket(plan) is None
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_memory_of_a_manifest_cannot_change_and_is_freed(
+    nodes: Nodes, saved: SampleCheckpoint, named: bool
+) -> None:
+    both(nodes, saved)
+    with finder(nodes, named=named) as found:
+        made, memory = found.ticket(plan_of(saved))
+    manifest = made.manifest
+    assert isinstance(manifest, MappedManifest) and Path(manifest.path).exists()
+    assert manifest.path.startswith("/dev/shm/" if named else "/proc/")
+    rows = manifest.open()
+    if not named:
+        fd = os.open(manifest.path, os.O_RDWR)
+        for change in (lambda: os.pwrite(fd, b"x", 0), lambda: os.ftruncate(fd, 0)):
+            with pytest.raises(PermissionError):
+                change()
+        os.close(fd)
+    memory.close()
+    memory.close()
+    assert not Path(manifest.path).exists() and not any("ray_ckpt-manifest" in m for m in open_files())
+    assert rows.of_file(saved.fragments[0].files[0].name), "what is mapped stays readable"
+    with pytest.raises(OSError):
+        manifest.open()
+    del rows
+    gc.collect()
+    assert "ray_ckpt-manifest" not in Path("/proc/self/maps").read_text()
+
+
+def open_files() -> list[str]:
+    return [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+
+
+def test_a_manifest_that_is_too_large_for_the_node_is_refused(
+    nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both(nodes, saved)
+    monkeypatch.setattr(manifest_memory, "available_memory_bytes", lambda: 4096)
+    with finder(nodes) as found, pytest.raises(InsufficientSpace, match="half of the free memory"):
+        found.ticket(plan_of(saved))
+    assert not any("ray_ckpt-manifest" in name for name in open_files())

@@ -17,6 +17,7 @@ from ray_ckpt.actors.agent import shared_reads
 from ray_ckpt.actors.agent.shared_reads import SharedReads, _aligned, _Space
 from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore import reader as restore
+from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FetchRows, FileSource, RestoreTicket, SharedRows, SourceReader
 from ray_ckpt.types import CheckpointInfo, Fragment, Level, ManifestRow
 from tests.restore.test_reader import ATTEMPT, Checkpoint, Memory, check
@@ -46,7 +47,9 @@ def ticket_of(checkpoint: Checkpoint, sources: Mapping[str, FileSource]) -> Rest
         metrics={},
     )
     given_sources = {file: (source,) for file, source in sources.items()}
-    return RestoreTicket(session=1, epoch=1, checkpoint=info, fragments=(fragment,), sources=given_sources)
+    return RestoreTicket(
+        session=1, epoch=1, checkpoint=info, manifest=ListedRows(fragment.rows), sources=given_sources
+    )
 
 
 class Agent:

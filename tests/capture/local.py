@@ -24,6 +24,7 @@ from ray_ckpt.format.names import shard_file, state_file
 from ray_ckpt.format.tree import decode_tree
 from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
+from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FileSource, RestoreTicket, SharedRows
 from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.types import (
@@ -76,6 +77,9 @@ class LocalLink:
         self.identity = Identity(
             run_uid="0" * 32, run_name="run", rank=self.rank, world_size=self.world_size, node_id="node"
         )
+
+    def whole_ticket(self, session: int) -> RestoreTicket:
+        return self.ticket()
 
     def ticket(self) -> RestoreTicket:
         return self.given
@@ -215,7 +219,9 @@ class LocalLink:
             metrics={},
         )
         sources = {file: (FileSource(tier="local", where="node", path=str(folder / file)),) for file in data}
-        ticket = RestoreTicket(session=2, epoch=1, checkpoint=info, fragments=(fragment,), sources=sources)
+        ticket = RestoreTicket(
+            session=2, epoch=1, checkpoint=info, manifest=ListedRows(fragment.rows), sources=sources
+        )
         return LocalLink(options=options or self.options, given=ticket)
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
+from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FileSource, SourceReader
 from ray_ckpt.types import ManifestRow
 
@@ -124,7 +125,7 @@ class Files:
         attempt = make_attempt(run_uid="0" * 32, session=1, step=10, attempt=0)
         reader = SourceReader(attempt, sources, credentials=None)
         state = self.states[rank if rank < self.world_size else 0]
-        finish = load_items(items, state, self.rows, reader, rank=rank, world_size=world_size)
+        finish = load_items(items, state, ListedRows(self.rows), reader, rank=rank, world_size=world_size)
         assert not reader.damage and not reader.rejected
         finish()
         return reader

@@ -30,6 +30,7 @@ from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
 from ray_ckpt.plan.restore import RowKey, row_key
+from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FetchRows, FileSource, SharedRows, SourceReader
 from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow
 
@@ -113,7 +114,13 @@ class Saved:
         state = self.states[rank if rank in self.states else 0]
         world_size = world_size or self.world_size
         finish = load_items(
-            items, state, self.rows, reader, rank=rank, world_size=world_size, node_ranks=node_ranks
+            items,
+            state,
+            ListedRows(self.rows),
+            reader,
+            rank=rank,
+            world_size=world_size,
+            node_ranks=node_ranks,
         )
         if not reader.damage:
             finish()

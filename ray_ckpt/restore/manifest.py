@@ -1,0 +1,321 @@
+"""The manifest of a checkpoint as a restore uses it: rows in columns, of which a rank makes the few it reads.
+
+The agent of a node puts the fragments into memory as Arrow streams, once for all its ranks, and a rank maps
+them. A rank begins with the fragment of its own node, if that is known to be committed: what the rank saved
+itself has exactly the regions that it restores. Only if something is missing there, the rank requests the
+whole manifest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ray_ckpt.format import parquet
+from ray_ckpt.format.row_columns import Ints, Mask, box_values, list_column, rows_of
+from ray_ckpt.storage.local.pages import map_shared
+from ray_ckpt.types import ManifestRow, Slice
+
+NOT_WANTED = -1
+Boxes: TypeAlias = npt.NDArray[np.int64]
+
+
+class SavedRows(Protocol):
+    """The rows of a checkpoint, or of a part of it. The order of rows is that of fragments, and of files."""
+
+    def of_file(self, file: str) -> Sequence[ManifestRow]:
+        """Return the rows of a file; none for a file that is not here."""
+        ...
+
+    def of_key(self, key: str) -> Sequence[ManifestRow]:
+        """Return the rows of a tensor."""
+        ...
+
+    def first_of(self, keys: Iterable[str]) -> Mapping[str, ManifestRow]:
+        """Return the first row of each tensor; tensors that are not here are left out."""
+        ...
+
+    def meeting(self, targets: Sequence[Slice], *, prefer_file: str = "") -> Sequence[ManifestRow]:
+        """Return rows for which `plan_restore` makes the plan that it makes for all rows.
+
+        These are the first row of each tensor and the rows that share elements with a target; of rows with
+        the same region at least the first one and the one in `prefer_file`.
+        """
+        ...
+
+    def complete(self) -> bool:
+        """Add the rows that are not here yet; return whether there were any."""
+        ...
+
+
+class ManifestRef(Protocol):
+    """A manifest in a ticket."""
+
+    def open(self) -> SavedRows: ...
+
+
+class ListedRows:
+    """Rows as objects: those of a checkpoint that is read without an agent."""
+
+    def __init__(self, rows: Iterable[ManifestRow]) -> None:
+        self._rows = tuple(rows)
+
+    def open(self) -> ListedRows:
+        return self
+
+    def of_file(self, file: str) -> Sequence[ManifestRow]:
+        return [row for row in self._rows if row.file == file]
+
+    def of_key(self, key: str) -> Sequence[ManifestRow]:
+        return [row for row in self._rows if row.slice is not None and row.slice.key == key]
+
+    def first_of(self, keys: Iterable[str]) -> Mapping[str, ManifestRow]:
+        wanted, found = set(keys), dict[str, ManifestRow]()
+        for row in self._rows:
+            if row.slice is not None and row.slice.key in wanted:
+                found.setdefault(row.slice.key, row)
+        return found
+
+    def meeting(self, targets: Sequence[Slice], *, prefer_file: str = "") -> Sequence[ManifestRow]:
+        return self._rows
+
+    def complete(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappedManifest:
+    """Fragments as Arrow streams in memory of the agent: (offset, size) of each, in the order of nodes."""
+
+    path: str
+    parts: tuple[tuple[int, int], ...]
+
+    def open(self) -> RowColumns:
+        """Map the fragments. OSError if the agent has freed the memory."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            memory = pa.py_buffer(map_shared(fd, 0, size)) if size else pa.py_buffer(b"")
+        finally:
+            os.close(fd)
+        return RowColumns(
+            pa.ipc.open_stream(memory.slice(offset, size)).read_all() for offset, size in self.parts
+        )
+
+
+class RowColumns:
+    """Rows in columns, texts as dictionaries; see `format.manifest.decode_columns`."""
+
+    def __init__(self, tables: Iterable[pa.Table]) -> None:
+        self._parts = [_Part(table) for table in tables]
+        self._part_of: dict[str, _Part] = {}
+
+    def open(self) -> RowColumns:
+        return self
+
+    def of_file(self, file: str) -> Sequence[ManifestRow]:
+        if not self._part_of:
+            self._part_of = {name: part for part in reversed(self._parts) for name in part.files}
+        part = self._part_of.get(file)
+        return () if part is None else part.rows(np.flatnonzero(part.is_in(file)))
+
+    def of_key(self, key: str) -> Sequence[ManifestRow]:
+        ids = _Keys((key,))
+        return [row for part in self._parts for row in part.rows(np.flatnonzero(ids.of(part) == 0))]
+
+    def first_of(self, keys: Iterable[str]) -> Mapping[str, ManifestRow]:
+        ids = _Keys(keys)
+        found = [row for part in self._parts for row in part.rows(ids.take_first(ids.of(part)))]
+        return {row.slice.key: row for row in found if row.slice is not None}
+
+    def meeting(self, targets: Sequence[Slice], *, prefer_file: str = "") -> Sequence[ManifestRow]:
+        wanted = _Boxes(targets)
+        return [row for part in self._parts for row in part.rows(wanted.meeting(part, prefer_file))]
+
+    def complete(self) -> bool:
+        return False
+
+
+class PartialRows:
+    """Some rows of a checkpoint, until `complete` replaces them by all, which `fetch` returns."""
+
+    def __init__(self, rows: SavedRows, fetch: Callable[[], SavedRows]) -> None:
+        self._rows = rows
+        self._fetch: Callable[[], SavedRows] | None = fetch
+
+    def of_file(self, file: str) -> Sequence[ManifestRow]:
+        return self._rows.of_file(file)
+
+    def of_key(self, key: str) -> Sequence[ManifestRow]:
+        return self._rows.of_key(key)
+
+    def first_of(self, keys: Iterable[str]) -> Mapping[str, ManifestRow]:
+        return self._rows.first_of(keys)
+
+    def meeting(self, targets: Sequence[Slice], *, prefer_file: str = "") -> Sequence[ManifestRow]:
+        return self._rows.meeting(targets, prefer_file=prefer_file)
+
+    def complete(self) -> bool:
+        """Fetch all rows, once. Raise the errors of `fetch`."""
+        if self._fetch is None:
+            return False
+        self._rows, self._fetch = self._fetch(), None
+        return True
+
+
+class _Part:
+    """The rows of one fragment."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        item, name = parquet.column(table, "item"), parquet.column(table, "name")
+        self.items, self.names = item.dictionary, name.dictionary
+        self.is_slice: Mask = item.is_valid().to_numpy(False)
+        self.item_at, self.name_at = _indices(item), _indices(name)
+
+    @property
+    def files(self) -> list[str]:
+        found: list[str] = parquet.column(self._table, "file").dictionary.to_pylist()
+        return found
+
+    def is_in(self, file: str) -> Mask:
+        """Return which rows are those of a file."""
+        found, files = parquet.column(self._table, "file"), self.files
+        at = files.index(file) if file in files else -1
+        is_there: Mask = found.indices.to_numpy() == at
+        return is_there
+
+    def rows(self, at: Ints) -> tuple[ManifestRow, ...]:
+        """Return the rows with these numbers, in the order of the file."""
+        if not len(at):
+            return ()
+        return rows_of(self._table.take(pa.array(np.sort(at))))
+
+    def num_dims(self) -> Ints:
+        starts, _ = list_column(self._table, "offset")
+        return np.diff(starts)
+
+    def boxes(self, at: Ints, num_dims: int) -> tuple[Boxes, Boxes]:
+        """Return the starts and the ends of the regions of rows, all of `num_dims` dimensions."""
+        start = box_values(list_column(self._table, "offset"), at, num_dims)
+        return start, start + box_values(list_column(self._table, "shape"), at, num_dims)
+
+
+def _indices(column: pa.DictionaryArray) -> Ints:
+    found: Ints = (column.indices.fill_null(0) if column.null_count else column.indices).to_numpy()
+    return found
+
+
+class _Keys:
+    """Names of tensors, numbered from 0 in the order in which they were given."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self.number = {key: at for at, key in enumerate(dict.fromkeys(keys))}
+        self._has_row = np.zeros(len(self.number), bool)  # by tensor: `take_first` has returned a row of it
+        self._last: tuple[pa.Array, pa.Array, Ints] | None = None
+
+    def of(self, part: _Part) -> Ints:
+        """Return the number of each row's tensor, or NOT_WANTED."""
+        if not len(part.items):
+            return np.full(len(part.is_slice), NOT_WANTED)
+        return np.where(part.is_slice, self._numbers(part)[part.item_at, part.name_at], NOT_WANTED)
+
+    def _numbers(self, part: _Part) -> Ints:
+        """Return the tensor's number by item and name. Fragments of one layout have the same texts."""
+        if self._last is not None and self._last[0].equals(part.items) and self._last[1].equals(part.names):
+            return self._last[2]
+        names = part.names.to_pylist()
+        found = np.array(
+            [
+                [self.number.get(f"{item}.{name}" if name else item, NOT_WANTED) for name in names]
+                for item in part.items.to_pylist()
+            ]
+        ).reshape(len(part.items), len(names))
+        self._last = part.items, part.names, found
+        return found
+
+    def take_first(self, numbers: Ints) -> Ints:
+        """Return the first row of each tensor that had no row in the parts before."""
+        new = np.flatnonzero(numbers >= 0)
+        new = new[~self._has_row[numbers[new]]]
+        found, first = np.unique(numbers[new], return_index=True)
+        self._has_row[found] = True
+        return new[first]
+
+
+class _Boxes:
+    """Targets by tensor: for each the smallest box that contains all its targets."""
+
+    def __init__(self, targets: Sequence[Slice]) -> None:
+        self._keys = _Keys(target.key for target in targets)
+        by_dims: dict[int, list[Slice]] = {}
+        for target in targets:
+            by_dims.setdefault(len(target.shape), []).append(target)
+        self._by_dims = {dims: _SameDims(dims, found, self._keys.number) for dims, found in by_dims.items()}
+
+    def meeting(self, part: _Part, prefer_file: str) -> Ints:
+        """Return the rows that a plan may need; see `SavedRows.meeting`."""
+        numbers = self._keys.of(part)
+        first = self._keys.take_first(numbers)
+        num_dims = part.num_dims()
+        preferred = part.is_in(prefer_file) if prefer_file in part.files else None
+        found = [first]
+        for dims, boxes in self._by_dims.items():
+            at = np.flatnonzero((numbers >= 0) & (num_dims == dims))
+            if len(at):
+                found.append(boxes.meeting(part, at, numbers[at], preferred))
+        return np.unique(np.concatenate(found))
+
+
+class _SameDims:
+    """Boxes of targets of `dims` dimensions, by the number of the tensor."""
+
+    def __init__(self, dims: int, targets: Iterable[Slice], number: Mapping[str, int]) -> None:
+        self._dims = dims
+        self._low = np.full((len(number), dims), np.iinfo(np.int64).max)
+        self._high = np.full((len(number), dims), -1)
+        self._is_here = np.zeros(len(number), bool)
+        for target in targets:
+            at = number[target.key]
+            low, high = np.array(target.offset, np.int64), np.array(target.offset, np.int64) + target.shape
+            self._low[at] = np.minimum(self._low[at], low)
+            self._high[at] = np.maximum(self._high[at], high)
+            self._is_here[at] = True
+        self._cover = np.full((len(number), 2 * dims), -1)  # region of a row that contains the whole box
+        self._has_cover = np.zeros(len(number), bool)
+
+    def meeting(self, part: _Part, at: Ints, numbers: Ints, preferred: Mask | None) -> Ints:
+        """Return which of the rows `at`, of the tensors `numbers`, share elements with the boxes."""
+        starts, ends = part.boxes(at, self._dims)
+        low, high = self._low[numbers], self._high[numbers]
+        is_met = self._is_here[numbers] & (starts < high).all(axis=1) & (ends > low).all(axis=1)
+        if not is_met.any():
+            return at[:0]
+        at, numbers, starts, ends = at[is_met], numbers[is_met], starts[is_met], ends[is_met]
+        low, high = low[is_met], high[is_met]
+        return at[~self._is_repeated(numbers, starts, ends, low, high) | _of(preferred, at)]
+
+    def _is_repeated(self, numbers: Ints, starts: Boxes, ends: Boxes, low: Boxes, high: Boxes) -> Mask:
+        """Return which rows have the region of an earlier row that contains the whole box of the tensor.
+
+        A tensor that all ranks save would otherwise give a row for each rank.
+        """
+        covers = np.flatnonzero((starts <= low).all(axis=1) & (ends >= high).all(axis=1))
+        regions = np.concatenate((starts, ends), axis=1)
+        new = covers[~self._has_cover[numbers[covers]]]
+        found, first = np.unique(numbers[new], return_index=True)
+        self._cover[found], self._has_cover[found] = regions[new[first]], True
+        is_repeated = np.zeros(len(numbers), bool)
+        is_repeated[covers] = (regions[covers] == self._cover[numbers[covers]]).all(axis=1)
+        is_repeated[new[first]] = False
+        return is_repeated
+
+
+def _of(mask: Mask | None, at: Ints) -> Mask:
+    return np.zeros(len(at), bool) if mask is None else mask[at]

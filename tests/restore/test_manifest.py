@@ -1,0 +1,176 @@
+"""The rows that a rank makes from columns give the plan that all rows give, for any two layouts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import pairwise, product
+from math import prod
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_ckpt.errors import RestoreError
+from ray_ckpt.format.manifest import rows_table
+from ray_ckpt.format.names import make_attempt, shard_file, state_file
+from ray_ckpt.plan.restore import plan_restore
+from ray_ckpt.restore.manifest import ListedRows, MappedManifest, PartialRows, RowColumns
+from ray_ckpt.types import Fragment, ManifestRow, Slice
+
+ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=1, attempt=0)
+RANKS = 4
+SHAPES: dict[str, tuple[int, ...]] = {"a": (8,), "b": (6, 4), "c": (), "d": (0, 3), "e": (4, 3, 2), "f": (5,)}
+
+
+def columns(table: pa.Table) -> pa.Table:
+    """A table with texts as dictionaries, as fragments are read."""
+    return pa.table(
+        {
+            name: table.column(name).combine_chunks().dictionary_encode()
+            if table.schema.field(name).type == pa.string()
+            else table.column(name)
+            for name in table.column_names
+        }
+    )
+
+
+def row_columns(fragments: Sequence[Sequence[ManifestRow]]) -> RowColumns:
+    return RowColumns(columns(rows_table([fragment_of(rows)])) for rows in fragments)
+
+
+def fragment_of(rows: Sequence[ManifestRow]) -> Fragment:
+    return Fragment(
+        attempt=ATTEMPT,
+        node_index=0,
+        num_nodes=1,
+        world_size=RANKS,
+        ranks=(),
+        files=(),
+        rows=tuple(rows),
+    )
+
+
+def slice_of(name: str, box: Sequence[tuple[int, int]], dtype: str = "F32") -> Slice:
+    return Slice(
+        item="model" if name < "d" else "optimizer",
+        name=name,
+        dtype=dtype,
+        global_shape=SHAPES[name],
+        offset=tuple(start for start, _ in box),
+        shape=tuple(end - start for start, end in box),
+    )
+
+
+@st.composite
+def saved(draw: st.DrawFn) -> list[list[ManifestRow]]:
+    """The rows of two nodes with two ranks each: tensors cut by grids, some regions saved by several."""
+    by_rank: list[list[Slice]] = [[] for _ in range(RANKS)]
+    for name, shape in SHAPES.items():
+        cuts = [sorted({0, total, *draw(st.sets(st.integers(0, total), max_size=2))}) for total in shape]
+        for box in product(*(list(pairwise(cut)) or [(0, 0)] for cut in cuts)):
+            for rank in draw(st.sets(st.integers(0, RANKS - 1), min_size=1)):
+                by_rank[rank].append(slice_of(name, box))
+    fragments: list[list[ManifestRow]] = [[], []]
+    for rank, parts in enumerate(by_rank):
+        file, at = shard_file(rank, RANKS), 8
+        rows = [ManifestRow(kind="header", file=file, byte_offset=0, nbytes=8, digest="0" * 32)]
+        for part in draw(st.permutations(parts)):
+            nbytes = 4 * prod(part.shape)
+            digest = f"{rank:016x}{at:016x}"
+            rows.append(
+                ManifestRow(kind="slice", file=file, byte_offset=at, nbytes=nbytes, digest=digest, slice=part)
+            )
+            at += nbytes + 1
+        state = state_file(rank, RANKS)
+        rows.append(ManifestRow(kind="state", file=state, byte_offset=0, nbytes=3, digest="1" * 32))
+        fragments[rank // 2] += rows
+    return fragments
+
+
+@st.composite
+def wanted(draw: st.DrawFn) -> list[Slice]:
+    targets = []
+    for name in draw(st.lists(st.sampled_from(sorted(SHAPES)), max_size=6)):
+        box = [sorted(draw(st.tuples(*[st.integers(0, total)] * 2))) for total in SHAPES[name]]
+        targets.append(slice_of(name, [(a, b) for a, b in box], draw(st.sampled_from(["F32", "F32", "I32"]))))
+    if draw(st.booleans()):
+        targets.append(Slice(item="model", name="z", dtype="F32", global_shape=(2,), offset=(0,), shape=(2,)))
+    if draw(st.booleans()):
+        targets.append(Slice(item="model", name="b", dtype="F32", global_shape=(6,), offset=(0,), shape=(6,)))
+    return targets
+
+
+@given(fragments=saved(), targets=wanted(), rank=st.integers(0, RANKS))
+def test_columns_give_the_plan_of_all_rows(
+    fragments: list[list[ManifestRow]], targets: list[Slice], rank: int
+) -> None:
+    every_row = [row for rows in fragments for row in rows]
+    prefer_file = shard_file(rank, RANKS) if rank < RANKS else ""
+    rows = row_columns(fragments)
+    met = rows.meeting(targets, prefer_file=prefer_file)
+    assert plan_restore(targets, met, prefer_file=prefer_file) == plan_restore(
+        targets, every_row, prefer_file=prefer_file
+    )
+    listed, keys = ListedRows(every_row), [target.key for target in targets]
+    assert rows.first_of(keys) == listed.first_of(keys)
+    for key in keys:
+        assert list(rows.of_key(key)) == list(listed.of_key(key))
+    for row in every_row:
+        assert list(rows.of_file(row.file)) == list(listed.of_file(row.file))
+    assert list(rows.of_file("shard-00009-of-00010")) == []
+
+
+def test_a_tensor_that_all_ranks_saved_gives_few_rows() -> None:
+    region, fragments = slice_of("a", [(0, 8)]), []
+    for rank in range(100):
+        file = shard_file(rank, 100)
+        fragments.append(
+            [ManifestRow(kind="slice", file=file, byte_offset=0, nbytes=32, digest="0" * 32, slice=region)]
+        )
+    rows = row_columns(fragments)
+    assert [row.file for row in rows.meeting([region])] == [shard_file(0, 100)]
+    preferred = rows.meeting([region], prefer_file=shard_file(7, 100))
+    assert [row.file for row in preferred] == [shard_file(0, 100), shard_file(7, 100)]
+
+
+@given(fragments=saved())
+def test_mapped_rows_are_those_that_were_written(fragments: list[list[ManifestRow]]) -> None:
+    fd = os.memfd_create("ray_ckpt-test")
+    try:
+        parts, at = [], 0
+        for rows in fragments:
+            table, sink = columns(rows_table([fragment_of(rows)])), pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+            data = sink.getvalue().to_pybytes()
+            os.write(fd, data)
+            parts.append((at, len(data)))
+            at += len(data)
+        mapped = MappedManifest(path=f"/proc/self/fd/{fd}", parts=tuple(parts)).open()
+        for rows in fragments:
+            for file in {row.file for row in rows}:
+                assert list(mapped.of_file(file)) == [row for row in rows if row.file == file]
+    finally:
+        os.close(fd)
+
+
+def test_a_part_is_completed_once_and_its_errors_reach_the_caller() -> None:
+    region = slice_of("a", [(0, 8)])
+    row = ManifestRow(kind="slice", file="f", byte_offset=0, nbytes=32, digest="0" * 32, slice=region)
+    calls: list[int] = []
+
+    def fetch() -> ListedRows:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RestoreError("No source.")
+        return ListedRows([row])
+
+    rows = PartialRows(ListedRows([]), fetch)
+    assert rows.of_file("f") == [] == list(rows.meeting([region]))
+    with pytest.raises(RestoreError):
+        rows.complete()
+    assert rows.complete() and not rows.complete() and len(calls) == 2
+    assert rows.of_file("f") == [row] == list(rows.of_key(region.key))
+    assert rows.first_of([region.key, "x"]) == {region.key: row}
