@@ -40,6 +40,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.complex64: "C64",
 }
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+SMALL_BYTES = 64 << 10  # a copy on each node costs less than to fetch the fragments of all nodes
 MIN_BLOCK_TENSORS = 16  # fewest tensors in a container compared as a whole; fewer are as fast one by one
 SliceKey: TypeAlias = tuple[str, tuple[int, ...]]
 """Identity of a slice on a rank: tensor name and offset. A rank may hold several slices of a tensor."""
@@ -66,6 +67,15 @@ class LiveSlice:
     @property
     def slice_key(self) -> SliceKey:
         return self.slice.key, self.slice.offset
+
+    @property
+    def is_small_and_plain(self) -> bool:
+        """True for a whole tensor of less than SMALL_BYTES that is not cut over ranks."""
+        return (
+            self.nbytes < SMALL_BYTES
+            and self.slice.shape == self.slice.global_shape
+            and not is_dtensor(self.leaf)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +150,18 @@ class Walked:
     def by_slice_key(self) -> dict[SliceKey, LiveSlice]:
         return {live.slice_key: live for live in self.slices}
 
-    def owned(self, rank: int) -> tuple[LiveSlice, ...]:
-        """Return the slices that `rank` saves: its own slices, and its share of common slices."""
+    def owned(self, rank: int, node_ranks: Sequence[int] = ()) -> tuple[LiveSlice, ...]:
+        """Return the slices that `rank` saves: its own slices, and its share of common slices.
+
+        If the ranks on the node of `rank` are given, small plain tensors are saved once on each node, so that
+        the fragment of a node is enough for a restore of the same shape.
+        """
         loads: dict[tuple[int, ...], dict[int, int]] = {}
         mine = [live for live in self.slices if live.ranks == (rank,)]
-        shared = (live for live in self.slices if len(live.ranks) > 1)
+        common = [live for live in self.slices if len(live.ranks) > 1]
+        per_node = [live for live in common if node_ranks and live.is_small_and_plain]
+        mine += [live for live in per_node if rank == min(k for k in live.ranks if k in node_ranks)]
+        shared = (live for live in common if not (node_ranks and live.is_small_and_plain))
         for live in sorted(shared, key=lambda s: (-s.nbytes, *s.slice_key)):
             load = loads.setdefault(live.ranks, dict.fromkeys(live.ranks, 0))
             owner = min(load, key=lambda k: (load[k], k))

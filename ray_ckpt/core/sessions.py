@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 
 from ray_ckpt import telemetry
 from ray_ckpt.config import resume_step
@@ -24,8 +25,9 @@ from ray_ckpt.core.values import (
 )
 from ray_ckpt.errors import CheckpointError, RestoreError, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
+from ray_ckpt.format.digest import root_digest
 from ray_ckpt.texts import nearest_steps
-from ray_ckpt.types import CheckpointInfo, RankRestore
+from ray_ckpt.types import CheckpointInfo, FileEntry, RankRestore
 
 MAX_WAITING_SESSIONS = 8  # sessions begun while the store is away; each is a group that failed
 SLOW_RESTORE_S = 15.0  # after this time a restore that waits for ranks causes a warning
@@ -46,6 +48,7 @@ class Sessions:
         self._waiting_ranks: dict[str, tuple[int, ...]] = {}  # node -> its ranks that are done early
         self._first_s: float | None = None  # end of the restore of the first rank
         self._has_warned = False  # warned of ranks that do not restore
+        self._inventories: dict[str, Inventory] = {}  # of the opening group's nodes, until it trains
         self._orphans: dict[str, tuple[str, ...]] = {}
         self.is_training = False  # the group has received `go`
         self._sent_go: SessionKey | None = None  # the last session that received `go`
@@ -88,6 +91,7 @@ class Sessions:
         yield from self.fail(error)
         self._context.plan, self._group, self.is_training = None, None, False
         self._orphans = {}  # listed for the ended group; another group may own these folders
+        self._inventories = {}
 
     def opened(self, event: m.GroupOpened) -> Iterator[m.Effect]:
         """Begin to open a new group; the previous group, if any, has ended."""
@@ -95,7 +99,7 @@ class Sessions:
         self._context.plan = None
         self._group, self._since_s = event, self._context.now_s
         self._waiting, self._choosing, self._requested = (event.token,), True, False
-        self._excluded, self.is_training = set(), False
+        self._excluded, self.is_training, self._inventories = set(), False, {}
         self._learn(event.inventories)
 
     def inventory_taken(self, event: m.InventoryTaken) -> bool:
@@ -190,6 +194,7 @@ class Sessions:
     def _learn(self, inventories: Mapping[str, Inventory]) -> None:
         history = self._context.history
         self._context.holders.learn(inventories, history.run_uid)
+        self._inventories |= inventories
         live = {c.directory for c in history.live()}
         for node, inventory in inventories.items():
             self._orphans[node] = tuple(d for d in inventory.directories if d not in live)
@@ -320,7 +325,24 @@ class Sessions:
             return None
         checkpoint, holders = history.checkpoints[attempt], self._context.holders
         nodes = tuple(tuple(sorted(holders.of(attempt, i))) for i in range(checkpoint.num_nodes))
-        return ResumePoint(checkpoint=checkpoint, holders=nodes)
+        return ResumePoint(checkpoint=checkpoint, holders=nodes, fragments=self._committed(checkpoint))
+
+    def _committed(self, checkpoint: CheckpointInfo) -> tuple[str, ...]:
+        """Return the digests of a checkpoint's fragments, if the inventories of all nodes prove them.
+
+        With the files that nodes list for these fragments, they give the root digest of the commit. Several
+        versions of a fragment prove nothing.
+        """
+        found: dict[int, set[tuple[FileEntry, ...]]] = {}
+        for inventory in self._inventories.values():
+            for held in inventory.fragments:
+                if held.attempt.attempt == checkpoint.id.attempt and held.files:
+                    found.setdefault(held.node_index, set()).add(held.files)
+        if found.keys() != set(range(checkpoint.num_nodes)) or any(len(f) > 1 for f in found.values()):
+            return ()
+        files = [next(iter(found[index])) for index in range(checkpoint.num_nodes)]
+        is_proven = root_digest(chain.from_iterable(files)) == checkpoint.root_digest
+        return tuple(entries[-1].digest for entries in files) if is_proven else ()
 
     # -- restored ------------------------------------------------------------------------------------
 
@@ -339,7 +361,7 @@ class Sessions:
         damage = sorted({d for rank in ranks for d in rank.damage})
         if not damage or plan.resume is None:
             is_new, self._sent_go = self._sent_go != plan.session_key, plan.session_key
-            self.is_training, self.restores = True, tuple(ranks)
+            self.is_training, self.restores, self._inventories = True, tuple(ranks), {}
             if is_new and (restored := _restored(plan, ranks)) is not None:
                 self._context.ledger.append(restored)
                 self._context.measure(telemetry.RESTORES, restored.seconds)

@@ -63,7 +63,8 @@ class RankItems:
     def predicted_layout(self, walked: Walked) -> ShardLayout:
         """Return the layout of this rank's shard once every optimizer has its state."""
         whole = with_predictions(walked, self.items, ranks=self._identity.ranks)
-        return build_layout(live.slice for live in whole.owned(self._identity.rank))
+        owned = whole.owned(self._identity.rank, self._identity.node_ranks)
+        return build_layout(live.slice for live in owned)
 
     def preflight(self) -> ShardLayout:
         """Encode the state once, so that errors of a save are found before training; predict the layout."""

@@ -248,7 +248,7 @@ class Saver:
         if plan is not None and plan.whole is not walked.slices:
             plan = self._plan = plan.followed(walked.slices)
         if plan is None or plan.optimized != optimized:
-            owned = walked.owned(self._link.identity.rank)
+            owned = walked.owned(self._link.identity.rank, self._link.identity.node_ranks)
             layout = self._layout_of(frozenset(live.slice for live in owned))
             by_key = walked.by_slice_key
             order = [(placed.slice.key, placed.slice.offset) for placed in layout.slices]

@@ -64,6 +64,8 @@ class LocalLink:
     )
     page: SignalPage | None = None
     given: RestoreTicket = field(default_factory=lambda: RestoreTicket(session=1, epoch=1, checkpoint=None))
+    whole: RestoreTicket | None = None
+    num_whole: int = 0  # calls of `whole_ticket`
     reserved_bytes: int = 0
     recovered: int = 0
     go: threading.Event = field(default_factory=threading.Event)
@@ -79,7 +81,9 @@ class LocalLink:
         )
 
     def whole_ticket(self, session: int) -> RestoreTicket:
-        return self.ticket()
+        assert self.whole is not None
+        self.num_whole += 1
+        return self.whole
 
     def ticket(self) -> RestoreTicket:
         return self.given

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.items import Item
-from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked, bytes_digest, walk
+from ray_ckpt.capture.walk import DTYPE_NAMES, SMALL_BYTES, LiveSlice, Walked, bytes_digest, walk
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.format.tree import TensorRef, TorchDtype
@@ -130,6 +130,20 @@ def test_what_all_hold_is_saved_exactly_once_and_evenly(sizes: list[int], world_
     assert sorted(s.slice.key for share in owned for s in share) == keys(walks[0])
     loads = [sum(s.nbytes for s in share) for share in owned]
     assert max(loads) - min(loads) <= 4 * max(sizes, default=0), "one tensor is the finest share"
+
+
+def test_small_plain_tensors_are_saved_once_on_each_node() -> None:
+    """Optimizer steps, say: so that the fragment of a node has all that its ranks restore."""
+    large = nn.Parameter(torch.zeros(SMALL_BYTES // 4))
+    items = items_of(model=nn.ParameterDict({"small": nn.Parameter(torch.zeros(8)), "large": large}))
+    nodes = ((0, 1), (2,), (3, 4, 5))
+    owned = {
+        rank: [s.slice.name for s in walk(items, rank=rank, world_size=6).owned(rank, ranks)]
+        for ranks in nodes
+        for rank in ranks
+    }
+    assert [rank for rank, names in owned.items() if "small" in names] == [0, 2, 3]
+    assert [rank for rank, names in owned.items() if "large" in names] == [0]
 
 
 def test_what_may_differ_is_saved_by_each() -> None:

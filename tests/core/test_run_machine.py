@@ -546,6 +546,24 @@ def test_the_newest_checkpoint_with_full_sources_is_restored() -> None:
     assert restored.session == 2
 
 
+def test_a_plan_has_the_digests_of_the_committed_fragments_if_inventories_prove_them() -> None:
+    run = Harness("abc")
+    run.open("ab")
+    run.save(10)
+    attempt = run.attempt(10)
+    digests = tuple(run.stored(attempt, node).files[-1].digest for node in "ab")
+    resume = one(run.feed(run.group("ab")), m.StartSession).plan.resume
+    assert resume is not None and resume.fragments == digests
+    run.feed(*(run.restored(node) for node in "ab"))
+
+    group = run.group("ab")
+    here = group.inventories["a"]
+    other = [replace(f, files=(*f.files[:-1], replace(f.files[-1], digest="f" * 32))) for f in here.fragments]
+    found = {"a": replace(here, fragments=tuple(other))}
+    resume = one(run.feed(replace(group, inventories=group.inventories | found)), m.StartSession).plan.resume
+    assert resume is not None and resume.fragments == (), "a node has another version"
+
+
 def test_a_group_on_other_nodes_restores_from_peers() -> None:
     run = Harness("abc")
     run.open("ab")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from ray_ckpt.capture.load import Load
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.format.names import make_attempt
+from ray_ckpt.restore.manifest import ListedRows, MappedManifest
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import Connection, set_connection
 from ray_ckpt.trainer.item_reader import ItemReader
-from ray_ckpt.types import CheckpointInfo, Level, RankRestore, RestoredPart
+from ray_ckpt.types import CheckpointInfo, Level, ManifestRow, RankRestore, RestoredPart
 from tests.capture.local import LocalLink
 
 UID = "1" * 32
@@ -91,3 +93,64 @@ def test_no_rank_goes_on_before_all_have_read_it(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RestoreError, match="cannot begin with step 50000"):
         restore(link)
     assert link.reports == []
+
+
+def saved_model(folder: Path) -> LocalLink:
+    """A link whose ticket has a model with weights of 3.0."""
+    link = LocalLink()
+    ckpt = checkpointer_of(link, model_of(3.0))
+    ckpt.restore()
+    ckpt.save(1)
+    ckpt.close()
+    return link.resumed(folder, 1)
+
+
+def model_of(value: float) -> torch.nn.Linear:
+    model = torch.nn.Linear(4, 4)
+    torch.nn.init.constant_(model.weight, value)
+    return model
+
+
+def checkpointer_of(link: LocalLink, model: torch.nn.Linear) -> Checkpointer:
+    set_connection(Connection(link=link))
+    try:
+        return Checkpointer(model=model)
+    finally:
+        set_connection(Connection())
+
+
+def rows_in(ticket: RestoreTicket) -> list[ManifestRow]:
+    assert isinstance(ticket.manifest, ListedRows)
+    return list(ticket.manifest.meeting(()))
+
+
+@pytest.mark.parametrize("missing", ["", "state", "slice"])
+def test_the_whole_manifest_is_requested_only_if_something_is_missing(tmp_path: Path, missing: str) -> None:
+    link = saved_model(tmp_path)
+    whole = link.given
+    own = [row for row in rows_in(whole) if row.kind != missing]
+    files = {row.file for row in own}
+    link.whole = whole
+    link.given = replace(
+        whole,
+        manifest=ListedRows(own),
+        sources={file: found for file, found in whole.sources.items() if file in files},
+        is_whole=False,
+    )
+    model = model_of(0.0)
+    ckpt = checkpointer_of(link, model)
+    info = ckpt.restore()
+    assert info is not None and info.step == 1 and link.num_whole == bool(missing)
+    assert torch.equal(model.weight, torch.full((4, 4), 3.0))
+    ckpt.close()
+
+
+def test_a_whole_manifest_that_cannot_be_read_is_damage_of_the_checkpoint(tmp_path: Path) -> None:
+    link = saved_model(tmp_path)
+    link.whole = RestoreTicket(session=2, epoch=1, checkpoint=link.given.checkpoint, damage=("manifest",))
+    ticket = replace(link.given, manifest=ListedRows([]), is_whole=False)
+    report, load = ItemReader(link, {}).read_all(ticket)
+    assert report.damage == ("manifest",) and load() == frozenset()
+    gone = replace(ticket, manifest=MappedManifest(path="/proc/self/fd/9999", parts=()))
+    report, _ = ItemReader(link, {}).read_all(gone)
+    assert "cannot be mapped" in report.damage[0]

@@ -1,0 +1,140 @@
+"""Tickets of one node: made once for its ranks, the whole one on demand, their memory freed at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ray_ckpt.actors.agent.restoring import NodeRestore
+from ray_ckpt.core import messages as m
+from ray_ckpt.errors import Unavailable
+from ray_ckpt.format.names import fragment_file
+from ray_ckpt.restore.manifest import MappedManifest
+from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.storage.local.disks import Disks
+from ray_ckpt.storage.remote.tier import RemoteRef
+from tests.actors.test_restore_sources import digests, plan_of
+from tests.support.peer_nodes import A, Nodes, both, sample
+from tests.support.sample_run import SampleCheckpoint
+from tests.transport.peers import KEYS, UID
+
+
+class Stage:
+    """What a NodeRestore needs of the agent of A."""
+
+    def __init__(self, stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint, *, is_proven: bool) -> None:
+        (nodes.root / A).chmod(0o700)
+        plan = plan_of(saved, fragments=digests(saved) if is_proven else ())
+        self.run: Any = SimpleNamespace(
+            run_uid=UID,
+            memory=SimpleNamespace(arenas={}),
+            staging=stack.enter_context(closing(Disks([nodes.root / A]))),
+            spec=SimpleNamespace(storage=RemoteRef(storage_path=str(nodes.root), run_name="gpt")),
+            endpoints=nodes.endpoints,
+            require_plan=lambda: plan,
+        )
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        self.node: Any = SimpleNamespace(node_id=A, credentials=KEYS.credentials, disk_io=pool)
+
+    def restore(self) -> NodeRestore:
+        async def reported(method: str, event: m.Event) -> None: ...
+
+        return NodeRestore(self.node, self.run, reported)
+
+
+@pytest.fixture
+def saved(nodes: Nodes) -> SampleCheckpoint:
+    found = sample(10)
+    both(nodes, found)
+    return found
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def path_of(ticket: RestoreTicket) -> Path:
+    assert isinstance(ticket.manifest, MappedManifest)
+    return Path(ticket.manifest.path)
+
+
+def run_in_loop(work: Awaitable[None]) -> None:
+    async def main() -> None:
+        await asyncio.wait_for(work, 60)
+
+    asyncio.run(main())
+
+
+def test_ranks_share_tickets_and_the_end_frees_them(
+    stack: ExitStack,
+    nodes: Nodes,
+    saved: SampleCheckpoint,
+) -> None:
+    stage = Stage(stack, nodes, saved, is_proven=True)
+
+    async def story() -> None:
+        restore = stage.restore()
+        own, again = await asyncio.gather(restore.ticket(), restore.ticket())
+        assert own is again and not own.is_whole
+        whole = await restore.ticket(is_whole=True)
+        assert whole.is_whole and len(whole.sources) == 2 * len(own.sources)
+        assert await restore.ticket(is_whole=True) is whole
+        named = await restore.ticket(named=True)
+        paths = [path_of(ticket) for ticket in (own, whole, named)]
+        assert all(path.exists() for path in paths) and paths[2].parent == Path("/dev/shm")
+        restore.close_shared()
+        assert not any(path.exists() for path in paths)
+        with pytest.raises(Unavailable, match="restores nothing here"):
+            await restore.fetch(1, 0, {}, ())
+        late = stage.restore()
+        late.close_shared()
+        assert not path_of(await late.ticket()).exists(), "made after the end"
+
+    run_in_loop(story())
+
+
+def test_without_a_proven_fragment_the_ticket_is_whole(
+    stack: ExitStack,
+    nodes: Nodes,
+    saved: SampleCheckpoint,
+) -> None:
+    async def story() -> None:
+        restore = Stage(stack, nodes, saved, is_proven=False).restore()
+        ticket = await restore.ticket()
+        assert ticket.is_whole and await restore.ticket(is_whole=True) is ticket
+        restore.close_shared()
+
+    run_in_loop(story())
+
+
+def test_a_manifest_that_cannot_be_read_is_damage(
+    stack: ExitStack,
+    nodes: Nodes,
+    saved: SampleCheckpoint,
+) -> None:
+    """The own fragment is intact, and is enough for ranks of the same shape."""
+    for holder in nodes.endpoints:
+        folder = nodes.folder(holder, saved)
+        if folder.exists():
+            (folder / fragment_file(1, 2)).write_bytes(b"PAR1")
+
+    async def story() -> None:
+        restore = Stage(stack, nodes, saved, is_proven=True).restore()
+        own = await restore.ticket()
+        assert not own.is_whole and not own.damage
+        whole = await restore.ticket(is_whole=True)
+        assert whole.manifest is None and "No source has manifest-00001-of-00002" in whole.damage[0]
+        assert replace(whole, damage=()).checkpoint == own.checkpoint
+        restore.close_shared()
+
+    run_in_loop(story())
