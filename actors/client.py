@@ -202,7 +202,7 @@ class RayLink:
             node_id=node,
             parts=joined.parts,
             part=part,
-            node_ranks=tuple(k for k, other in enumerate(joined.nodes) if other == node),
+            node_ranks=tuple(sorted(k for k, other in joined.nodes.items() if other == node)),
         )
         self._uid, self._rank, self._node = joined.run_uid, rank, node
         self._origin = joined.origin

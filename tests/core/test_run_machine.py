@@ -560,7 +560,9 @@ def test_a_plan_has_the_digests_of_the_committed_fragments_if_inventories_prove_
     here = group.inventories["a"]
     other = [replace(f, files=(*f.files[:-1], replace(f.files[-1], digest="f" * 32))) for f in here.fragments]
     found = {"a": replace(here, fragments=tuple(other))}
-    resume = one(run.feed(replace(group, inventories=group.inventories | found)), m.StartSession).plan.resume
+    resume = one(
+        run.feed(replace(group, inventories={**group.inventories, **found})), m.StartSession
+    ).plan.resume
     assert resume is not None and resume.fragments == (), "a node has another version"
 
 
