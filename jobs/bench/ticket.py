@@ -120,7 +120,7 @@ def plan_of_rank(ticket: RestoreTicket, fleet: Fleet, rank: int, world_size: int
     targets = fleet.targets(rank, world_size)
     first = rows.first_of(target.key for target in targets)
     own_file = shard_file(rank, world_size)
-    plan = plan_restore(targets, rows.meeting(targets, prefer_file=own_file), prefer_file=own_file)
+    plan = plan_restore(targets, rows.meeting(targets, (own_file,)), prefer_file=own_file)
     used_s = time.process_time() - started_s
     assert not plan.problems and len(first) == len(targets) and plan.reads
     return RankCost(cpu_s=used_s, memory_bytes=max(0, _anonymous_bytes() - before))

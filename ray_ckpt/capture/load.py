@@ -95,7 +95,8 @@ def load_items(
     classes: Classes = state.get("classes", {})
     everyone = tuple(ranks) or tuple(range(world_size))
     walked = walk(items, rank=rank, world_size=len(everyone), first=everyone[0])
-    of_rank = partial(_Wanted, rows, walked, classes, rank=rank, everyone=everyone)
+    near_files = frozenset(shard_file(k, world_size) for k in node_ranks)
+    of_rank = partial(_Wanted, rows, walked, classes, rank=rank, everyone=everyone, near_files=near_files)
     own_file = shard_file(rank, world_size)
     all_items = items
     while True:
@@ -176,6 +177,7 @@ class _Wanted:
     classes: Classes
     rank: int = field(kw_only=True)
     everyone: tuple[int, ...] = field(kw_only=True)
+    near_files: frozenset[str] = field(kw_only=True)  # shards of the ranks on this node
     targets: list[LiveSlice] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)  # names of items whose class is a problem
@@ -200,8 +202,8 @@ class _Wanted:
     def plan(self, own_file: str) -> RestorePlan:
         """Return the plan of all reads, with all problems."""
         targets = [target.slice for target in self.targets]
-        rows = self.rows.meeting(targets, prefer_file=own_file)
-        plan = plan_restore(targets, rows, prefer_file=own_file)
+        rows = self.rows.meeting(targets, (own_file, *self.near_files))
+        plan = plan_restore(targets, rows, prefer_file=own_file, near_files=self.near_files)
         return replace(plan, problems=(*self.problems, *plan.problems))
 
     def _add(self, name: str, item: Item, path: Path, key: str, held: HeldLeaf | None) -> None:

@@ -5,7 +5,7 @@ Each target and each saved slice is a box of a global tensor; each copy is one i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -51,14 +51,19 @@ class RestorePlan:
 
 
 def plan_restore(
-    targets: Sequence[Slice], rows: Iterable[ManifestRow], *, prefer_file: str = ""
+    targets: Sequence[Slice],
+    rows: Iterable[ManifestRow],
+    *,
+    prefer_file: str = "",
+    near_files: Collection[str] = (),
 ) -> RestorePlan:
     """Return the reads that fill `targets` from the saved `rows`.
 
     A region that several ranks saved is read once, from `prefer_file` if that file has the region. So a rank
-    gets its own copy of regions that may differ between ranks.
+    gets its own copy of regions that may differ between ranks. Otherwise it is read from one of `near_files`,
+    the files of the ranks on the node, so that these ranks read the same row.
     """
-    saved = _by_key(rows, prefer_file)
+    saved = _by_key(rows, prefer_file, near_files)
     copies: dict[RowKey, list[Copy]] = {}
     chosen: dict[RowKey, ManifestRow] = {}
     problems: list[str] = []
@@ -93,14 +98,18 @@ def plan_restore(
 
 
 def _by_key(
-    rows: Iterable[ManifestRow], prefer_file: str
+    rows: Iterable[ManifestRow], prefer_file: str, near_files: Collection[str]
 ) -> Mapping[str, dict[tuple[object, ...], ManifestRow]]:
+    def near(file: str) -> int:
+        return 2 if file == prefer_file else int(file in near_files)
+
     saved: dict[str, dict[tuple[object, ...], ManifestRow]] = {}
     for row in rows:
         if row.slice is not None:
             region = (row.slice.offset, row.slice.shape)
             regions = saved.setdefault(row.slice.key, {})
-            if region not in regions or row.file == prefer_file:
+            known = regions.get(region)
+            if known is None or near(row.file) > near(known.file):
                 regions[region] = row
     return saved
 

@@ -9,7 +9,7 @@ whole manifest.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -41,11 +41,11 @@ class SavedRows(Protocol):
         """Return the first row of each tensor; tensors that are not here are left out."""
         ...
 
-    def meeting(self, targets: Sequence[Slice], *, prefer_file: str = "") -> Sequence[ManifestRow]:
+    def meeting(self, targets: Sequence[Slice], near_files: Collection[str] = ()) -> Sequence[ManifestRow]:
         """Return rows for which `plan_restore` makes the plan that it makes for all rows.
 
         These are the first row of each tensor and the rows that share elements with a target; of rows with
-        the same region at least the first one and the one in `prefer_file`.
+        the same region at least the first one and those in `near_files`, preferred files among them.
         """
         ...
 
@@ -82,7 +82,7 @@ class ListedRows:
                 found.setdefault(row.slice.key, row)
         return found
 
-    def meeting(self, targets: Sequence[Slice], *, prefer_file: str = "") -> Sequence[ManifestRow]:
+    def meeting(self, targets: Sequence[Slice], near_files: Collection[str] = ()) -> Sequence[ManifestRow]:
         return self._rows
 
     def complete(self) -> bool:
@@ -123,7 +123,7 @@ class RowColumns:
         if not self._part_of:
             self._part_of = {name: part for part in reversed(self._parts) for name in part.files}
         part = self._part_of.get(file)
-        return () if part is None else part.rows(np.flatnonzero(part.is_in(file)))
+        return () if part is None else part.rows(np.flatnonzero(part.is_in((file,))))
 
     def of_key(self, key: str) -> Sequence[ManifestRow]:
         ids = _Keys((key,))
@@ -134,9 +134,9 @@ class RowColumns:
         found = [row for part in self._parts for row in part.rows(ids.take_first(ids.of(part)))]
         return {row.slice.key: row for row in found if row.slice is not None}
 
-    def meeting(self, targets: Sequence[Slice], *, prefer_file: str = "") -> Sequence[ManifestRow]:
+    def meeting(self, targets: Sequence[Slice], near_files: Collection[str] = ()) -> Sequence[ManifestRow]:
         wanted = _Boxes(targets)
-        return [row for part in self._parts for row in part.rows(wanted.meeting(part, prefer_file))]
+        return [row for part in self._parts for row in part.rows(wanted.meeting(part, near_files))]
 
     def complete(self) -> bool:
         return False
@@ -158,8 +158,8 @@ class PartialRows:
     def first_of(self, keys: Iterable[str]) -> Mapping[str, ManifestRow]:
         return self._rows.first_of(keys)
 
-    def meeting(self, targets: Sequence[Slice], *, prefer_file: str = "") -> Sequence[ManifestRow]:
-        return self._rows.meeting(targets, prefer_file=prefer_file)
+    def meeting(self, targets: Sequence[Slice], near_files: Collection[str] = ()) -> Sequence[ManifestRow]:
+        return self._rows.meeting(targets, near_files)
 
     def complete(self) -> bool:
         """Fetch all rows, once. Raise the errors of `fetch`."""
@@ -184,11 +184,10 @@ class _Part:
         found: list[str] = parquet.column(self._table, "file").dictionary.to_pylist()
         return found
 
-    def is_in(self, file: str) -> Mask:
-        """Return which rows are those of a file."""
-        found, files = parquet.column(self._table, "file"), self.files
-        at = files.index(file) if file in files else -1
-        is_there: Mask = found.indices.to_numpy() == at
+    def is_in(self, files: Collection[str]) -> Mask:
+        """Return which rows are those of one of the files."""
+        is_wanted = np.array([file in files for file in self.files] or [False])
+        is_there: Mask = is_wanted[parquet.column(self._table, "file").indices.to_numpy()]
         return is_there
 
     def rows(self, at: Ints) -> tuple[ManifestRow, ...]:
@@ -259,17 +258,17 @@ class _Boxes:
             by_dims.setdefault(len(target.shape), []).append(target)
         self._by_dims = {dims: _SameDims(dims, found, self._keys.number) for dims, found in by_dims.items()}
 
-    def meeting(self, part: _Part, prefer_file: str) -> Ints:
+    def meeting(self, part: _Part, near_files: Collection[str]) -> Ints:
         """Return the rows that a plan may need; see `SavedRows.meeting`."""
         numbers = self._keys.of(part)
         first = self._keys.take_first(numbers)
         num_dims = part.num_dims()
-        preferred = part.is_in(prefer_file) if prefer_file in part.files else None
+        near = part.is_in(near_files) if any(file in near_files for file in part.files) else None
         found = [first]
         for dims, boxes in self._by_dims.items():
             at = np.flatnonzero((numbers >= 0) & (num_dims == dims))
             if len(at):
-                found.append(boxes.meeting(part, at, numbers[at], preferred))
+                found.append(boxes.meeting(part, at, numbers[at], near))
         return np.unique(np.concatenate(found))
 
 
@@ -290,7 +289,7 @@ class _SameDims:
         self._cover = np.full((len(number), 2 * dims), -1)  # region of a row that contains the whole box
         self._has_cover = np.zeros(len(number), bool)
 
-    def meeting(self, part: _Part, at: Ints, numbers: Ints, preferred: Mask | None) -> Ints:
+    def meeting(self, part: _Part, at: Ints, numbers: Ints, near: Mask | None) -> Ints:
         """Return which of the rows `at`, of the tensors `numbers`, share elements with the boxes."""
         starts, ends = part.boxes(at, self._dims)
         low, high = self._low[numbers], self._high[numbers]
@@ -299,7 +298,7 @@ class _SameDims:
             return at[:0]
         at, numbers, starts, ends = at[is_met], numbers[is_met], starts[is_met], ends[is_met]
         low, high = low[is_met], high[is_met]
-        return at[~self._is_repeated(numbers, starts, ends, low, high) | _of(preferred, at)]
+        return at[~self._is_repeated(numbers, starts, ends, low, high) | _of(near, at)]
 
     def _is_repeated(self, numbers: Ints, starts: Boxes, ends: Boxes, low: Boxes, high: Boxes) -> Mask:
         """Return which rows have the region of an earlier row that contains the whole box of the tensor.

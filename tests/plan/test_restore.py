@@ -169,3 +169,20 @@ def test_problems_say_what_differs() -> None:
 def test_overlapping_pieces_do_not_hide_a_gap() -> None:
     saved = rows([part("w", (4,), ((0, 3),)), part("w", (4,), ((2, 1),))])
     assert plan_restore([part("w", (4,), ((0, 4),))], saved).problems, "element 3 was never saved"
+
+
+def test_a_region_is_read_near_the_rank() -> None:
+    """Own file, then a file of a rank on the node, then the first."""
+    part = Slice(item="m", name="w", dtype="F32", global_shape=(4,), offset=(0,), shape=(4,))
+    rows = [
+        ManifestRow(kind="slice", file=file, byte_offset=8, nbytes=16, digest="0" * 32, slice=part)
+        for file in ("first", "near", "other", "own", "near too")
+    ]
+
+    def source(own: str, *near: str) -> str:
+        (read,) = plan_restore([part], rows, prefer_file=own, near_files=near).reads
+        return read.row.file
+
+    assert source("own", "near", "own") == "own"
+    assert source("none", "near", "near too") == "near"
+    assert source("none") == "first"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise, product
 from math import prod
 
@@ -102,17 +103,16 @@ def wanted(draw: st.DrawFn) -> list[Slice]:
     return targets
 
 
-@given(fragments=saved(), targets=wanted(), rank=st.integers(0, RANKS))
+@given(fragments=saved(), targets=wanted(), rank=st.integers(0, RANKS), near=st.sets(st.integers(0, RANKS)))
 def test_columns_give_the_plan_of_all_rows(
-    fragments: list[list[ManifestRow]], targets: list[Slice], rank: int
+    fragments: list[list[ManifestRow]], targets: list[Slice], rank: int, near: set[int]
 ) -> None:
     every_row = [row for rows in fragments for row in rows]
     prefer_file = shard_file(rank, RANKS) if rank < RANKS else ""
     rows = row_columns(fragments)
-    met = rows.meeting(targets, prefer_file=prefer_file)
-    assert plan_restore(targets, met, prefer_file=prefer_file) == plan_restore(
-        targets, every_row, prefer_file=prefer_file
-    )
+    near_files = [shard_file(k, RANKS) for k in near if k < RANKS]
+    plan_of = partial(plan_restore, targets, prefer_file=prefer_file, near_files=near_files)
+    assert plan_of(rows.meeting(targets, (prefer_file, *near_files))) == plan_of(every_row)
     listed, keys = ListedRows(every_row), [target.key for target in targets]
     assert rows.first_of(keys) == listed.first_of(keys)
     for key in keys:
@@ -131,7 +131,7 @@ def test_a_tensor_that_all_ranks_saved_gives_few_rows() -> None:
         )
     rows = row_columns(fragments)
     assert [row.file for row in rows.meeting([region])] == [shard_file(0, 100)]
-    preferred = rows.meeting([region], prefer_file=shard_file(7, 100))
+    preferred = rows.meeting([region], [shard_file(7, 100)])
     assert [row.file for row in preferred] == [shard_file(0, 100), shard_file(7, 100)]
 
 
