@@ -15,7 +15,6 @@ import ray
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.coordinator.actor import Coordinator
-from ray_ckpt.actors.coordinator.group_parts import PARTS_WAIT_S, group_nodes
 from ray_ckpt.actors.messages import Joined, RunSpec
 from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.catalog.uri import own_resume
@@ -23,6 +22,7 @@ from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.core.values import RankProgress
+from ray_ckpt.engine.groups import PARTS_WAIT_S, group_nodes
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable, text_of
 from ray_ckpt.format.names import check_run_name
 from ray_ckpt.location import Location, storage_options

@@ -11,14 +11,13 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.coordinator.engine import Engine
-from ray_ckpt.actors.coordinator.group_parts import PendingGroup
-from ray_ckpt.actors.coordinator.launchers import Launchers
 from ray_ckpt.actors.coordinator.opening import RunOpener
 from ray_ckpt.actors.coordinator.overview import objections
 from ray_ckpt.actors.coordinator.recovery import Recovery
@@ -32,7 +31,8 @@ from ray_ckpt.config import is_encrypted
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.log_requests import checkpoint_to_pin, checkpoint_to_unpin
-from ray_ckpt.core.values import GroupNode, SessionKey
+from ray_ckpt.core.values import GroupNode, SessionKey, Token
+from ray_ckpt.engine.ports import GroupRequested, HostEvent, OwnerChecked, PartRequested, ServiceEnding
 from ray_ckpt.errors import ConfigError, ServiceError, Unavailable
 from ray_ckpt.format.records import Drilled
 from ray_ckpt.preemption.notice import Notice
@@ -63,18 +63,17 @@ class Coordinator:
         except ConfigError as error:
             self._problem = error
         keys = ServiceKeys.make(datetime.now(UTC), encrypt=encrypt)
-        self._engine = Engine(keys, self.restart_agent)
-        self._launchers = Launchers(self._engine)
-        self._watch = ClusterWatch(self._engine, self._launchers)
-        self._opener = RunOpener(self._engine, self._watch.start)
-        self._recovery = Recovery(self._engine, self._opener)
-        self._status = StatusReader(self._engine, self._launchers)
+        self.engine = Engine(keys)
+        self._watch = ClusterWatch(self.engine)
+        self._opener = RunOpener(self.engine, self._watch.start)
+        self._recovery = Recovery(self.engine, self._opener)
+        self._status = StatusReader(self.engine)
 
     async def hello(self) -> int:
         """Return the protocol version, once this coordinator is ready."""
         if self._problem is not None:
             raise self._problem
-        self._engine.runs.check_not_ending()
+        self.engine.runs.check_not_ending()
         await self._recovery.ready()
         return names.PROTOCOL_VERSION
 
@@ -85,41 +84,27 @@ class Coordinator:
 
         RunInUse or RunSuperseded if `owner` may not own the run.
         """
-        runs = self._engine.runs
+        runs = self.engine.runs
         runs.check_not_ending()
         with runs.in_use(spec.name):
             await self._recovery.ready()
             uid = await self._opener.open(spec, owner=owner)
             run = runs.get(spec.key)
-            dead_owner = await self._launchers.await_dead(run, owner)
-            if (objection := run.machine.view.objection(owner, dead_owner)) is not None:
-                raise objection
+            await self.engine.request(run, lambda token: OwnerChecked(token=token, owner=owner))
             return uid
 
     async def open_group(self, key: str, nodes: tuple[GroupNode, ...], resume: Any, owner: str) -> Joined:
         """Begin a training group: choose its checkpoint, log its session, send the plan to its nodes."""
-        self._engine.runs.check_not_ending()
-        run = self._engine.runs.get(key)
-        with self._engine.runs.in_use(run.spec.name):
-            return await self._open_group(run, nodes, resume, owner)
+        self.engine.runs.check_not_ending()
+        run = self.engine.runs.get(key)
+        with self.engine.runs.in_use(run.spec.name):
+            return await self._join(
+                run, lambda token: GroupRequested(token=token, nodes=nodes, resume=resume, owner=owner)
+            )
 
-    async def _open_group(self, run: Run, nodes: tuple[GroupNode, ...], resume: Any, owner: str) -> Joined:
-        self._engine.draining.forget_signals({n.node_id for n in nodes})
-        inventories = await self._engine.open_on_nodes(run)
-        dead_owner = await self._launchers.await_dead(run, owner)
+    async def _join(self, run: Run, request: Callable[[Token], HostEvent]) -> Joined:
         origin = await self._find_origin(run)
-        self._engine.runs.check_not_ending()  # at the end of the service, inventories may be empty
-        plan = await self._engine.request(
-            run,
-            lambda token: m.GroupOpened(
-                token=token,
-                nodes=nodes,
-                inventories=inventories,
-                resume=resume,
-                owner=owner,
-                dead_owner=dead_owner,
-            ),
-        )
+        plan = await self.engine.request(run, request)
         return Joined(
             run_uid=run.run_uid,
             spec=run.spec,
@@ -136,7 +121,7 @@ class Coordinator:
         spec = run.spec
         if run.machine.history.lineage() and spec.options.resume != "never":
             return None
-        return await in_thread(self._engine.effects.remote_io, find_origin, spec.options, spec.storage)
+        return await in_thread(self.engine.remote_io, find_origin, spec.options, spec.storage)
 
     async def open_part(
         self,
@@ -151,21 +136,23 @@ class Coordinator:
 
         The last part to arrive opens the group. A part that joins again replaces its earlier entry.
         """
-        run = self._engine.runs.get(key)
-        pending = run.pending_group
-        if pending is None or pending.parts != parts or pending.is_open:
-            pending = run.pending_group = PendingGroup(parts)
-        if pending.add(part, nodes):
-            run.pending_group = None
-            await pending.open(lambda group: self.open_group(key, group, resume, owner))
-        return await pending.wait(part, run.spec.name)
+        self.engine.runs.check_not_ending()
+        run = self.engine.runs.get(key)
+        with self.engine.runs.in_use(run.spec.name):
+            joined = await self._join(
+                run,
+                lambda token: PartRequested(
+                    token=token, parts=parts, part=part, nodes=nodes, resume=resume, owner=owner
+                ),
+            )
+        return replace(joined, parts=parts)
 
     async def finish(self, key: str, timeout_s: float, has_failed: bool = False) -> CheckpointInfo | None:
         """End or give up the run; return its last checkpoint once that checkpoint is durable."""
         run = await self._opener.reach(key)
         try:
             newest: CheckpointInfo | None = await asyncio.wait_for(
-                self._engine.request(
+                self.engine.request(
                     run, lambda token: m.FinishRequested(token=token, ends_group=True, has_failed=has_failed)
                 ),
                 timeout_s,
@@ -192,7 +179,7 @@ class Coordinator:
         Without `force`, ServiceError if a group is at work or a needed checkpoint is only on the nodes'
         disks; then nothing has changed. No files are deleted: the next service finds them.
         """
-        engine, view = self._engine, await self.overview()
+        engine, view = self.engine, await self.overview()
         if (reasons := objections(view) or engine.runs.newcomers(view)) and not force:
             raise ServiceError(
                 f"The service is in use: {'; '.join(reasons)}.",
@@ -201,6 +188,8 @@ class Coordinator:
             )
         engine.runs.is_ending = True
         engine.agents.close()
+        for run in engine.runs:
+            run.host.handle(ServiceEnding())
         asyncio.get_running_loop().call_later(ENDING_S, os._exit, 1)
         self._watch.stop()
         until_s = time.monotonic() + LAST_RECORDS_S
@@ -217,7 +206,7 @@ class Coordinator:
         run = await self._opener.reach(key)
         end_s = None if expires_in_s is None else time.time() + expires_in_s
         attempt = checkpoint_to_pin(run.machine.history, step).id.attempt
-        await self._engine.request(
+        await self.engine.request(
             run, lambda token: m.PinRequested(token=token, attempt=attempt, owner=owner, expires_at_s=end_s)
         )
         return run.machine.history.checkpoints[attempt]
@@ -226,7 +215,7 @@ class Coordinator:
         """End a pin of `owner`, and return the checkpoint."""
         run = await self._opener.reach(key)
         attempt = checkpoint_to_unpin(run.machine.history, step, owner).id.attempt
-        await self._engine.request(
+        await self.engine.request(
             run, lambda token: m.UnpinRequested(token=token, attempt=attempt, owner=owner)
         )
         return run.machine.history.checkpoints[attempt]
@@ -234,7 +223,7 @@ class Coordinator:
     async def drain(self, key: str, attempt: str) -> None:
         """Order the upload of a checkpoint to the storage path, due or not; do not wait for its end."""
         run = await self._opener.reach(key)
-        await self._engine.request(run, lambda token: m.DrainRequested(token=token, attempt=attempt))
+        await self.engine.request(run, lambda token: m.DrainRequested(token=token, attempt=attempt))
 
     async def drill_sources(self, key: str) -> DrillSources:
         """Return the locations of the run's checkpoints, for drills. Unavailable if the run is not open."""
@@ -244,14 +233,14 @@ class Coordinator:
     async def record_drill(self, key: str, result: Drilled) -> None:
         """Append the result of a drill to the log; return when the record is in the log."""
         run = await self._opener.reach(key)
-        await self._engine.request(run, lambda token: m.DrillEnded(token=token, result=result))
+        await self.engine.request(run, lambda token: m.DrillEnded(token=token, result=result))
 
     async def annotate(self, key: str, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics to the newest live checkpoint of a step; see `m.AnnotateRequested`."""
         await self._annotate(await self._opener.reach(key), step, metrics)
 
     async def _annotate(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        await self._engine.request(
+        await self.engine.request(
             run, lambda token: m.AnnotateRequested(token=token, step=step, metrics=metrics)
         )
 
@@ -277,8 +266,8 @@ class Coordinator:
         return self._handle(run_uid, event).machine.view.awaited()
 
     def _handle(self, run_uid: str, event: m.Event) -> Run:
-        run = self._engine.runs.by_uid(run_uid)
-        self._engine.handle(run, event)
+        run = self.engine.runs.by_uid(run_uid)
+        run.host.handle(event)
         return run
 
     async def ranks_met(
@@ -286,8 +275,8 @@ class Coordinator:
     ) -> tuple[int, ...]:
         """Wait at a barrier for the ranks of other nodes. Return the ranks that did not come."""
         await self._recovery.ready()
-        answer: m.BarrierAnswer = await self._engine.request(
-            self._engine.runs.by_uid(run_uid),
+        answer: m.BarrierAnswer = await self.engine.request(
+            self.engine.runs.by_uid(run_uid),
             lambda token: m.BarrierReached(token=token, session_key=session_key, number=number, ranks=ranks),
         )
         return answer.missing
@@ -296,8 +285,8 @@ class Coordinator:
         self, run_uid: str, session_key: SessionKey, node_id: str, ranks: tuple[RankRestore, ...]
     ) -> bool:
         """Wait until all ranks have restored. Return False if a new session has begun instead."""
-        answer = await self._engine.request(
-            self._engine.runs.by_uid(run_uid),
+        answer = await self.engine.request(
+            self.engine.runs.by_uid(run_uid),
             lambda token: m.NodeRestored(token=token, session_key=session_key, node_id=node_id, ranks=ranks),
         )
         return answer is None
@@ -305,20 +294,20 @@ class Coordinator:
     async def annotate_by_uid(self, run_uid: str, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics that a rank has sent; see `annotate`."""
         await self._recovery.ready()
-        await self._annotate(self._engine.runs.by_uid(run_uid), step, metrics)
+        await self._annotate(self.engine.runs.by_uid(run_uid), step, metrics)
 
     async def restart_agent(self, node: str) -> None:
         """Start a new agent on a node if the node's agent, which was reported dead, is dead."""
-        await self._watch.restart_agent(node)
+        await self.engine.restart_agent(node)
 
     async def node_preempted(self, node: str, notice: Notice) -> None:
         """Take a notice that a node is about to go; agents repeat a notice as long as it holds."""
-        self._engine.draining.add(node, notice)
+        self.engine.notices.add(node, notice, time.time())
 
     async def make_durable(self, run_uid: str) -> None:
         """Wait until the run's newest checkpoint is durable."""
-        run = self._engine.runs.by_uid(run_uid)
-        await self._engine.request(run, lambda token: m.FinishRequested(token=token))
+        run = self.engine.runs.by_uid(run_uid)
+        await self.engine.request(run, lambda token: m.FinishRequested(token=token))
 
 
 def _unfinished(run: Run, timeout_s: float) -> Unavailable:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 import uuid
 from collections.abc import Awaitable, Iterable, Set
 from concurrent.futures import Executor
@@ -41,7 +40,6 @@ class Agents:
         self.service = uuid.uuid4().hex
         self.cards: dict[str, AgentCard] = {}  # by node, of agents that have answered
         self._actors: dict[str, Any] = {}
-        self._needed_s: dict[str, float] = {}  # node -> when it was last needed (monotonic)
         self._control_io = control_io
         self._is_closed = False
 
@@ -148,19 +146,11 @@ class Agents:
         self._actors.pop(node, None)
         self.cards.pop(node, None)
 
-    def end_idle(self, needed: Iterable[str], idle_s: float) -> tuple[str, ...]:
-        """End agents whose nodes have not been needed for `idle_s`, and return these nodes.
-
-        An agent keeps the autoscaler from removing its node.
-        """
-        now_s = time.monotonic()
-        self._needed_s |= dict.fromkeys(needed, now_s)
-        idle = [node for node in self._actors if now_s - self._needed_s.setdefault(node, now_s) > idle_s]
-        for node in idle:
+    def end(self, nodes: Iterable[str]) -> None:
+        """End agents whose nodes are not needed; an agent keeps the autoscaler from removing its node."""
+        for node in nodes:
             log.info("node %s holds nothing needed: its agent ends", node[:12])
             self._end(node)
-        self._needed_s = {node: since for node, since in self._needed_s.items() if node in self._actors}
-        return tuple(idle)
 
     def close(self) -> None:
         """Start no agent from now on."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from functools import partial
 
-from ray_ckpt.actors.coordinator.effects import STORE_TIMEOUT_S
 from ray_ckpt.actors.coordinator.engine import Engine
+from ray_ckpt.actors.coordinator.ports import STORE_TIMEOUT_S
 from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.ownership import RunMark, check_claim, check_marks
-from ray_ckpt.errors import RunConflict, Unavailable
+from ray_ckpt.core.values import SessionPlan
+from ray_ckpt.engine.ports import GroupFound, LogAwaited, RunOpened
+from ray_ckpt.errors import Fenced, RunConflict, Unavailable
 from ray_ckpt.format.names import record_file
 from ray_ckpt.storage.log_store import read_run
 
@@ -40,8 +41,10 @@ class RunOpener:
                 await self.open(spec, owner=None)
         return runs.get(key)
 
-    async def open(self, spec: RunSpec, *, owner: str | None, is_wanted: bool = True) -> str:
-        """Open a run on all live nodes, and return its uid.
+    async def open(
+        self, spec: RunSpec, *, owner: str | None, is_wanted: bool = True, found: SessionPlan | None = None
+    ) -> str:
+        """Open a run on all live nodes, and return its uid; `found` is the plan of a group at work.
 
         `is_wanted` means that a caller waits for the run, so a finished run is not put away at once.
         """
@@ -50,16 +53,18 @@ class RunOpener:
             run = engine.runs.open.get(spec.key)
             self._on_open()
             if run is not None and is_wanted:
-                engine.handle(run, m.RunWanted())
+                run.host.handle(m.RunWanted())
             is_new = run is None or not run.machine.is_open or run.machine.is_closing
             is_new = is_new or (run is not None and await self._is_overtaken(run))
             if run is None or is_new:
                 run = await self._open_log(spec, owner, is_wanted)
             elif run.spec.storage != spec.storage:
-                await in_thread(engine.effects.remote_io, _check_same_log, run, spec)
+                await in_thread(engine.remote_io, _check_same_log, run, spec)
                 run.remote = spec.storage.open()
             run.spec, run.machine.options = spec, spec.options
-            await engine.open_on_nodes(run, checks_storage=is_new)
+            if found is not None:
+                run.host.handle(GroupFound(plan=found))
+            await engine.request(run, lambda token: RunOpened(token=token, checks_storage=is_new))
             return run.run_uid
 
     async def _is_overtaken(self, run: Run) -> bool:
@@ -78,7 +83,7 @@ class RunOpener:
         engine = self._engine
         marks = await self._read_marks(spec)
         for _ in range(OPEN_LOG_TRIES):
-            run = Run(spec, engine.agents.service)
+            run = engine.new_run(spec)
             await run.log_threads.run(run.remote.probe_log)
             history, records = await run.log_threads.run(read_run, run.store)
             read = history.copy()
@@ -92,19 +97,19 @@ class RunOpener:
             event = m.LogOpened(
                 records=records, history=history, run_name=spec.name, fresh_uid=uuid.uuid4().hex
             )
-            engine.handle(run, event)
+            run.host.handle(event)
             if is_wanted:
-                engine.handle(run, m.RunWanted())
-            async with run.changed:
-                is_decided = run.changed.wait_for(partial(self._is_decided, run))
-                try:
-                    await asyncio.wait_for(is_decided, 2 * STORE_TIMEOUT_S)
-                except TimeoutError:
-                    del engine.runs.open[spec.key]
-                    break
-            if run.machine.is_open:
-                engine.runs.past.pop(spec.key, None)
-                return run
+                run.host.handle(m.RunWanted())
+            try:
+                opened = engine.request(run, lambda token: LogAwaited(token=token))
+                await asyncio.wait_for(opened, 2 * STORE_TIMEOUT_S)
+            except Fenced:
+                continue
+            except TimeoutError:
+                del engine.runs.open[spec.key]
+                break
+            engine.runs.past.pop(spec.key, None)
+            return run
         raise Unavailable(
             f"The log of run {spec.name} at {run.remote.where} does not take records.",
             hint="Check that the storage path is healthy and that no other cluster runs it, then try again.",
@@ -116,10 +121,6 @@ class RunOpener:
         nodes = await agents.live_nodes()
         answers = await asyncio.gather(*(agents.request(node, "read_marks", spec) for node in nodes))
         return tuple(mark for found in answers for mark in found or ())
-
-    def _is_decided(self, run: Run) -> bool:
-        """Return whether the new epoch in the log is known: this coordinator's, or another's."""
-        return run.machine.is_open or not self._engine.runs.is_current(run)
 
 
 def _check_same_log(run: Run, spec: RunSpec) -> None:

@@ -12,7 +12,6 @@ import ray
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.opening import RunOpener
 from ray_ckpt.actors.messages import OpenedRun
-from ray_ckpt.core import messages as m
 from ray_ckpt.errors import CheckpointError, RunConflict, RunSuperseded
 
 log = logging.getLogger("ray_ckpt.coordinator")
@@ -49,35 +48,24 @@ class Recovery:
         """Claim the log of a run that was open, and continue with its current group."""
         log.warning("%s: this coordinator takes over from one that died", found.spec.name)
         with self._engine.runs.in_use(found.spec.name):
-            if await self._claim(found):
-                await self._continue(found)
+            await self._claim(found)
 
-    async def _claim(self, found: OpenedRun) -> bool:
-        """Try to open the run until it is open. Return False if another service or run owns the log."""
-        while found.spec.key not in self._engine.runs.open:
+    async def _claim(self, found: OpenedRun) -> None:
+        """Try to open the run until it is open, unless another service or run owns the log."""
+        while True:
             try:
-                await self._opener.open(found.spec, owner=None, is_wanted=False)
+                await self._opener.open(found.spec, owner=None, is_wanted=False, found=found.plan)
+                return
             except RunSuperseded as error:
                 log.error("%s", error)
                 await self._end_session(found, error)
-                return False
+                return
             except RunConflict as error:
                 log.error("%s The run is left alone.", error)
-                return False
+                return
             except (CheckpointError, OSError) as error:
                 log.warning("%s: cannot take over yet: %s", found.spec.name, error)
                 await asyncio.sleep(TAKE_OVER_AGAIN_S)
-        return True
-
-    async def _continue(self, found: OpenedRun) -> None:
-        engine = self._engine
-        run = engine.runs.get(found.spec.key)
-        if found.plan is None or run.run_uid != found.run_uid:
-            return
-        inventories = await engine.open_on_nodes(run)
-        engine.handle(run, m.GroupRecovered(plan=found.plan, inventories=inventories))
-        for node in inventories:
-            engine.send(run, node, "coordinator_returned", run.run_uid, run.machine.epoch)
 
     async def _end_session(self, found: OpenedRun, error: CheckpointError) -> None:
         """End the session of a group whose run another service has taken over."""

@@ -79,5 +79,5 @@ class Runs:
         """Return an objection for each run that got a launcher after `view`, or is about to get one."""
         owners = {run.where: run.owner for run in view.runs}
         names = {r.spec.name for r in self if r.machine.view.owner not in ("", owners.get(r.spec.key))}
-        names |= {r.spec.name for r in self if r.pending_group is not None and r.pending_group.nodes}
+        names |= {r.spec.name for r in self if r.host.groups.is_wanted or r.host.is_recovering}
         return tuple(f"run {name} is being opened" for name in sorted(names | self._users.keys()))

@@ -12,10 +12,9 @@ import ray_ckpt
 from ray_ckpt.actors import names
 from ray_ckpt.actors.coordinator.agents import CARD_S
 from ray_ckpt.actors.coordinator.engine import Engine
-from ray_ckpt.actors.coordinator.launchers import Launchers
 from ray_ckpt.actors.coordinator.overview import view_of
 from ray_ckpt.actors.coordinator.run import Run
-from ray_ckpt.actors.messages import DrillSources, RunStatus, RunView, ServiceView
+from ray_ckpt.actors.messages import DrainingView, DrillSources, RunStatus, RunView, ServiceView
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core.loss_scenarios import live_checkpoints
 from ray_ckpt.storage.log_store import read_run
@@ -26,9 +25,8 @@ MAX_REQUESTED = 64  # agents that one overview calls for their upload progress
 class StatusReader:
     """Status as of now; its methods change nothing."""
 
-    def __init__(self, engine: Engine, launchers: Launchers) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._launchers = launchers
         self._started_s = time.time()
 
     async def overview(self) -> ServiceView:
@@ -44,7 +42,10 @@ class StatusReader:
             is_encrypted=engine.agents.keys.encrypt,
             nodes=await engine.agents.live_nodes(),
             agents=tuple(card for _, card in sorted(engine.agents.cards.items())),
-            leaving=engine.draining.views(),
+            leaving=tuple(
+                DrainingView(node_id=node, source=source, in_s=in_s)
+                for node, source, in_s in engine.notices.leaving(time.time())
+            ),
             runs=(
                 *await asyncio.gather(*(self._view(run) for run in engine.runs)),
                 *(past.view_at(time.time()) for past in engine.runs.past.values()),
@@ -69,7 +70,7 @@ class StatusReader:
 
     async def drill_sources(self, run: Run) -> DrillSources:
         agents, machine = self._engine.agents, run.machine
-        nodes = await self._engine.nodes.nodes_now(run)
+        nodes = await self._engine.nodes_seen(run)
         return DrillSources(
             live=live_checkpoints(machine.history, machine.view.holders, machine.plan),
             endpoints=agents.endpoints,
@@ -81,7 +82,7 @@ class StatusReader:
 
     async def _view(self, run: Run) -> RunView:
         owner = run.machine.view.owner
-        lives = not owner or await self._launchers.is_alive(owner)
+        lives = not owner or await self._engine.is_alive(owner)
         sent_bytes = await self._sent_bytes(run)
         return view_of(run, self._engine.agents.nodes, owner_lives=lives, sent_bytes=sent_bytes)
 

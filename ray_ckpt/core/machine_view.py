@@ -179,14 +179,15 @@ class MachineView:
     def needed_nodes(self) -> frozenset[str]:
         """Return the nodes that the group at work or a live checkpoint needs.
 
-        These are the nodes on which the group runs, the holders of its copies, and the nodes that hold
-        checkpoints which are not durable. While no group is at work, only the checkpoint from which the next
-        group would resume counts.
+        These are the nodes on which the group runs or is being opened, the holders of its copies, and the
+        nodes that hold checkpoints which are not durable. While no group is at work, only the checkpoint from
+        which the next group would resume counts.
         """
         context = self._parts.context
         nodes = {
             n for node in (context.plan.nodes if context.plan else ()) for n in (node.node_id, *node.holders)
         }
+        nodes |= self._parts.sessions.opening_nodes
         kept = context.history.live() if context.plan else context.history.lineage()[-1:]
         alone = [c.id.attempt for c in kept if c.level < Level.DURABLE]
         return frozenset(nodes.union(*(context.holders.anywhere(attempt) for attempt in alone)))

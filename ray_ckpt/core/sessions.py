@@ -80,6 +80,12 @@ class Sessions:
         return self._group is not None or self._context.plan is not None
 
     @property
+    def opening_nodes(self) -> frozenset[str]:
+        """The nodes of a group that waits for its plan."""
+        group = self._group if self._waiting else None
+        return frozenset(node.node_id for node in group.nodes) if group is not None else frozenset()
+
+    @property
     def owner(self) -> str:
         """The launcher whose group is at work or being opened; empty if there is none."""
         if self._group is not None:

@@ -1,18 +1,36 @@
-"""Simulated coordinators: the shell of `actors/coordinator` around a RunMachine, and message delivery."""
+"""Simulated coordinators: the real host of a run with faulty ports, and the delivery of messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.ownership import check_claim
 from ray_ckpt.core.run_machine import RunMachine
-from ray_ckpt.core.values import GroupNode, Inventory, SessionPlan
-from ray_ckpt.errors import CheckpointError, RunSuperseded, SaveNotCollective, Unavailable
+from ray_ckpt.core.values import GroupNode, Inventory, SessionPlan, Token
+from ray_ckpt.engine.notices import Notices
+from ray_ckpt.engine.ports import (
+    AgentDied,
+    Answered,
+    Call,
+    Failure,
+    GroupFound,
+    GroupRequested,
+    HostEvent,
+    LauncherSeen,
+    OpenOnNode,
+    ReleaseRun,
+    RunOpened,
+    StorageEffect,
+    UpdatePeers,
+)
+from ray_ckpt.engine.run_host import RunHost
+from ray_ckpt.errors import RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format.digest import digest
+from ray_ckpt.telemetry import Sample
 from ray_ckpt.testing.parts import (
     Answer,
     Coordinator,
@@ -22,6 +40,7 @@ from ray_ckpt.testing.parts import (
     Order,
     Replied,
     Report,
+    TakenInventory,
     Work,
 )
 from ray_ckpt.testing.storage_work import STORAGE_WORK, StorageWork
@@ -29,115 +48,164 @@ from ray_ckpt.testing.stores import START_S
 
 RUN = "gpt"
 RUN_UID = digest(RUN.encode())
+NO_ANSWER = Failure(text="the agent did not answer")
 
 
-NodeEffect: TypeAlias = (
-    m.NotifyOutcome
-    | m.Replicate
-    | m.Delete
-    | m.DeleteLocalOrphans
-    | m.Evict
-    | m.Supersede
-    | m.AnnounceSaveStep
-)
-"""Effects that the shell sends to nodes as orders."""
+@dataclass(slots=True)
+class WirePorts:
+    """The ports of a simulated coordinator: calls and answers are messages on the world's wire."""
+
+    world: Coordinators
+    name: str
+
+    @property
+    def process(self) -> Coordinator:
+        return self.world.coordinators[self.name]
+
+    def _answer(self, *events: m.Event | HostEvent, at_s: float = 0.0) -> None:
+        self.world.wire.append(Answer(self.name, events, at_s))
+
+    # -- agents and storage --------------------------------------------------------------------------
+
+    def call(self, call: Call) -> None:
+        world, order = self.world, call.order
+        match order:
+            case OpenOnNode(number=number) if number:
+                self._open_now(call)
+                return
+            case m.Drain() | m.Scrub():
+                world.wire.append(Work(self.name, call))
+                return
+            case ReleaseRun() | UpdatePeers():  # a world has neither memory nor addresses
+                return
+            case n.SessionStarted(plan=plan) if call.work is not None:
+                world.oracle.begun(plan, store_is_silent=world.is_silent(self.process))
+            case n.OutcomeNotified():
+                world.show_outcome(self.process, order)
+        world.wire.append(Order(call, self.name))
+
+    def _open_now(self, call: Call) -> None:
+        """Open the run on a node at once; the answers of all nodes arrive in one message."""
+        is_absent = call.node in self.world.absent
+        answer = Answered(to=call, failure=NO_ANSWER) if is_absent else self.world.obeys(call, self.name)
+        last = self.world.wire[-1] if self.world.wire else None
+        if isinstance(last, Answer) and last.coordinator == self.name and _is_of_round(last, call):
+            self.world.wire[-1] = replace(last, events=(*last.events, answer))
+        else:
+            self._answer(answer)
+
+    def agents(self) -> Set[str]:
+        return self.process.agents
+
+    def revive(self, node: str) -> None:
+        if self.world.nodes[node].agent is None:
+            self.process.agents.discard(node)
+            self._answer(AgentDied(node=node))
+
+    def start(self, work: StorageEffect) -> None:
+        if isinstance(work, m.Append):
+            process, now_s = self.process, self.world.now_s
+            process.waits_since_s = now_s if process.waits_since_s is None else process.waits_since_s
+            self.world.oracle.appends(self.name, work.record)
+            self.world.wire.append(Create(self.name, work.record))
+        else:
+            self.world.wire.append(Work(self.name, work))
+
+    # -- cluster, callers, clock -----------------------------------------------------------------------
+
+    def look(self) -> None:
+        self.process.host.handle(self.world.seen(self.process))
+
+    def look_for(self, owner: str) -> None:
+        launcher = self.world.launchers[owner]
+        seen = LauncherSeen(owner=owner, is_alive=launcher.state not in ("dead", "done"))
+        if not any(isinstance(x, Answer) and x.events == (seen,) for x in self.world.wire):
+            self._answer(seen)
+
+    def reply(self, token: Token, value: object) -> None:
+        if isinstance(value, m.BarrierAnswer):
+            self.world.oracle.met(self.name, self.world.barriers[token], value)
+        self.world.wire.append(Replied(token, value, None))
+
+    def fail(self, token: Token, error: Exception) -> None:
+        self.world.wire.append(Replied(token, None, error))
+
+    def now_s(self) -> float:
+        return self.world.now_s + self.process.skew_s
+
+    def wall_s(self) -> float:
+        return START_S + self.world.now_s + self.process.wall_skew_s
+
+    def later(self, delay_s: float, event: HostEvent) -> None:
+        self._answer(event, at_s=self.world.now_s + delay_s)
+
+    # -- process -------------------------------------------------------------------------------------
+
+    def step_down(self, error: Exception, *, ends_process: bool) -> None:
+        self.close()
+        self.world.fail_tokens(self.name, error)
+
+    def close(self) -> None:
+        process, current = self.process, self.world.current
+        process.is_up = False
+        if current.get(process.service) == process.name:
+            del current[process.service]
+
+    def warn(self, warning: m.Warn) -> None:
+        pass
+
+    def measure(self, samples: tuple[Sample, ...]) -> None:
+        pass
+
+    def observe(self, event: m.Event) -> None:
+        """Report to the oracle the facts that a coordinator receives with an event."""
+        oracle = self.world.oracle
+        if isinstance(event, m.Appended) and event.outcome == "ok":
+            self.process.waits_since_s = None
+        if isinstance(event, m.GroupOpened):
+            oracle.group_opened(self.name, event)
+        if isinstance(event, m.NodeStored):
+            oracle.learns_stored(self.name, event.attempt, event.node_index, event.node_id)
+        if isinstance(event, m.GroupRecovered | m.GroupOpened | m.InventoryTaken | m.NodesJoined):
+            for node, inventory in event.inventories.items():
+                for held in inventory.fragments:
+                    oracle.learns_stored(self.name, held.attempt, held.node_index, node)
+
+
+def _is_of_round(message: Answer, call: Call) -> bool:
+    """Return True if a message has the answers of other nodes to the same call."""
+    first = message.events[0]
+    return isinstance(first, Answered) and isinstance(first.to, Call) and first.to.order == call.order
 
 
 class Coordinators(StorageWork):
     """The part of a world that runs coordinators."""
 
-    # -- the coordinator's shell -------------------------------------------------------------------------
-
-    def _feed(self, name: str, *events: m.Event) -> None:
-        """Let a coordinator handle events; send a tick first if time has passed."""
+    def _feed(self, name: str, *events: m.Event | HostEvent) -> None:
+        """Let the host of a coordinator handle events; without events, let the host notice the time."""
         process = self.coordinators[name]
-        if process.is_up and process.ticked_s != self.now_s:
-            process.ticked_s = self.now_s
-            wall_s = START_S + self.now_s + process.wall_skew_s
-            self._handle(process, m.Ticked(now_s=self.now_s + process.skew_s, wall_s=wall_s))
-        for event in events:
-            if process.is_up:
-                self._handle(process, event)
+        if process.is_up:
+            process.host.advance()
+            process.host.handle(*events)
 
-    def _handle(self, process: Coordinator, event: m.Event) -> None:
-        if isinstance(event, m.Appended) and event.outcome == "ok":
-            process.waits_since_s = None
-        self._show_oracle(process.name, event)
-        for effect in process.machine.handle(event):
-            self._perform(process, effect)
-
-    def _show_oracle(self, name: str, event: m.Event) -> None:
-        """Report to the oracle the facts that a coordinator receives with an event."""
-        if isinstance(event, m.GroupOpened):
-            self.oracle.group_opened(name, event.token)
-        if isinstance(event, m.NodeStored):
-            self.oracle.learns_stored(name, event.attempt, event.node_index, event.node_id)
-        if isinstance(event, m.GroupRecovered | m.GroupOpened | m.InventoryTaken | m.NodesJoined):
-            for node, inventory in event.inventories.items():
-                for held in inventory.fragments:
-                    self.oracle.learns_stored(name, held.attempt, held.node_index, node)
-
-    def _perform(self, process: Coordinator, effect: m.Effect) -> None:
-        name = process.name
-        match effect:
-            case m.Append(record=record):
-                process.waits_since_s = self.now_s if process.waits_since_s is None else process.waits_since_s
-                self.oracle.appends(name, record)
-                self.wire.append(Create(name, record))
-            case m.StartSession():
-                self._start_session(process, effect)
-            case m.Reply(token=token, value=value):
-                if isinstance(value, m.BarrierAnswer):
-                    self.oracle.met(name, self.barriers[token], value)
-                self.wire.append(Replied(token, value, None))
-            case m.Fail(token=token, error=failure):
-                self.wire.append(Replied(token, None, failure))
-            case m.StepDown(error=failure):
-                self._end_process(process)
-                self._fail_tokens(name, failure)
-            case m.CloseRun():
-                self._end_process(process)
-            case m.Warn():
-                pass
-            case m.Delete(place=place) if place == m.REMOTE:
-                self.wire.append(Work(name, effect))
-            case effect if isinstance(effect, NodeEffect):
-                if isinstance(effect, m.NotifyOutcome):
-                    self._show_outcome(process, effect)
-                answer = ("delete", effect.attempt) if isinstance(effect, m.Delete) else ()
-                orders = _orders(effect, process.machine.epoch)
-                self.wire += [Order(node, event, name, answer) for node, event in orders]
-            case _:
-                self.wire.append(Work(name, effect))
-
-    def _start_session(self, process: Coordinator, effect: m.StartSession) -> None:
-        tokens, plan = effect.tokens, effect.plan
-        process.starting[tokens] = {node.node_id for node in plan.nodes}
-        self.oracle.begun(plan, store_is_silent=self._is_silent(process))
-        for node in plan.nodes:
-            self._send_plan(process, node.node_id, plan, ("start", tokens, plan))
-
-    def _show_outcome(self, process: Coordinator, effect: m.NotifyOutcome) -> None:
-        attempt, error = effect.attempt, effect.error
+    def show_outcome(self, process: Coordinator, order: n.OutcomeNotified) -> None:
+        attempt, error = order.attempt, order.error
         if isinstance(error, SaveNotCollective):
             self.oracle.accused(attempt, self.now_s - self.saved_at_s[attempt.attempt], self.options)
         self.oracle.gives_up(process.name, attempt, error, process.machine.view.live_nodes)
 
-    def _is_silent(self, process: Coordinator) -> bool:
+    def is_silent(self, process: Coordinator) -> bool:
         since_s = process.waits_since_s
         return since_s is not None and self.now_s - since_s >= self.options.store_wait_s
 
-    def _end_process(self, process: Coordinator) -> None:
-        process.is_up = False
-        if self.current.get(process.service) == process.name:
-            del self.current[process.service]
-
-    def _fail_tokens(self, name: str, error: CheckpointError) -> None:
+    def fail_tokens(self, name: str, error: Exception) -> None:
         for token, (coordinator, _) in self.waiting.items():
             if coordinator == name:
                 self.wire.append(Replied(token, None, error))
 
-    def _open_log(self, service: str, *, owner: str | None, raises: bool = False) -> Coordinator | None:
+    def _open_log(
+        self, service: str, *, owner: str | None, found: SessionPlan | None = None, raises: bool = False
+    ) -> Coordinator | None:
         """Start a coordinator that reads and claims the log; return None if the claim is refused."""
         try:
             check_claim(self.oracle.history, service=service, owner=owner)
@@ -149,10 +217,14 @@ class Coordinators(StorageWork):
         name = f"{service}.c{number}"
         skews = (1_000.0 * number, 3_600.0 * (number % 3 - 1))
         machine = RunMachine(options=self.options, writer=name, service=service)
-        self.coordinators[name] = process = Coordinator(name, service, machine, *skews, takes_over=True)
+        host = RunHost(machine, WirePorts(self, name), Notices())
+        self.coordinators[name] = process = Coordinator(name, service, host, *skews)
         self.current[service] = name
-        wanted = () if owner is None else (m.RunWanted(),)
-        self._feed(name, self.storage.opened(run_name=RUN, fresh_uid=RUN_UID), *wanted)
+        self._feed(name, self.storage.opened(run_name=RUN, fresh_uid=RUN_UID))
+        if found is not None:
+            self._feed(name, GroupFound(plan=found))
+        else:
+            self._feed(name, RunOpened(token="", checks_storage=False) if owner is None else m.RunWanted())
         return process
 
     def process_of(self, service: str) -> Coordinator | None:
@@ -166,128 +238,90 @@ class Coordinators(StorageWork):
         for plan in plans:
             for node in plan.nodes:
                 ended = n.SessionEnded(session_key=plan.session_key, error=error, epoch=history.epoch)
-                self.wire.append(Order(node.node_id, ended, ""))
+                self.wire.append(Order(Call(node=node.node_id, order=ended), ""))
         self.current.pop(service, None)
 
-    def _gather(self, process: Coordinator, absent: frozenset[str]) -> dict[str, Inventory]:
-        """Open the run on all live nodes that answer, and return the inventories of these nodes."""
-        inventories = {}
-        for node in sorted(self.live(process.service) - absent):
-            if not process.is_up:
-                break
-            if (inventory := self._open_on(process, node)) is not None:
-                inventories[node] = inventory
-        process.opened, process.is_ready = set(inventories), True
-        return inventories
-
-    def _open_on(self, process: Coordinator, name: str) -> Inventory | None:
-        """Start the node's agent if there is none, send the epoch to the agent, and take inventory."""
-        node = self.nodes[name]
-        agent = self._start_agent(node)
-        if not self._obeys(name, n.EpochSeen(epoch=process.machine.epoch), process.name):
-            return None
-        leaving = frozenset(held[0] for held in node.disk.fragments if agent.machine.is_deleted(held[0]))
-        return replace(node.disk.inventory(leaving=leaving), plan=agent.machine.plan)
-
-    def _open_later(self, process: Coordinator, node: str) -> None:
-        order = Order(node, n.EpochSeen(epoch=process.machine.epoch), process.name, ("open",))
-        if order not in self.wire:
-            self.wire.append(order)
-
-    def _open_group(
-        self, process: Coordinator, launcher: Launcher, size: int, absent: frozenset[str]
-    ) -> None:
-        inventories = self._gather(process, absent)
-        nodes = sorted(inventories)[:size]
-        if not nodes or not process.is_up:
+    def _open_group(self, process: Coordinator, launcher: Launcher, size: int) -> None:
+        nodes = sorted(self.live(process.service) - self.absent)[:size]
+        if not nodes:
             return
         token, width = self._token(), self.ranks_per_node
-        event = m.GroupOpened(
-            token=token,
-            nodes=tuple(
-                GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
-                for i, node in enumerate(nodes)
-            ),
-            inventories=inventories,
-            resume=launcher.resume,
-            owner=launcher.name,
-            dead_owner=launcher.dead_owner,
-        )
         launcher.state, launcher.error = "asking", None
         self.waiting[token] = (process.name, launcher)
-        self.oracle.group_requested(event, self)
-        self.wire.append(Answer(process.name, (self._seen(frozenset(inventories)), event)))
+        ranks = (tuple(range(i * width, (i + 1) * width)) for i in range(len(nodes)))
+        group = tuple(GroupNode(node_id=node, ranks=own) for node, own in zip(nodes, ranks, strict=True))
+        self._feed(
+            process.name,
+            GroupRequested(token=token, nodes=group, resume=launcher.resume, owner=launcher.name),
+        )
 
-    def _send_plan(self, process: Coordinator, node: str, plan: SessionPlan, answer: tuple[Any, ...]) -> None:
-        event = n.SessionStarted(plan=plan, node_id=node, epoch=process.machine.epoch)
-        self.wire.append(Order(node, event, process.name, answer))
-
-    def _seen(self, live: frozenset[str]) -> m.NodesSeen:
+    def seen(self, process: Coordinator) -> m.NodesSeen:
+        """Return the live nodes of a coordinator's cluster."""
+        live = self.live(process.service)
+        process.agents &= live
         nodes = [self.nodes[name] for name in sorted(live)]
         return m.NodesSeen(
-            live=live,
+            live=frozenset(live),
             draining=frozenset(node.name for node in nodes if node.is_draining),
             domains={node.name: node.domain for node in nodes},
-            disks={node.name: node.disk.space(self.disk_bytes) for node in nodes},
+            disks={
+                node.name: node.disk.space(self.disk_bytes)
+                for node in nodes
+                if node.name in process.host.nodes.opened
+            },
         )
 
     # -- delivery ------------------------------------------------------------------------------------
 
     def _order(self, message: Order, fate: Fate) -> None:
-        node = self.nodes[message.node]
-        reached = fate != "lost" and node.is_alive
-        if reached and message.answer == ("open",):
-            self._opened_late(message)
-        elif reached and node.agent is not None:
-            reached = self._obeys(message.node, message.event, message.sender)
-        else:
-            reached = False
-        process = self.coordinators.get(message.sender)
+        """Deliver a call to an agent; the sender may get the answer."""
+        call, sender = message.call, message.sender
+        answer = Answered(to=call, failure=NO_ANSWER)
+        if fate != "lost":
+            done = self.obeys(call, sender)
+            answer = done if fate == "delivered" or _refusal(done) else answer
+        process = self.coordinators.get(sender)
         if process is None or not process.is_up:
             return
-        match message.answer:
-            case ("start", tokens, plan):
-                self._started(process, tokens, plan, message.node, reached and fate == "delivered")
-            case ("delete", attempt):
-                is_gone = not node.is_alive or (reached and fate == "delivered")
-                error = None if is_gone else "the agent did not answer"
-                ended = m.DeleteEnded(attempt=attempt, place=message.node, error=error)
-                self.wire.append(Answer(process.name, (ended,)))
+        if process.is_frozen or isinstance(call.work, m.Delete | m.PutAway):
+            self.wire.append(Answer(sender, (answer,)))
+        else:
+            self._feed(sender, answer)
 
-    def _obeys(self, node: str, event: n.NodeEvent, sender: str) -> bool:
-        """Deliver an order to an agent; if the agent refuses, report the higher epoch to the sender."""
-        refused = self._agent_does(node, event)
-        if refused is not None and sender in self.coordinators:
-            self._feed(sender, m.OrderRefused(epoch=refused))
-        return refused is None
+    def obeys(self, call: Call, sender: str) -> Answered:
+        """Let the agent of a node handle a call, and return the agent's answer."""
+        node, order = self.nodes[call.node], call.order
+        process = self.coordinators.get(sender)
+        starts = isinstance(order, OpenOnNode | n.RunPutAway)
+        if not node.is_alive:
+            # Files of a node that is gone are gone with it.
+            return Answered(to=call, failure=None if isinstance(call.work, m.Delete) else NO_ANSWER)
+        if starts:
+            self._start_agent(node)
+            if process is not None:
+                process.agents.add(node.name)
+        if node.agent is None:
+            return Answered(to=call, failure=NO_ANSWER)
+        event: Any = n.EpochSeen(epoch=order.epoch) if isinstance(order, OpenOnNode) else order
+        refused = self._agent_does(node.name, event)
+        if refused is not None:
+            return Answered(to=call, failure=Failure(text="it obeys another", epoch=refused))
+        return Answered(to=call, value=self._inventory(node.name) if isinstance(order, OpenOnNode) else None)
 
-    def _opened_late(self, message: Order) -> None:
-        """Open the run on a node that joined or has a new agent, and send it the current session."""
-        process = self.coordinators[message.sender]
-        inventory = self._open_on(process, message.node) if process.is_up else None
-        if inventory is None:
-            return
-        process.opened.add(message.node)
-        self._feed(process.name, m.NodesJoined(inventories={message.node: inventory}))
-        plan = process.machine.plan
-        if plan is not None and message.node in {node.node_id for node in plan.nodes}:
-            self._send_plan(process, message.node, plan, ())
-            returned = n.CoordinatorReturned(epoch=process.machine.epoch)
-            self.wire.append(Order(message.node, returned, process.name))
-
-    def _started(
-        self, process: Coordinator, tokens: tuple[str, ...], plan: SessionPlan, node: str, is_reported: bool
-    ) -> None:
-        """Reply with the plan once all nodes have the plan, or with an error as soon as one node fails."""
-        missing = process.starting.get(tokens)
-        if missing is None:
-            return
-        missing.discard(node)
-        if is_reported and missing:
-            return
-        del process.starting[tokens]
-        error = None if is_reported else Unavailable(f"A node did not take session {plan.session}.")
-        self.wire += [Replied(token, plan if error is None else None, error) for token in tokens]
+    def _inventory(self, name: str) -> Inventory:
+        node = self.nodes[name]
+        assert node.agent is not None
+        machine = node.agent.machine
+        leaving = frozenset(held[0] for held in node.disk.fragments if machine.is_deleted(held[0]))
+        held = node.disk.inventory(leaving=leaving)
+        return TakenInventory(
+            fragments=held.fragments,
+            directories=held.directories,
+            plan=machine.plan,
+            disk=held.disk,
+            at=self.clock,
+            agent=node.agent.number,
+        )
 
     def _report(self, message: Report, fate: Fate) -> None:
         process = self.process_of(message.service)
@@ -315,48 +349,14 @@ class Coordinators(StorageWork):
             answer = m.Appended(seq=message.record.seq, outcome=outcome, service=service)
             self.wire.append(Answer(message.coordinator, (answer,)))
 
-    def _work(self, name: str, effect: m.Effect, fate: Fate) -> None:
-        """Carry out an effect; the coordinator receives the answer."""
-        match effect:
-            case m.RequestInventory(token=token):
-                self.now_s += 1  # the nodes take this time to answer
-                process = self.coordinators[name]
-                inventories = self._gather(process, frozenset()) if process.is_up else {}
-                seen = self._seen(frozenset(inventories))
-                self.wire.append(Answer(name, (seen, m.InventoryTaken(token=token, inventories=inventories))))
-            case m.PutAway(kept=kept):
-                self.wire.append(Answer(name, (self._put_away(self.coordinators[name], kept, fate),)))
-            case _:
-                answer = STORAGE_WORK[type(effect)](self, name, effect, fate)
-                if answer is not None:
-                    self.wire.append(Answer(name, (answer,)))
-
-    def _put_away(self, process: Coordinator, kept: tuple[str, ...], fate: Fate) -> m.PutAwayEnded:
-        """Order all live nodes to forget the run, with new agents if needed; a lost call skips one node."""
-        nodes = sorted(self.live(process.service))
-        for name in nodes[fate == "lost" :]:
-            self._start_agent(self.nodes[name])
-            self._obeys(name, n.RunPutAway(kept=kept, epoch=process.machine.epoch), process.name)
-        return m.PutAwayEnded(error=None if fate == "delivered" else "an agent did not answer")
+    def _work(self, message: Work, fate: Fate) -> None:
+        """Do the work of an effect on storage, or of an agent; the coordinator receives the answer."""
+        effect = message.effect
+        value, failure = STORAGE_WORK[type(effect)](self, message.coordinator, effect, fate)
+        answer = Answered(to=message.to, value=value, failure=failure)
+        self.wire.append(Answer(message.coordinator, (answer,)))
 
 
-def _orders(effect: NodeEffect, epoch: int) -> list[tuple[str, n.NodeEvent]]:
-    """Return the orders of an effect, each with the node that receives the order."""
-    match effect:
-        case m.NotifyOutcome(attempt=attempt, level=level, error=error, nodes=nodes):
-            outcome = n.OutcomeNotified(attempt=attempt, level=level, error=error, epoch=effect.epoch)
-            return [(node, outcome) for node in nodes]
-        case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):
-            return [(source, n.CopyOrdered(attempt=attempt, node_index=index, holder=holder, epoch=epoch))]
-        case m.Delete(directory=directory, place=place):
-            return [(place, n.DeleteOrdered(directories=(directory,), epoch=epoch))]
-        case m.DeleteLocalOrphans(node_id=place, directories=directories):
-            return [(place, n.DeleteOrdered(directories=directories, epoch=epoch))]
-        case m.Evict(attempt=attempt, node_id=place):
-            return [(place, n.DeleteOrdered(directories=(attempt.directory,), epoch=epoch))]
-        case m.Supersede(nodes=nodes, session_key=session_key, error=failure):
-            ended = n.SessionEnded(session_key=session_key, error=failure, epoch=epoch)
-            return [(node, ended) for node in nodes]
-        case m.AnnounceSaveStep(session_key=session_key, signal=signal, nodes=nodes):
-            announced = n.SaveStepAnnounced(session_key=session_key, signal=signal, epoch=epoch)
-            return [(node, announced) for node in nodes]
+def _refusal(answer: Answered) -> bool:
+    """Return True if an agent has refused an order, which the agent repeats until its sender notices."""
+    return answer.failure is not None and answer.failure.epoch is not None

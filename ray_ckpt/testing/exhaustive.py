@@ -25,6 +25,7 @@ MAX_STATES = 200_000  # states of a scene; about 10 KB each
 LONG_S = 70.0  # longer than all time-outs of a save
 MAX_REST = 1_000  # deliveries in the preparation of a scene
 ATONCE = (Local, Replied)
+OWNERS = {"machine", "view", "nodes", "groups", "launchers", "ports", "notices", "_host"}
 
 Step: TypeAlias = tuple[str, tuple[Any, ...]]  # a method of Scene, and its arguments
 
@@ -73,11 +74,8 @@ class Scene:
         for name, process in world.coordinators.items():
             if process.is_up and process.is_frozen:
                 yield "thaw", (name,)
-            elif process.is_up:
-                if process.takes_over and process.machine.is_open:
-                    yield "take_over", (name,)
-                if self.faults:
-                    yield "kill", (name,)
+            elif process.is_up and self.faults:
+                yield "kill", (name,)
         for service in sorted({node.service for node in world.nodes.values()}):
             current = world.process_of(service)
             if current is None or current.is_frozen:
@@ -109,9 +107,6 @@ class Scene:
 
     def thaw(self, name: str) -> None:
         self.world.thaw(name)
-
-    def take_over(self, name: str) -> None:
-        self.world.take_over(name)
 
     def kill(self, name: str) -> None:
         self.faults -= 1
@@ -176,13 +171,16 @@ class Scene:
 
 
 def _flat_coordinator(process: Coordinator) -> Iterator[bytes]:
-    """Yield the state of a coordinator, one part of its machine after the other.
+    """Yield the state of a coordinator, one part of its host and machine after the other.
 
-    In parts, because a fast-mode pickler accepts at most 50 levels. All parts share a context.
+    In parts, because a fast-mode pickler accepts at most 50 levels. All parts of the machine share a context.
     """
     state = {name: getattr(process, name) for name in Coordinator.__slots__}
-    parts = vars(state.pop("machine"))
+    host = vars(state.pop("host"))
     yield _flat(state)
+    for part in (host, *(vars(host[name]) for name in ("nodes", "groups", "launchers"))):
+        yield _flat([item for item in part.items() if item[0] not in OWNERS])
+    parts = vars(host["machine"])
     for name, part in parts.items():
         if name != "view":  # the view only reads other fields
             yield _flat(part, parts)

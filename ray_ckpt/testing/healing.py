@@ -34,6 +34,7 @@ class Healing:
         world = self._world
         world.storage.is_away = False
         world.silent.clear()
+        world.absent = frozenset()
         for process in world.coordinators.values():
             world.thaw(process.name)
         for node in world.nodes.values():
@@ -42,10 +43,6 @@ class Healing:
             for service in self._schedule.launchers:
                 if world.process_of(service) is None:
                     world.start_coordinator(service)
-            self._rest(LONG_S)
-            for process in list(world.coordinators.values()):
-                if process.is_up and process.takes_over and process.machine.is_open:
-                    world.take_over(process.name, frozenset())
             self._rest(LONG_S)
         self._check_zombies()
         for name in list(world.launchers):

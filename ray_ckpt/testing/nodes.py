@@ -60,6 +60,7 @@ class Nodes:
         self.current: dict[str, str] = {}  # service -> name of its current coordinator
         self.launchers: dict[str, Launcher] = {}
         self.wire: list[Message] = []
+        self.absent: frozenset[str] = frozenset()  # nodes whose agents do not answer a call to all agents
         self.waiting: dict[Token, tuple[str, Launcher | Member]] = {}  # coordinator and caller
         self.pins: dict[Token, tuple[str, str]] = {}  # requested pins: attempt, owner
         self.annotations: dict[Token, tuple[int, str, float]] = {}  # requested: step, metric, value

@@ -21,6 +21,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import attempt_of
 from ray_ckpt.format.records import LogRecord, encode_record
 from ray_ckpt.storage.log_store import read_run
+from ray_ckpt.testing.parts import TakenInventory
 from ray_ckpt.testing.stores import START_S, Copy, Disk, Storage
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
@@ -46,7 +47,7 @@ class _Opening:
     """A group that waits for its session, with the facts that its coordinator has received."""
 
     event: GroupOpened
-    at: int  # number of the event
+    at: int  # number of the event that took its inventories
     agents: dict[str, int]  # node -> number of the agent that answered
 
 
@@ -66,7 +67,6 @@ class Oracle:
     dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was dropped
     unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # sessions opened without log
     trained: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) of groups that have trained
-    requested: dict[str, _Opening] = field(default_factory=dict)  # token -> the group of the request
     openings: dict[str, _Opening] = field(default_factory=dict)  # coordinator -> the group being opened
     decided: dict[tuple[int, int], _Opening] = field(default_factory=dict)  # (session, epoch) of a record
     pins: set[tuple[str, str]] = field(default_factory=set)  # pins ever logged: attempt, owner
@@ -214,14 +214,12 @@ class Oracle:
 
     # -- groups and saves ------------------------------------------------------------------------------
 
-    def group_requested(self, event: GroupOpened, world: Nodes) -> None:
-        """Record the inventories that were taken for a group."""
-        agents = {name: agent.number for name in event.inventories if (agent := world.nodes[name].agent)}
-        self.requested[event.token] = _Opening(event, world.clock, agents)
-
-    def group_opened(self, coordinator: str, token: str) -> None:
-        """Record that a coordinator received the request for a group."""
-        self.openings[coordinator] = self.requested[token]
+    def group_opened(self, coordinator: str, event: GroupOpened) -> None:
+        """Record that a coordinator opens a group, with the inventories that were taken for it."""
+        taken = {node: x for node, x in event.inventories.items() if isinstance(x, TakenInventory)}
+        at = min((inventory.at for inventory in taken.values()), default=0)
+        agents = {node: inventory.agent for node, inventory in taken.items()}
+        self.openings[coordinator] = _Opening(event, at, agents)
 
     def appends(self, coordinator: str, record: LogRecord) -> None:
         """Record that a coordinator sends a record, for the first time or again."""

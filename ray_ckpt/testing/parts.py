@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from ray_ckpt.config import Resume
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.run_machine import RunMachine
-from ray_ckpt.core.values import SessionPlan, StoredFragment, Token
-from ray_ckpt.errors import CheckpointError
+from ray_ckpt.core.values import Inventory, SessionPlan, StoredFragment, Token
+from ray_ckpt.engine.ports import Call, HostEvent, StorageEffect
+from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.format.records import LogRecord
@@ -53,22 +54,30 @@ class Coordinator:
 
     name: str
     service: str
-    machine: RunMachine
+    host: RunHost
     skew_s: float  # error of the process's monotonic clock
     wall_skew_s: float
-    opened: set[str] = field(default_factory=set)  # nodes on which this coordinator opened the run
-    starting: dict[tuple[Token, ...], set[str]] = field(default_factory=dict)  # tokens -> nodes without plan
-    is_ready: bool = False  # the run is open on nodes
+    agents: set[str] = field(default_factory=set)  # nodes that have an agent, as far as the process knows
     is_up: bool = True
     is_frozen: bool = False
-    takes_over: bool = False  # it has to look for the group at work after opening the log
-    ticked_s: float | None = None
     waits_since_s: float | None = None  # start of the store's silence
+
+    @property
+    def machine(self) -> RunMachine:
+        return self.host.machine
 
     @property
     def num_pending(self) -> int:
         """Number of decided records that are not in the log yet."""
         return len(self.machine._ledger.pending)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenInventory(Inventory):
+    """An inventory, with the number of the event that took it and the number of the agent."""
+
+    at: int
+    agent: int
 
 
 @dataclass(slots=True)
@@ -84,7 +93,7 @@ class Member:
     met: int = 0  # number of the last barrier with a received answer
     went: int = 0  # number of the last barrier that all ranks have reached
     busy: set[int] = field(default_factory=set)  # ranks whose arena is not released yet
-    error: CheckpointError | None = None  # the error that the ranks received
+    error: Exception | None = None  # the error that the ranks received
 
 
 @dataclass(slots=True)
@@ -102,8 +111,7 @@ class Launcher:
     resume: Resume = "auto"
     state: Literal["idle", "asking", "running", "done", "dead"] = "idle"
     group: Group | None = None
-    error: CheckpointError | None = None
-    dead_owner: str = ""
+    error: Exception | None = None
     finished: bool = False
 
 
@@ -114,10 +122,8 @@ class Launcher:
 class Order:
     """A coordinator's call to an agent."""
 
-    node: str
-    event: n.NodeEvent
+    call: Call
     sender: str
-    answer: tuple[Any, ...] = ()  # ("start", tokens, plan), ("delete", attempt) or ("open",), if awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,8 @@ class Answer:
     """Events for one coordinator process; void if the process is gone."""
 
     coordinator: str
-    events: tuple[m.Event, ...]
+    events: tuple[m.Event | HostEvent, ...]
+    at_s: float = 0.0  # time of the events: no earlier than this
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +155,16 @@ class Create:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """An effect that a coordinator's shell carries out."""
+    """Work on storage, or work of an agent, for a coordinator."""
 
     coordinator: str
-    effect: m.Effect
+    to: Call | StorageEffect
+
+    @property
+    def effect(self) -> m.Effect:
+        effect = self.to.work if isinstance(self.to, Call) else self.to
+        assert effect is not None
+        return effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +185,7 @@ class Replied:
 
     token: Token
     value: object
-    error: CheckpointError | None
+    error: Exception | None
 
 
 Message: TypeAlias = Order | Report | Answer | Create | Work | Local | Replied

@@ -28,6 +28,7 @@ from ray_ckpt.testing.parts import (
     Local,
     Member,
     Message,
+    Order,
 )
 from ray_ckpt.testing.simulator import World
 from ray_ckpt.testing.stores import START_S
@@ -201,7 +202,8 @@ class Schedule:
         launcher.resume = self.chance.choices(["auto", "never", "must"], [96, 2, 2])[0]
         if lineage and self.chance.random() < 0.03:
             launcher.resume = f"step:{self.chance.choice(lineage).step}"
-        self.world.launch(launcher.name, size, self._absent(launcher.service))
+        self.world.absent = self._absent(launcher.service)
+        self.world.launch(launcher.name, size)
         return f"{launcher.name} launches"
 
     def _absent(self, service: str) -> frozenset[str]:
@@ -223,8 +225,6 @@ class Schedule:
         first = self.launchers[service]
         if self.chance.random() < 0.7:
             self.world.kill_launcher(first.name)
-            if self.chance.random() < 0.5:
-                self.world.miss_launcher(first.name)
         name = f"{service}-driver-{len(self.world.launchers)}"
         self.launchers[service] = self.world.launchers[name] = Launcher(name, service)
         return f"{name} comes"
@@ -339,8 +339,6 @@ class Schedule:
         for process in list(self.world.coordinators.values()):
             if process.is_up and not process.is_frozen:
                 self.world.tick(process.name)
-            if process.is_up and process.takes_over and process.machine.is_open and not process.is_frozen:
-                self.world.take_over(process.name, self._absent(process.service))
 
     def store_changes(self) -> str | None:
         """Make the store unreachable, or reachable again, which is more likely."""
@@ -475,6 +473,8 @@ def _wants_group(launcher: Launcher) -> bool:
 def _label(message: Message) -> str:
     content = getattr(message, "event", None) or getattr(message, "effect", None)
     content = content or getattr(message, "work", None)
+    if isinstance(message, Order):
+        content = message.call.order
     if isinstance(message, Create):
         content = message.record.op
     elif isinstance(message, Answer):

@@ -16,7 +16,8 @@ from ray_ckpt.admin import pins
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import RankProgress, SessionPlan, Token
-from ray_ckpt.errors import CheckpointError, ConfigError, RunInUse, RunSuperseded, Unavailable
+from ray_ckpt.engine.ports import AgentDied
+from ray_ckpt.errors import CheckpointError, ConfigError, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.format.records import Drilled, decode_record
@@ -54,12 +55,13 @@ class World(Coordinators):
                 self._order(message, fate)
             case Report():
                 self._report(message, fate)
-            case Answer(coordinator=name, events=events):
+            case Answer(coordinator=name, events=events, at_s=at_s):
+                self.now_s = max(self.now_s, at_s)
                 self._feed(name, *events)
             case Create():
                 self._create(message, fate)
-            case Work(coordinator=name, effect=effect):
-                self._work(name, effect, fate)
+            case Work():
+                self._work(message, fate)
             case Local():
                 self._local(message, fate)
             case Replied():
@@ -93,15 +95,7 @@ class World(Coordinators):
     def tick(self, name: str) -> None:
         """Let a coordinator check the clock and its nodes."""
         self.clock += 1
-        process = self.coordinators[name]
-        live = self.live(process.service)
-        if process.is_ready:
-            seen = frozenset(live) & process.opened
-            self._feed(name, self._seen(seen))
-            for node in sorted(live - process.opened):
-                self._open_later(process, node)
-        else:
-            self._feed(name)
+        self._feed(name, self.seen(self.coordinators[name]))
         self.oracle.check(self)
 
     def start_coordinator(self, service: str) -> None:
@@ -109,37 +103,18 @@ class World(Coordinators):
         self.clock += 1
         agents = [a for node in sorted(self.live(service)) if (a := self.nodes[node].agent) is not None]
         plans = [a.machine.plan for a in agents if a.machine.plan is not None]
+        newest = max(plans, key=lambda plan: plan.session_key, default=None)
         if not agents:
             self.current.pop(service, None)
-        elif not self.storage.is_away and self._open_log(service, owner=None) is None:
+        elif not self.storage.is_away and self._open_log(service, owner=None, found=newest) is None:
             self._supersede(service, plans)
-        self.oracle.check(self)
-
-    def take_over(self, name: str, absent: frozenset[str] = frozenset()) -> None:
-        """Let an open coordinator find the group of an earlier coordinator; `absent` agents do not answer."""
-        self.clock += 1
-        process = self.coordinators[name]
-        process.takes_over = False
-        inventories = self._gather(process, absent)
-        plans = [
-            plan
-            for node in inventories
-            if (agent := self.nodes[node].agent) is not None and (plan := agent.machine.plan) is not None
-        ]
-        if plans and process.is_up:
-            plan = max(plans, key=lambda p: (p.epoch, p.session))
-            found = m.GroupRecovered(plan=plan, inventories=inventories)
-            self.wire.append(Answer(name, (self._seen(frozenset(inventories)), found)))
-            epoch = process.machine.epoch
-            for node in sorted(inventories):
-                self.wire.append(Order(node, n.CoordinatorReturned(epoch=epoch), name))
         self.oracle.check(self)
 
     def kill_coordinator(self, name: str) -> None:
         """Kill a coordinator: messages that it sent stay in the wire, and its callers get an error."""
         self.clock += 1
         self.coordinators[name].is_up = False
-        self._fail_tokens(name, Unavailable("The coordinator died."))
+        self.fail_tokens(name, Unavailable("The coordinator died."))
         self.wire = [
             Create(w.coordinator, w.record, is_late=True)
             if isinstance(w, Create) and w.coordinator == name
@@ -191,7 +166,8 @@ class World(Coordinators):
         self.clock += 1
         process = self.process_of(self.nodes[name].service)
         if process is not None:
-            self._open_later(process, name)
+            process.agents.discard(name)
+            self.wire.append(Answer(process.name, (AgentDied(node=name),)))
 
     def corrupt(self, name: str, copy: Copy) -> None:
         """Damage bytes of a copy."""
@@ -202,7 +178,7 @@ class World(Coordinators):
 
     # -- events: launchers and ranks -------------------------------------------------------------------
 
-    def launch(self, name: str, size: int, absent: frozenset[str] = frozenset()) -> None:
+    def launch(self, name: str, size: int) -> None:
         """Let a launcher take the next step towards a new group of `size` nodes; old ranks have ended."""
         self.clock += 1
         launcher = self.launchers[name]
@@ -218,21 +194,13 @@ class World(Coordinators):
                 except RunSuperseded as error:
                     self._give_up(launcher, error)
         elif process.machine.is_open and not process.is_frozen:
-            self._open_group(process, launcher, size, absent)
+            self._open_group(process, launcher, size)
         self.oracle.check(self)
 
     def kill_launcher(self, name: str) -> None:
         self.clock += 1
         self._end_group(self.launchers[name])
         self.launchers[name].state = "dead"
-
-    def miss_launcher(self, name: str) -> None:
-        """Let the coordinator notice that a launcher has been dead for a while."""
-        self.clock += 1
-        launcher = self.launchers[name]
-        process = self.process_of(launcher.service)
-        if launcher.state == "dead" and process is not None:
-            self.wire.append(Answer(process.name, (m.OwnerDied(owner=name),)))
 
     def kill_ranks(self, name: str) -> None:
         """Kill a worker: the group ends, but the group's launcher lives."""
@@ -456,9 +424,7 @@ class World(Coordinators):
                 self._member_answered(member, message)
 
     def _launcher_answered(self, launcher: Launcher, message: Replied) -> None:
-        if isinstance(message.error, RunInUse):
-            self._refused(launcher, message.error)
-        elif isinstance(message.error, RunSuperseded) and launcher.state == "asking":
+        if isinstance(message.error, RunSuperseded) and launcher.state == "asking":
             self._give_up(launcher, message.error)
         elif message.error is not None:
             launcher.error = message.error
@@ -467,18 +433,10 @@ class World(Coordinators):
         elif isinstance(message.value, SessionPlan):
             if launcher.state == "asking":
                 members = [Member(node.node_id, node.ranks) for node in message.value.nodes]
-                launcher.state, launcher.group, launcher.dead_owner = "running", Group(members), ""
+                launcher.state, launcher.group = "running", Group(members)
         else:
             launcher.finished = True
             self.oracle.finished(message.value)
-
-    def _refused(self, launcher: Launcher, error: CheckpointError) -> None:
-        """Record that another launcher has the run; if that launcher is dead, the next try reports it."""
-        owner = str(error.fields.get("owner", ""))
-        other = self.launchers.get(owner)
-        launcher.state, launcher.error = "idle", error
-        if other is not None and other.state in ("dead", "done"):
-            launcher.dead_owner = owner
 
     def _member_answered(self, member: Member, message: Replied) -> None:
         barrier = self.barriers.get(message.token)

@@ -1,22 +1,25 @@
-"""Work of a coordinator's shell outside the run machine: uploads, deletions, listings and reads.
+"""Work outside the run machine: uploads, deletions, listings and reads, each with a fate.
 
-Each method carries out one effect and returns the event that answers the effect. `fate` is the fate of the
-call: lost work is not done, and unanswered work looks like a time-out.
+Each method does the work of one effect and returns its value and its failure. Lost work is not done, and
+unanswered work looks like a time-out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ray_ckpt.core import messages as m
+from ray_ckpt.engine.ports import Failure
 from ray_ckpt.storage.log_store import write_snapshot
 from ray_ckpt.testing.nodes import Nodes
 from ray_ckpt.testing.parts import Fate
 from ray_ckpt.testing.stores import START_S
 
-TIME_OUT = "time-out"
+Ended: TypeAlias = tuple[object, Failure | None]
+
+TIME_OUT = Failure(text="time-out")
 
 
 class StorageWork(Nodes):
@@ -25,80 +28,70 @@ class StorageWork(Nodes):
     def _is_done(self, fate: Fate) -> bool:
         return fate != "lost" and not self.storage.is_away
 
-    def _error(self, fate: Fate) -> str | None:
+    def _failure(self, fate: Fate) -> Failure | None:
         return None if self._is_done(fate) and fate == "delivered" else TIME_OUT
 
-    def _upload(self, name: str, drain: m.Drain, fate: Fate) -> m.DrainEnded:
+    def _upload(self, name: str, drain: m.Drain, fate: Fate) -> Ended:
         """Upload a fragment; a lost call leaves an unfinished upload behind."""
         attempt, index = drain.attempt, drain.node_index
         copy = (attempt.attempt, index)
         node = self.nodes[drain.node_id]
         is_here = node.agent is not None and node.disk.has(copy)
-        is_damage = is_here and copy in node.disk.rotten
-        error = None
         if self.storage.is_away:
-            error = TIME_OUT
-        elif not is_here or is_damage:
-            error = "it is damaged" if is_damage else "not here"
-        elif fate == "lost":
+            return None, TIME_OUT
+        if not is_here or copy in node.disk.rotten:
+            text = "it is damaged" if is_here else "not here"
+            return None, Failure(text=text, is_damage=is_here, is_dead=node.agent is None)
+        if fate == "lost":
             self.storage.leave_upload(attempt, index, self.now_s)
-            error = "the agent died"
-        else:
-            self.storage.put(attempt, index, self.now_s)
-            error = TIME_OUT if fate == "unanswered" else None
-        return m.DrainEnded(
-            attempt=attempt, node_index=index, node_id=drain.node_id, error=error, is_damage=is_damage
-        )
+            return None, Failure(text="the agent died")
+        self.storage.put(attempt, index, self.now_s)
+        return None, self._failure(fate)
 
-    def _describe(self, name: str, work: m.WriteDescription, fate: Fate) -> m.DescriptionWritten:
-        checkpoint, error = work.checkpoint, self._error(fate)
-        is_damage = self.storage.fragments.get(checkpoint.id.attempt) != set(range(checkpoint.num_nodes))
-        if is_damage:
-            error = "a fragment is missing"
-        elif self._is_done(fate):
+    def _describe(self, name: str, work: m.WriteDescription, fate: Fate) -> Ended:
+        checkpoint = work.checkpoint
+        if self.storage.fragments.get(checkpoint.id.attempt) != set(range(checkpoint.num_nodes)):
+            return None, Failure(text="a fragment is missing", is_damage=True)
+        if self._is_done(fate):
             self.storage.describe(checkpoint, self.now_s)
-        return m.DescriptionWritten(attempt=checkpoint.id, error=error, is_damage=is_damage)
+        return None, self._failure(fate)
 
-    def _delete_remote(self, name: str, work: m.Delete, fate: Fate) -> m.DeleteEnded:
+    def _delete_remote(self, name: str, work: m.Delete, fate: Fate) -> Ended:
         if self._is_done(fate):
             self.oracle.deletes_remote(work.attempt)
             self.storage.delete(work.directory)
-        return m.DeleteEnded(attempt=work.attempt, place=m.REMOTE, error=self._error(fate))
+        return None, self._failure(fate)
 
-    def _list_remote(self, name: str, work: m.SweepRemote, fate: Fate) -> m.RemoteListed:
-        error = self._error(fate)
-        if error is not None:
-            return m.RemoteListed(number=work.number, error=error)
+    def _list_remote(self, name: str, work: m.SweepRemote, fate: Fate) -> Ended:
+        if (failure := self._failure(fate)) is not None:
+            return None, failure
         listed = self.storage.listed(work.number, self.now_s)
-        return replace(listed, directories={}) if work.uploads_only else listed
+        return replace(listed, directories={}) if work.uploads_only else listed, None
 
-    def _delete_orphans(self, name: str, work: m.DeleteOrphans, fate: Fate) -> None:
+    def _delete_orphans(self, name: str, work: m.DeleteOrphans, fate: Fate) -> Ended:
         if self._is_done(fate):
             self.oracle.sweeps(work, self)
             self.storage.sweep(work)
+        return None, None
 
-    def _write_snapshot(self, name: str, work: m.WriteSnapshot, fate: Fate) -> m.SnapshotWritten:
+    def _write_snapshot(self, name: str, work: m.WriteSnapshot, fate: Fate) -> Ended:
         history = self.coordinators[name].machine.history
         if self._is_done(fate) and history.next_seq == work.seq + 1:
             write_snapshot(self.storage.log, history.to_snapshot(START_S + self.now_s))
-        return m.SnapshotWritten(seq=work.seq, error=self._error(fate))
+        return None, self._failure(fate)
 
-    def _scrub(self, name: str, work: m.Scrub, fate: Fate) -> m.ScrubEnded:
-        copy, error = (work.attempt.attempt, work.node_index), self._error(fate)
-        damage: tuple[str, ...] = ()
-        node = self.nodes.get(work.place)
-        if node is not None:
-            if node.agent is None or not node.disk.has(copy):
-                error = "not here"
-            elif copy in node.disk.rotten and error is None:
-                node.disk.quarantine(copy)
-                damage = ("a slice",)
-        return m.ScrubEnded(
-            attempt=work.attempt, node_index=work.node_index, place=work.place, damage=damage, error=error
-        )
+    def _scrub(self, name: str, work: m.Scrub, fate: Fate) -> Ended:
+        copy, node = (work.attempt.attempt, work.node_index), self.nodes.get(work.place)
+        if node is not None and (node.agent is None or not node.disk.has(copy)):
+            return None, Failure(text="not here")
+        failure = self._failure(fate)
+        if failure is not None or node is None or copy not in node.disk.rotten:
+            return None, failure
+        node.disk.quarantine(copy)
+        return ("a slice",), None
 
 
-STORAGE_WORK: Mapping[type, Callable[[Any, str, Any, Fate], m.Event | None]] = {
+STORAGE_WORK: Mapping[type, Callable[[Any, str, Any, Fate], Ended]] = {
     m.Drain: StorageWork._upload,
     m.WriteDescription: StorageWork._describe,
     m.Delete: StorageWork._delete_remote,
@@ -107,4 +100,4 @@ STORAGE_WORK: Mapping[type, Callable[[Any, str, Any, Fate], m.Event | None]] = {
     m.WriteSnapshot: StorageWork._write_snapshot,
     m.Scrub: StorageWork._scrub,
 }
-"""Maps each effect type to the method that carries it out for the coordinator of the given name."""
+"""Maps each effect type to the method that does its work for the coordinator of the given name."""

@@ -36,17 +36,6 @@ def test_the_late_card_of_a_replaced_agent_is_dropped() -> None:
     assert asyncio.run(read(is_replaced=True)) == {}
 
 
-def test_an_agent_ends_when_it_has_been_idle_long_enough() -> None:
-    agents, ended = make(), list[str]()
-    for node in ("a", "b"):
-        exit_ = SimpleNamespace(remote=lambda node=node: ended.append(node))
-        agents._actors[node] = SimpleNamespace(exit=exit_)
-    assert agents.end_idle(["a"], 0.05) == ()
-    agents._needed_s["b"] -= 0.1
-    assert agents.end_idle(["a"], 0.05) == ("b",)
-    assert ended == ["b"] and set(agents.nodes) == {"a"}
-
-
 def test_no_agent_is_started_once_the_service_ends() -> None:
     agents = make()
     agents.close()

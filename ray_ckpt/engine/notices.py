@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from ray_ckpt.actors.messages import DrainingView
 from ray_ckpt.preemption.notice import Notice
 
 log = logging.getLogger("ray_ckpt.coordinator")
@@ -23,8 +21,11 @@ class _Notified:
     until_s: float  # Unix time until which the notice counts, unless it is repeated
 
 
-class DrainingNodes:
-    """Notices by node and source; a notice expires if its source stops repeating it. Times are Unix times."""
+class Notices:
+    """Notices by node and source; a notice expires if its source stops repeating it.
+
+    `now_s` and all times of this class are Unix times.
+    """
 
     def __init__(self) -> None:
         self._notified: dict[tuple[str, str], _Notified] = {}  # by node and source
@@ -33,8 +34,8 @@ class DrainingNodes:
     def nodes(self) -> frozenset[str]:
         return frozenset(node for node, _ in self._notified)
 
-    def add(self, node: str, notice: Notice) -> None:
-        key, now_s = (node, notice.source), time.time()
+    def add(self, node: str, notice: Notice, now_s: float) -> None:
+        key = (node, notice.source)
         if key not in self._notified:
             log.warning("node %s is about to go: %s (%s)", node[:12], notice.text, notice.source)
         until_s = min(max(now_s, notice.deadline_s or 0.0), now_s + MAX_NOTICE_S) + NOTICE_HOLDS_S
@@ -47,24 +48,21 @@ class DrainingNodes:
         """
         self._notified = {k: v for k, v in self._notified.items() if k[1] != "sigterm" or k[0] not in nodes}
 
-    def expire(self, live: Set[str]) -> None:
+    def expire(self, live: Set[str], now_s: float) -> None:
         """Discard nodes that are gone, and notices that are no longer repeated."""
-        now_s = time.time()
         self._notified = {k: v for k, v in self._notified.items() if k[0] in live and now_s < v.until_s}
 
-    def left_s(self, by_ray: Mapping[str, float]) -> dict[str, float]:
+    def left_s(self, by_ray: Mapping[str, float], now_s: float) -> dict[str, float]:
         """Return the seconds until each node is gone: the least by Ray, the clouds and the signals."""
-        now_s, left_s = time.time(), dict(by_ray)
+        left_s = dict(by_ray)
         for (node, _), notified in self._notified.items():
             if notified.at_s is not None:
                 left_s[node] = min(max(notified.at_s - now_s, 0.0), left_s.get(node, math.inf))
         return left_s
 
-    def views(self) -> tuple[DrainingView, ...]:
-        now_s = time.time()
+    def leaving(self, now_s: float) -> tuple[tuple[str, str, float | None], ...]:
+        """Return each notice as node, source and the seconds until the node is gone; None: not known."""
         return tuple(
-            DrainingView(
-                node_id=node, source=source, in_s=None if notified.at_s is None else notified.at_s - now_s
-            )
+            (node, source, None if notified.at_s is None else notified.at_s - now_s)
             for (node, source), notified in sorted(self._notified.items(), key=lambda item: item[0])
         )

@@ -1,0 +1,257 @@
+"""The ports of a run's host on Ray: calls to agents, and work in threads on the log and the storage path.
+
+An order of the host becomes a call of an agent's method, and an exception becomes a `Failure`. Nothing is
+decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Set
+from typing import TYPE_CHECKING, Any, Literal
+
+import ray
+
+from ray_ckpt.actors import ray_cluster
+from ray_ckpt.actors.coordinator.agents import reason
+from ray_ckpt.actors.coordinator.storage_work import delete_all, list_remote, write_description
+from ray_ckpt.actors.messages import OpenRun, PutAwayRun, SessionStart
+from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.core import messages as m
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.values import Token
+from ray_ckpt.engine.ports import (
+    Answered,
+    Call,
+    Failure,
+    HostEvent,
+    LauncherSeen,
+    OpenOnNode,
+    ReleaseRun,
+    StorageEffect,
+    UpdatePeers,
+)
+from ray_ckpt.errors import CheckpointError, CorruptionError, Fenced
+from ray_ckpt.format.records import encode_record
+from ray_ckpt.storage.log_store import CreateResult, create_record, read_run, trim_log, write_snapshot
+from ray_ckpt.telemetry import Sample
+
+if TYPE_CHECKING:
+    from ray_ckpt.actors.coordinator.engine import Engine
+    from ray_ckpt.actors.coordinator.run import Run
+
+log = logging.getLogger("ray_ckpt.coordinator")
+
+STORE_TIMEOUT_S = 30.0  # to create a log record; a longer create has the outcome "unknown"
+
+
+class RayPorts:
+    """The ports of one run; tasks of the engine carry out what takes long."""
+
+    def __init__(self, engine: Engine, run: Run) -> None:
+        self._engine = engine
+        self._run = run
+
+    # -- agents --------------------------------------------------------------------------------------
+
+    def call(self, call: Call) -> None:
+        try:
+            answer = self._begin(call)
+        except KeyError:
+            failure = Failure(text="there is no agent", is_dead=True)
+            self._run.host.handle(Answered(to=call, failure=failure))
+            return
+        self._engine.spawn(self._await(call, answer))
+
+    def agents(self) -> Set[str]:
+        return self._engine.agents.nodes
+
+    def revive(self, node: str) -> None:
+        self._engine.spawn(self._engine.restart_agent(node))
+
+    def _begin(self, call: Call) -> Awaitable[Any]:
+        """Call the method of the agent that carries out an order; KeyError if there is no agent."""
+        run, agents, uid = self._run, self._engine.agents, self._run.run_uid
+        epoch = run.host.machine.epoch
+        method: str
+        arguments: tuple[Any, ...]
+        match call.order:
+            case OpenOnNode(epoch=epoch):
+                order = OpenRun(spec=run.spec, run_uid=uid, nonce=run.nonce, epoch=epoch)
+                return agents.request(call.node, "open_run", order)
+            case n.RunPutAway(kept=kept, epoch=epoch):
+                put_away = PutAwayRun(spec=run.spec, run_uid=uid, kept=kept, epoch=epoch)
+                return agents.request(call.node, "put_away", put_away)
+            case n.SessionStarted(plan=plan, epoch=epoch):
+                start = SessionStart(plan=plan, spec=run.spec, endpoints=agents.endpoints, epoch=epoch)
+                return agents.call(call.node, "start_session", start)
+            case n.CoordinatorReturned(epoch=epoch):
+                method, arguments = "coordinator_returned", (epoch,)
+            case n.SessionEnded(session_key=session_key, error=error, epoch=epoch):
+                method, arguments = "end_session", (session_key, error, epoch)
+            case n.OutcomeNotified(attempt=attempt, level=level, error=problem, epoch=epoch):
+                method, arguments = "notify_outcome", (attempt, level, problem, epoch)
+            case n.SaveStepAnnounced(session_key=session_key, signal=signal, epoch=epoch):
+                method, arguments = "announce_save_step", (session_key, signal, epoch)
+            case n.CopyOrdered(attempt=attempt, node_index=index, holder=holder, epoch=epoch):
+                method = "replicate"
+                arguments = (attempt, index, holder, agents.endpoints[holder], epoch)
+            case n.DeleteOrdered(directories=directories, epoch=epoch):
+                method, arguments = "delete", (directories, epoch)
+            case m.Drain(attempt=attempt, node_index=index):
+                method, arguments = "drain", (attempt, index, epoch)
+            case m.Scrub(attempt=attempt, node_index=index, place=place) if place == m.REMOTE:
+                num_nodes = run.machine.history.checkpoints[attempt.attempt].num_nodes
+                method, arguments = "scrub_remote", (attempt, num_nodes, index)
+            case m.Scrub(attempt=attempt, node_index=index):
+                method, arguments = "scrub", (attempt, index, epoch)
+            case ReleaseRun(is_finished=is_finished):
+                method, arguments = "release_run", (is_finished,)
+            case UpdatePeers():
+                method, arguments = "update_peers", (agents.endpoints,)
+            case order:
+                raise TypeError(f"no agent takes {order!r}")
+        return agents.call(call.node, method, uid, *arguments)
+
+    async def _await(self, call: Call, answer: Awaitable[Any]) -> None:
+        value, failure = None, None
+        try:
+            value = await asyncio.wait_for(answer, None if math.isinf(call.bound_s) else call.bound_s)
+            if value is None and isinstance(call.order, OpenOnNode | n.RunPutAway):
+                failure = Failure(text="its agent does not answer")
+        except Exception as error:
+            failure = _failure_of(error)
+            if call.work is None and not isinstance(call.order, OpenOnNode):
+                order = type(call.order).__name__
+                log.warning("node %s did not take %s: %s", call.node[:12], order, failure.text)
+        self._run.host.handle(Answered(to=call, value=value, failure=failure))
+
+    # -- storage -------------------------------------------------------------------------------------
+
+    def start(self, work: StorageEffect) -> None:
+        if isinstance(work, m.Append):
+            self._engine.spawn(self._append(work))
+        else:
+            self._engine.spawn(self._work(work))
+
+    async def _append(self, work: m.Append) -> None:
+        run, record, service, missing = self._run, work.record, "", ""
+        create = run.log_threads.run(create_record, run.store, record.seq, encode_record(record))
+        outcome: Literal["ok", "exists", "unknown"] = "unknown"
+        try:
+            match await asyncio.wait_for(create, STORE_TIMEOUT_S):
+                case CreateResult.OK:
+                    outcome = "ok"
+                case CreateResult.EXISTS:
+                    outcome = "exists"
+                    service = await asyncio.wait_for(self._last_service(), STORE_TIMEOUT_S)
+            if outcome == "unknown":
+                missing = await asyncio.wait_for(run.log_threads.run(run.remote.missing), STORE_TIMEOUT_S)
+        except (TimeoutError, OSError, CheckpointError) as error:
+            log.warning("%s: record %d: %s", run.spec.name, record.seq, reason(error))
+        run.host.handle(m.Appended(seq=record.seq, outcome=outcome, service=service, reason=missing))
+
+    async def _last_service(self) -> str:
+        """Return the service whose coordinator wrote the last epoch of the log."""
+        history, records = await self._run.log_threads.run(read_run, self._run.store)
+        for record, record_digest in records:
+            history.apply(record, record_digest)
+        return history.service
+
+    async def _work(self, work: StorageEffect) -> None:
+        value, failure = None, None
+        try:
+            value = await self._in_thread(work)
+        except Exception as error:
+            failure = _failure_of(error)
+            name = self._run.spec.name
+            log.info("%s: %s on the storage path: %s", name, type(work).__name__, failure.text)
+        self._run.host.handle(Answered(to=work, value=value, failure=failure))
+
+    async def _in_thread(self, work: StorageEffect) -> object:
+        run, remote_io = self._run, self._engine.remote_io
+        match work:
+            case m.WriteSnapshot():
+                snapshot = run.machine.history.to_snapshot(time.time())
+                await in_thread(remote_io, write_snapshot, run.store, snapshot)
+                await in_thread(remote_io, trim_log, run.store, time.time())
+            case m.WriteDescription(checkpoint=checkpoint):
+                await in_thread(remote_io, write_description, run.remote, checkpoint)
+            case m.Delete(directory=directory):
+                await in_thread(remote_io, run.remote.delete, directory)
+            case m.SweepRemote():
+                return await in_thread(remote_io, list_remote, run.remote, work)
+            case m.DeleteOrphans():  # the next listing finds the orphans that could not be deleted
+                await in_thread(remote_io, delete_all, run.remote, work)
+        return None
+
+    # -- cluster, callers, clock -----------------------------------------------------------------------
+
+    def look(self) -> None:
+        self._engine.spawn(self._look())
+
+    async def _look(self) -> None:
+        self._run.host.handle(await self._engine.nodes_seen(self._run))
+
+    def look_for(self, owner: str) -> None:
+        self._engine.spawn(self._look_for(owner))
+
+    async def _look_for(self, owner: str) -> None:
+        is_alive = await self._engine.is_alive(owner)
+        ends_runs = ray_cluster.is_controller(owner)
+        self._run.host.handle(LauncherSeen(owner=owner, is_alive=is_alive, ends_runs=ends_runs))
+
+    def reply(self, token: Token, value: object) -> None:
+        if (future := self._run.waiting.get(token)) and not future.done():
+            future.set_result(value)
+
+    def fail(self, token: Token, error: Exception) -> None:
+        if (future := self._run.waiting.get(token)) and not future.done():
+            future.set_exception(error)
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def wall_s(self) -> float:
+        return time.time()
+
+    def later(self, delay_s: float, event: HostEvent) -> None:
+        asyncio.get_running_loop().call_later(delay_s, self._run.host.handle, event)
+
+    # -- process -------------------------------------------------------------------------------------
+
+    def step_down(self, error: Exception, *, ends_process: bool) -> None:
+        log.error("%s This coordinator steps down.", error)
+        self._engine.drop(self._run, ends_process=ends_process)
+
+    def close(self) -> None:
+        self._engine.close(self._run)
+
+    def warn(self, warning: m.Warn) -> None:
+        name = self._run.spec.name
+        if warning.is_expected:
+            log.info("%s: %s", name, warning.text)
+            return
+        log.warning("%s: %s", name, warning.text)
+        self._run.warning = (warning.text, time.time())
+
+    def observe(self, event: m.Event) -> None:
+        pass
+
+    def measure(self, samples: tuple[Sample, ...]) -> None:
+        for sample in samples:
+            self._engine.meters.record(self._run.spec.name, sample)
+
+
+def _failure_of(error: Exception) -> Failure:
+    cause = getattr(error, "cause", None) or error
+    return Failure(
+        text=reason(error),
+        error=cause if isinstance(cause, CheckpointError) else error,
+        epoch=cause.fields["epoch"] if isinstance(cause, Fenced) else None,
+        is_damage=isinstance(cause, CorruptionError | EOFError),
+        is_dead=isinstance(error, ray.exceptions.ActorDiedError),
+    )

@@ -1,0 +1,1 @@
+"""Hosts of the run machines: waiting callers, timers and effects, without Ray, threads or a clock."""

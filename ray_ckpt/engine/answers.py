@@ -1,0 +1,47 @@
+"""Translate the answers of agents and storage to events of the run machine, and bound the calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core import messages as m
+from ray_ckpt.engine.ports import Answered, Call
+from ray_ckpt.types import CheckpointInfo
+
+DRAIN_SLACK_S = 900.0  # time of a drain besides that for its bytes: on a poor link, parts go one by one
+LEAST_DRAIN_BYTES_PER_S = 1 << 20  # a drain of a node that is slower counts as stuck
+
+
+def event_of(answer: Answered) -> m.Event | None:
+    """Return the event that ends the answered effect, or None for an effect without an answer."""
+    value: Any = answer.value
+    failure = answer.failure
+    error, is_damage = (failure.text, failure.is_damage) if failure is not None else (None, False)
+    match answer.to.work if isinstance(answer.to, Call) else answer.to:
+        case m.Drain(attempt=attempt, node_index=index, node_id=node):
+            return m.DrainEnded(
+                attempt=attempt, node_index=index, node_id=node, error=error, is_damage=is_damage
+            )
+        case m.Scrub(attempt=attempt, node_index=index, place=place):
+            return m.ScrubEnded(
+                attempt=attempt, node_index=index, place=place, damage=value or (), error=error
+            )
+        case m.Delete(attempt=name, place=place):
+            return m.DeleteEnded(attempt=name, place=place, error=error)
+        case m.WriteDescription(checkpoint=checkpoint):
+            return m.DescriptionWritten(attempt=checkpoint.id, error=error, is_damage=is_damage)
+        case m.WriteSnapshot(seq=seq):
+            return m.SnapshotWritten(seq=seq, error=error)
+        case m.SweepRemote(number=number):
+            return value or m.RemoteListed(number=number, error=error)
+    return None
+
+
+def drain_bound_s(checkpoint: CheckpointInfo, options: RunOptions) -> float:
+    """Return the time after which another holder drains too, since the first holder may be frozen.
+
+    Two uploads of one fragment do no harm.
+    """
+    rate = min(LEAST_DRAIN_BYTES_PER_S, options.drain_bytes_per_s or LEAST_DRAIN_BYTES_PER_S)
+    return DRAIN_SLACK_S + checkpoint.size_bytes / rate

@@ -1,0 +1,191 @@
+"""The nodes on which a run is open: all live nodes at first, then nodes that join or get a new agent."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.values import Inventory
+from ray_ckpt.engine.ports import Answered, Call, Failure, OpenOnNode, ReleaseRun, RunOpened, UpdatePeers
+from ray_ckpt.errors import StorageNotShared, StoragePathError
+
+if TYPE_CHECKING:
+    from ray_ckpt.engine.run_host import RunHost, Waiting
+
+log = logging.getLogger("ray_ckpt.coordinator")
+
+OPEN_S = 240.0  # longest opening of a node: two starts of an agent
+
+
+@dataclass(slots=True)
+class _Round:
+    """The opening of the run on all live nodes, for one event."""
+
+    event: Waiting
+    pending: set[str] | None = None  # nodes that have not answered; None: live nodes are not known yet
+    inventories: dict[str, Inventory] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+class OpenedNodes:
+    """The nodes of one run."""
+
+    def __init__(self, host: RunHost) -> None:
+        self._host = host
+        self.opened: set[str] = set()  # nodes whose agents have opened the run
+        self.skipped: set[str] = set()  # nodes that failed or are idle, until the next group opens
+        self.is_ready = False  # the run has been opened on all nodes
+        self._joining: set[str] = set()  # nodes on which the run is being opened since they joined
+        self._is_released = False  # the launcher has ended the run, and the agents were notified
+        self._seen = m.NodesSeen(live=frozenset())  # the cluster at the last look
+        self._rounds: dict[int, _Round] = {}
+        self._num_rounds = 0
+
+    @property
+    def live(self) -> frozenset[str]:
+        """All live nodes of the cluster."""
+        return self._seen.live
+
+    @property
+    def is_opening(self) -> bool:
+        """True while the run is being opened on nodes."""
+        return bool(self._rounds or self._joining)
+
+    def known(self) -> set[str]:
+        """Return the nodes that may hold files of the run, dead or alive."""
+        return self.opened | self.skipped | self._joining
+
+    def open_on_all(self, event: Waiting) -> None:
+        """Start missing agents, open the run on all live nodes, and pass the inventories to the host.
+
+        The round begins when this coordinator's epoch is in the log. An error of a node's configuration ends
+        the round. If a node does not find the storage path, this is an error only for a RunOpened that
+        checks it, since the path may be away for a while.
+        """
+        self._num_rounds += 1
+        self._rounds[self._num_rounds] = _Round(event)
+        self.begin_rounds()
+
+    def begin_rounds(self) -> None:
+        """Look at the cluster for rounds that have not begun, once this coordinator's epoch is in the log."""
+        waits = any(opening.pending is None for opening in self._rounds.values())
+        if waits and self._host.machine.is_open:
+            self._host.ports.look()
+
+    def abandon(self) -> tuple[Waiting, ...]:
+        """Drop all rounds, and return the events that wait for them."""
+        rounds, self._rounds = self._rounds, {}
+        return tuple(opening.event for opening in rounds.values())
+
+    def seen(self, event: m.NodesSeen) -> None:
+        """Take the state of the cluster; open the run on new nodes, or release it after its end."""
+        self._seen = event
+        for number, opening in list(self._rounds.items()):
+            if opening.pending is None and self._host.machine.is_open:
+                self._begin(number, opening)
+        if not self.is_ready:  # the log is still being opened
+            return
+        self._host.apply(self._now(event.live & self.opened, event))
+        cause = self._host.machine.view.end_cause
+        if (cause is not None) != self._is_released:
+            self._is_released = cause is not None
+            if cause is not None:
+                self._host.send(sorted(self.opened), ReleaseRun(is_finished=cause == "finished"))
+        if cause is None:
+            for node in sorted(event.live - self.known()):
+                self._join(node)
+
+    def agent_died(self, node: str) -> None:
+        """Open the run on a node whose agent has died."""
+        if self.is_ready and node in self.live and self._host.machine.view.end_cause is None:
+            self._join(node)
+
+    def ended_idle(self, nodes: set[str]) -> None:
+        """Skip nodes whose agents ended, so that only the next group, not the next look, starts agents."""
+        self.skipped |= nodes & self.opened
+        self.opened -= nodes
+
+    def answered(self, answer: Answered) -> None:
+        """Take the answer of a node on which the run was to be opened; ignore other answers."""
+        call = answer.to
+        if not isinstance(call, Call) or not isinstance(call.order, OpenOnNode):
+            return
+        inventory = answer.value if isinstance(answer.value, Inventory) else None
+        if call.order.number == 0:
+            self._joined(call.node, inventory, answer.failure)
+            return
+        number, opening = call.order.number, self._rounds.get(call.order.number)
+        if opening is None or opening.pending is None or call.node not in opening.pending:
+            return
+        opening.pending.discard(call.node)
+        error = answer.failure.error if answer.failure is not None else None
+        checks = isinstance(opening.event, RunOpened) and opening.event.checks_storage
+        if inventory is not None:
+            opening.inventories[call.node] = inventory
+        elif isinstance(error, StorageNotShared | StoragePathError) and not checks:
+            log.warning("node %s is left out for now: %s", call.node[:12], error)
+        else:
+            opening.error = opening.error or error
+        if not opening.pending:
+            self._end(number, opening)
+
+    def _begin(self, number: int, opening: _Round) -> None:
+        opening.pending = set(self.live)
+        for node in sorted(self.live):
+            self._open(node, number)
+        if not self.live:
+            self._end(number, opening)
+
+    def _end(self, number: int, opening: _Round) -> None:
+        del self._rounds[number]
+        if opening.error is not None:
+            self._host.opened_on_all(opening.event, opening.error)
+            return
+        self.opened, self.skipped, self.is_ready = set(opening.inventories), set(), True
+        self._host.apply(self._now(frozenset(self.opened), self._seen))
+        self._host.opened_on_all(opening.event, opening.inventories)
+
+    def _open(self, node: str, number: int) -> None:
+        order = OpenOnNode(epoch=self._host.machine.history.epoch, number=number)
+        self._host.ports.call(Call(node=node, order=order, bound_s=OPEN_S))
+
+    def _join(self, node: str) -> None:
+        if node not in self._joining:
+            self._joining.add(node)
+            self._open(node, 0)
+
+    def _joined(self, node: str, inventory: Inventory | None, failure: Failure | None) -> None:
+        """Add a node that joined, or got a new agent, in the middle of a session."""
+        self._joining.discard(node)
+        if inventory is not None:
+            self.skipped.discard(node)
+            self.opened.add(node)
+            self._host.apply(m.NodesJoined(inventories={node: inventory}))
+            self._rejoin(node)
+        elif failure is not None and failure.error is not None and failure.epoch is None:
+            name = self._host.machine.history.run_name
+            log.warning("node %s cannot hold checkpoints of %s: %s", node[:12], name, failure.error)
+            self.skipped.add(node)
+
+    def _rejoin(self, node: str) -> None:
+        """Send the current session to a new agent, and the agent's address to its peers."""
+        host, plan = self._host, self._host.machine.plan
+        members = {member.node_id for member in plan.nodes} if plan is not None else set()
+        if plan is not None and node in members:
+            epoch = host.machine.epoch
+            host.send((node,), n.SessionStarted(plan=plan, node_id=node, epoch=epoch))
+            host.send((node,), n.CoordinatorReturned(epoch=epoch))
+        host.send(sorted(members - {node}), UpdatePeers())
+
+    def _now(self, live: frozenset[str], seen: m.NodesSeen) -> m.NodesSeen:
+        """Return the cluster with the notices; the state of all nodes, since placement considers all."""
+        notices, wall_s = self._host.notices, self._host.ports.wall_s()
+        return replace(
+            seen,
+            live=live,
+            draining=seen.draining | notices.nodes,
+            left_s=notices.left_s(seen.left_s, wall_s),
+        )

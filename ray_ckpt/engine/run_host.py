@@ -1,0 +1,338 @@
+"""The host of a run machine: the events of a run, and the only interpretation of the machine's effects.
+
+The coordinator's actor and the simulator use the same host with different ports. The host waits for nothing:
+answers and the time arrive as events.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Set
+from typing import TypeAlias
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.run_machine import CLOCK_S, RunMachine
+from ray_ckpt.core.values import Inventory, SessionPlan, Token
+from ray_ckpt.engine.answers import drain_bound_s, event_of
+from ray_ckpt.engine.groups import Groups
+from ray_ckpt.engine.launchers import LauncherWatch
+from ray_ckpt.engine.notices import Notices
+from ray_ckpt.engine.opened_nodes import OPEN_S, OpenedNodes
+from ray_ckpt.engine.ports import (
+    AgentDied,
+    AgentOrder,
+    Answered,
+    Call,
+    Failure,
+    GroupFound,
+    GroupRequested,
+    HostEvent,
+    InventoryDue,
+    LauncherSeen,
+    LogAwaited,
+    OwnerChecked,
+    PartRequested,
+    Ports,
+    RunOpened,
+    ServiceEnding,
+)
+from ray_ckpt.errors import Unavailable
+
+INVENTORY_AGAIN_S = 1.0  # wait before an inventory is taken again
+TAKE_OVER_AGAIN_S = 5.0  # until a host again tries to continue with a group that it has found
+
+Waiting: TypeAlias = RunOpened | GroupRequested | GroupFound | InventoryDue
+"""Events that wait until the run is open on all live nodes."""
+
+
+class RunHost:
+    """One run of a coordinator; `notices` are those of the service."""
+
+    def __init__(self, machine: RunMachine, ports: Ports, notices: Notices) -> None:
+        self.machine = machine
+        self.ports = ports
+        self.notices = notices
+        self.nodes = OpenedNodes(self)
+        self.groups = Groups(self)
+        self.launchers = LauncherWatch(self)
+        self._ticked_s = -math.inf
+        self._queue: deque[m.Event | HostEvent] = deque()  # events that arrive while another is handled
+        self._is_handling = False
+        self._starting: dict[tuple[Token, ...], set[str]] = {}  # callers -> nodes without their plan
+        self._putting_away: set[str] = set()  # nodes that have not answered the last RunPutAway
+        self._put_away_error: str | None = None
+        self._found: SessionPlan | None = None  # plan of a group at work under an earlier coordinator
+        self._num_scrubs = 0
+        self._was_open = False  # the epoch of this coordinator has been in the log
+        self._awaiting_log: list[Token] = []  # callers that wait for the epoch of this coordinator
+        self._is_ending = False  # the service is being stopped
+
+    @property
+    def is_recovering(self) -> bool:
+        """True until the group of an earlier coordinator is found; no other group may open before."""
+        return self._found is not None
+
+    def needed_nodes(self) -> Set[str]:
+        """Return the nodes whose agents may not end: the machine's, and all while a group is being opened."""
+        needed = self.machine.view.needed_nodes()
+        return needed | self.nodes.live if self.nodes.is_opening or self.groups.is_wanted else needed
+
+    def handle(self, *events: m.Event | HostEvent) -> None:
+        """Handle events in order; during the call of another event, after that event."""
+        self._queue.extend(events)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._queue:
+                self.advance()
+                self._handle(self._queue.popleft())
+        finally:
+            self._is_handling = False
+
+    def advance(self) -> None:
+        """Send the machine the time, if some has passed since the last event."""
+        now_s = self.ports.now_s()
+        if now_s - self._ticked_s >= CLOCK_S:
+            self._ticked_s = now_s
+            self.apply(m.Ticked(now_s=now_s, wall_s=self.ports.wall_s()))
+
+    def apply(self, event: m.Event) -> None:
+        """Let the machine handle an event, and carry out the effects."""
+        self.ports.observe(event)
+        self._was_open = self._was_open or self.machine.is_open
+        for effect in self.machine.handle(event):
+            self._carry_out(effect)
+        self.ports.measure(self.machine.take_samples())
+
+    def _handle(self, event: m.Event | HostEvent) -> None:
+        match event:
+            case Answered():
+                self._answered(event)
+            case m.NodesSeen():
+                self.nodes.seen(event)
+                self.groups.ticked()
+                self.launchers.ticked()
+            case OwnerChecked() | PartRequested() | GroupRequested() | RunOpened() if self._is_ending:
+                self.groups.fail(event.token, _ending())
+            case LauncherSeen():
+                self.launchers.seen(event)
+                self.groups.launcher_seen(event)
+            case OwnerChecked():
+                self.groups.check(event)
+            case PartRequested():
+                self.groups.join(event)
+            case GroupRequested(nodes=nodes):
+                self.notices.forget_signals({node.node_id for node in nodes})
+                self.nodes.open_on_all(event)
+            case RunOpened() | InventoryDue():
+                self.nodes.open_on_all(event)
+            case GroupFound():
+                self._found = event.plan
+                self.nodes.open_on_all(event)
+            case AgentDied(node=node):
+                self.nodes.agent_died(node)
+            case m.Appended():
+                self.apply(event)
+                self._log_answered()
+            case LogAwaited(token=token):
+                self._awaiting_log.append(token)
+                self._log_answered()
+            case ServiceEnding():
+                self._is_ending = True
+                self._end_callers(_ending())
+            case _:
+                self.apply(event)
+
+    # -- effects -------------------------------------------------------------------------------------
+
+    def send(self, nodes: Iterable[str], order: AgentOrder) -> None:
+        """Send an order without an answer. A lost order is made up for by the next session at the latest."""
+        for node in nodes:
+            self.ports.call(Call(node=node, order=order))
+
+    def _carry_out(self, effect: m.Effect) -> None:
+        ports, epoch = self.ports, self.machine.epoch
+        match effect:
+            case m.Reply(token=token, value=value):
+                self.groups.reply(token, value)
+            case m.Fail(token=token, error=error):
+                self.groups.fail(token, error)
+            case m.NotifyOutcome(attempt=attempt, level=level, error=problem, nodes=nodes):
+                outcome = n.OutcomeNotified(attempt=attempt, level=level, error=problem, epoch=effect.epoch)
+                self.send(nodes, outcome)
+            case m.AnnounceSaveStep(session_key=session_key, signal=signal, nodes=nodes):
+                self.send(nodes, n.SaveStepAnnounced(session_key=session_key, signal=signal, epoch=epoch))
+            case m.Replicate(attempt=attempt, node_index=index, source=node, holder=holder):
+                copy = n.CopyOrdered(attempt=attempt, node_index=index, holder=holder, epoch=epoch)
+                self.send((node,), copy)
+            case m.DeleteLocalOrphans(node_id=node, directories=directories):
+                self.send((node,), n.DeleteOrdered(directories=directories, epoch=epoch))
+            case m.Evict(attempt=attempt, node_id=node):
+                self.send((node,), n.DeleteOrdered(directories=(attempt.directory,), epoch=epoch))
+            case m.Supersede(nodes=nodes, session_key=session_key, error=problem):
+                self.send(nodes, n.SessionEnded(session_key=session_key, error=problem, epoch=epoch))
+            case m.StartSession():
+                self._start_session(effect)
+            case m.RequestInventory(token=token):
+                ports.later(INVENTORY_AGAIN_S, InventoryDue(token=token))
+            case m.PutAway():
+                self._put_away(effect)
+            case m.Delete(place=node) if node != m.REMOTE:
+                self._delete(effect)
+            case m.Drain(attempt=attempt, node_id=node):
+                checkpoint = self.machine.history.checkpoints[attempt.attempt]
+                bound_s = drain_bound_s(checkpoint, self.machine.options)
+                ports.call(Call(node=node, order=effect, work=effect, bound_s=bound_s))
+            case m.Scrub():
+                self._scrub(effect)
+            case m.Warn():
+                ports.warn(effect)
+            case m.StepDown(error=problem, is_foreign=is_foreign):
+                # A coordinator that was open and lost the run to a newer one of its service is not needed.
+                ports.step_down(problem, ends_process=self._was_open and not is_foreign)
+                self._end_callers(problem)
+            case m.CloseRun():
+                ports.close()
+                self._end_callers(Unavailable("The run has finished.", hint="Open it again."))
+            case _:
+                ports.start(effect)
+
+    def _start_session(self, effect: m.StartSession) -> None:
+        """Send the plan to all nodes of the group; the callers are answered when all nodes have it."""
+        plan, epoch = effect.plan, self.machine.epoch
+        self._starting[effect.tokens] = {node.node_id for node in plan.nodes}
+        for node in plan.nodes:
+            order = n.SessionStarted(plan=plan, node_id=node.node_id, epoch=epoch)
+            self.ports.call(Call(node=node.node_id, order=order, work=effect))
+
+    def _put_away(self, effect: m.PutAway) -> None:
+        """Order all live nodes that may hold files of the run to delete them."""
+        nodes = self.nodes.known() | self.ports.agents()
+        self._putting_away, self._put_away_error = nodes & self.nodes.live, None
+        order = n.RunPutAway(kept=effect.kept, epoch=self.machine.epoch)
+        for node in sorted(self._putting_away):
+            self.ports.call(Call(node=node, order=order, work=effect, bound_s=OPEN_S))
+        if not self._putting_away:
+            self.handle(m.PutAwayEnded(error=None))
+
+    def _delete(self, effect: m.Delete) -> None:
+        """Delete a folder on a node; on a node without an agent it is an orphan for the next group."""
+        if effect.place in self.ports.agents():
+            order = n.DeleteOrdered(directories=(effect.directory,), epoch=self.machine.epoch)
+            self.ports.call(Call(node=effect.place, order=order, work=effect))
+        else:
+            self.handle(Answered(to=effect))
+
+    def _scrub(self, effect: m.Scrub) -> None:
+        """Scrub a copy on its node; the nodes take turns to scrub what is on the storage path."""
+        node = effect.place
+        if node == m.REMOTE:
+            nodes = sorted(self.nodes.opened & self.ports.agents())
+            self._num_scrubs += 1
+            node = nodes[self._num_scrubs % len(nodes)] if nodes else ""
+        self.ports.call(Call(node=node, order=effect, work=effect, bound_s=math.inf))
+
+    # -- answers -------------------------------------------------------------------------------------
+
+    def _answered(self, event: Answered) -> None:
+        to, failure = event.to, event.failure
+        if failure is not None and failure.epoch is not None:
+            self.apply(m.OrderRefused(epoch=failure.epoch))
+        match to.work if isinstance(to, Call) else to:
+            case None:
+                self.nodes.answered(event)
+            case m.StartSession() as work:
+                assert isinstance(to, Call)
+                self._started(work, to.node, failure)
+            case m.PutAway():
+                assert isinstance(to, Call)
+                self._was_put_away(to.node, failure)
+            case m.Drain(node_id=node) if failure is not None and failure.is_dead:
+                self.ports.revive(node)  # perhaps no rank has noticed the death
+                self._end(event)
+            case _:
+                self._end(event)
+
+    def _end(self, answer: Answered) -> None:
+        if (event := event_of(answer)) is not None:
+            self.apply(event)
+
+    def _started(self, effect: m.StartSession, node: str, failure: Failure | None) -> None:
+        """Reply with the plan once all nodes have it, or with an error as soon as one node fails."""
+        missing = self._starting.get(effect.tokens)
+        if missing is None:
+            return
+        missing.discard(node)
+        if failure is None and missing:
+            return
+        del self._starting[effect.tokens]
+        for token in effect.tokens:
+            if failure is None:
+                self.groups.reply(token, effect.plan)
+            else:
+                text = f"A node did not take session {effect.plan.session}: {failure.text}"
+                self.groups.fail(token, Unavailable(text))
+
+    def _was_put_away(self, node: str, failure: Failure | None) -> None:
+        if failure is not None and failure.epoch is None and node in self.nodes.live:
+            self._put_away_error = f"node {node[:12]}: {failure.text}"
+        if node in self._putting_away:
+            self._putting_away.discard(node)
+            if not self._putting_away:
+                self.apply(m.PutAwayEnded(error=self._put_away_error))
+
+    # -- the run is open on all nodes ------------------------------------------------------------------
+
+    def opened_on_all(self, event: Waiting, found: dict[str, Inventory] | Exception) -> None:
+        """Continue with an event that waited for the inventories of all live nodes, or for their error."""
+        match event:
+            case RunOpened(token=token) | GroupRequested(token=token) if isinstance(found, Exception):
+                self.groups.fail(token, found)
+            case RunOpened(token=token):
+                self.groups.reply(token, None)
+            case GroupRequested() if not isinstance(found, Exception):
+                self.groups.open(event, found)
+            case InventoryDue(token=token):
+                inventories = {} if isinstance(found, Exception) else found
+                self.apply(m.InventoryTaken(token=token, inventories=inventories))
+            case GroupFound():
+                self._recover(event, found)
+
+    def _recover(self, event: GroupFound, found: dict[str, Inventory] | Exception) -> None:
+        """Continue with the group of an earlier coordinator, unless the log is of another run."""
+        is_ours = event.plan.run_uid == self.machine.history.run_uid
+        if isinstance(found, Exception) and is_ours:
+            self.ports.later(TAKE_OVER_AGAIN_S, event)
+            return
+        self._found = None
+        if is_ours and not isinstance(found, Exception):
+            plans = [inventory.plan for inventory in found.values() if inventory.plan is not None]
+            newest = max((event.plan, *plans), key=lambda plan: plan.session_key)
+            self.apply(m.GroupRecovered(plan=newest, inventories=found))
+            self.send(sorted(found), n.CoordinatorReturned(epoch=self.machine.epoch))
+        self.groups.proceed()
+
+    def _log_answered(self) -> None:
+        """Answer the callers that wait for the log, once this coordinator's epoch is in it."""
+        if self.machine.is_open:
+            awaiting, self._awaiting_log = self._awaiting_log, []
+            for token in awaiting:
+                self.groups.reply(token, None)
+            self.nodes.begin_rounds()
+
+    def _end_callers(self, error: Exception) -> None:
+        """Fail all callers that wait here for the log, for the nodes or for other launchers."""
+        awaiting, self._awaiting_log = self._awaiting_log, []
+        for token in awaiting:
+            self.groups.fail(token, error)
+        self.groups.end(error)
+        for event in self.nodes.abandon():
+            if not isinstance(event, GroupFound | InventoryDue):
+                self.groups.fail(event.token, error)
+
+
+def _ending() -> Unavailable:
+    return Unavailable("The service is being stopped.", hint="Start it again with `ray-ckpt up`.")

@@ -1,0 +1,173 @@
+"""The host of a run: effects become calls, answers become events, and callers are answered once."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core import messages as m
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.engine.answers import DRAIN_SLACK_S, drain_bound_s
+from ray_ckpt.engine.idle_agents import IdleAgents
+from ray_ckpt.engine.ports import AgentDied, Failure, OpenOnNode, ReleaseRun, RunOpened, UpdatePeers
+from ray_ckpt.engine.run_host import INVENTORY_AGAIN_S, TAKE_OVER_AGAIN_S
+from ray_ckpt.errors import ConfigError, StoragePathError, Unavailable
+from tests.engine.driver import NO_ANSWER, Story
+
+IDLE_S = RunOptions().agent_idle_s
+
+
+def trained() -> Story:
+    story = Story()
+    story.request("1")
+    story.restore("ab")
+    return story
+
+
+def test_a_group_gets_its_plan_when_all_nodes_have_it() -> None:
+    story = Story()
+    story.silent_orders = {n.SessionStarted}
+    story.request("1")
+    first, second = story.calls(n.SessionStarted)
+    story.answer(first)
+    assert "1" not in story.ports.replies
+    story.answer(second)
+    story.answer(second)  # an answer that comes twice
+    assert story.ports.replies["1"] == story.host.machine.plan
+
+
+def test_a_group_fails_when_a_node_does_not_take_the_plan() -> None:
+    story = Story()
+    story.silent_orders = {n.SessionStarted}
+    story.request("1")
+    story.answer(story.calls(n.SessionStarted)[0], NO_ANSWER)
+    assert isinstance(story.ports.replies["1"], Unavailable)
+
+
+def test_a_refused_order_makes_the_coordinator_step_down_and_end() -> None:
+    story = trained()
+    story.failures = {"b": Failure(text="it obeys another", epoch=99)}
+    story.host.handle(AgentDied(node="b"))
+    assert story.ports.ends_process is True
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_node_without_the_storage_path_counts_when_the_run_is_opened_anew(checks: bool) -> None:
+    story = Story()
+    story.failures = {"b": Failure(text="not there", error=StoragePathError("not there"))}
+    story.host.handle(RunOpened(token="open", checks_storage=checks))
+    assert isinstance(story.ports.replies["open"], StoragePathError) == checks
+    assert story.host.nodes.opened == (set() if checks else {"a"})
+
+
+def test_an_error_of_a_nodes_configuration_fails_the_group() -> None:
+    story = Story()
+    story.failures = {"b": Failure(text="no zstd", error=ConfigError("no zstd"))}
+    story.request("1")
+    assert isinstance(story.ports.replies["1"], ConfigError)
+
+
+def test_an_inventory_is_taken_again_after_a_while() -> None:
+    story = trained()
+    story.host.handle(m.NodesSeen(live=frozenset("ab")))
+    count = len(story.calls(OpenOnNode))
+    story.host.apply(m.Ticked(now_s=story.now_s, wall_s=0.0))
+    story.harness_effect(m.RequestInventory(token="1"))
+    story.tick(INVENTORY_AGAIN_S / 2)
+    assert len(story.calls(OpenOnNode)) == count
+    story.tick(INVENTORY_AGAIN_S)
+    assert len(story.calls(OpenOnNode)) == count + 2
+
+
+def test_a_recovery_is_tried_again_after_an_error() -> None:
+    story = Story()
+    story.request("1")
+    plan = story.host.machine.plan
+    assert plan is not None
+    story.failures = {"b": Failure(text="no zstd", error=ConfigError("no zstd"))}
+    story.recover(plan)
+    assert story.host.is_recovering
+    story.failures = {}
+    story.tick(TAKE_OVER_AGAIN_S)
+    assert not story.host.is_recovering
+
+
+def test_a_node_with_a_new_agent_gets_the_session_and_its_peers_the_address() -> None:
+    story = trained()
+    story.ports.calls.clear()
+    story.host.handle(AgentDied(node="b"), AgentDied(node="b"))
+    assert [node for node, _ in story.sent(OpenOnNode)] == ["b"]
+    assert {node for node, _ in story.sent(n.SessionStarted)} == {"b"}
+    assert {node for node, _ in story.sent(UpdatePeers)} == {"a"}
+
+
+def test_a_node_that_does_not_answer_is_tried_again_and_one_with_an_error_is_not() -> None:
+    story = trained()
+    story.nodes |= {"c", "d"}
+    story.failures = {"c": NO_ANSWER, "d": Failure(text="no zstd", error=ConfigError("no zstd"))}
+    story.tick(1.0)
+    story.tick(1.0)
+    opened = [node for node, _ in story.sent(OpenOnNode)]
+    assert (opened.count("c"), opened.count("d")) == (2, 1)
+
+
+def test_agents_release_a_run_once_it_has_ended_however_late() -> None:
+    """Its launcher may have gone when its last checkpoint became durable."""
+    story = trained()
+    story.tick(1.0)
+    story.host.handle(m.FinishRequested(token="end", ends_group=True))
+    story.tick(1.0)
+    story.tick(1.0)
+    assert sorted(story.sent(ReleaseRun)) == [
+        ("a", ReleaseRun(is_finished=True)),
+        ("b", ReleaseRun(is_finished=True)),
+    ]
+    story.request("2")
+    story.tick(1.0)
+    story.host.handle(m.FinishRequested(token="failed", ends_group=True, has_failed=True))
+    story.tick(1.0)
+    assert [order.is_finished for _, order in story.sent(ReleaseRun)] == [True, True, False, False]
+
+
+def test_an_order_to_a_node_without_an_agent_fails_at_once() -> None:
+    story = trained()
+    delete = m.Delete(attempt="x", directory="x", place="gone")
+    story.harness_effect(delete)  # its folder is an orphan for the next group
+    assert not story.sent(n.DeleteOrdered)
+
+
+def test_the_death_of_an_agent_that_drains_is_noticed() -> None:
+    story = trained()
+    story.commit(10)
+    story.failures = {"a": Failure(text="dead", is_dead=True)}
+    checkpoint = story.host.machine.history.lineage()[-1]
+    story.harness_effect(m.Drain(attempt=checkpoint.id, node_index=0, node_id="a"))
+    assert story.ports.revived == ["a"]
+    assert drain_bound_s(checkpoint, RunOptions()) > DRAIN_SLACK_S
+
+
+# -- idle agents -------------------------------------------------------------------------------------
+
+
+def test_an_agent_ends_when_no_run_needs_its_node() -> None:
+    story, idle = trained(), IdleAgents()
+    story.nodes |= {"c"}
+    story.tick(1.0)
+    assert idle.take(story.nodes, [story.host], story.now_s) == ()
+    story.tick(IDLE_S + 1.0)
+    assert idle.take(story.nodes, [story.host], story.now_s) == ("c",)
+    count = len(story.calls(OpenOnNode))
+    story.tick(1.0)
+    assert len(story.calls(OpenOnNode)) == count, "only the next group starts an agent there"
+    story.request("2")
+    assert "c" in story.host.nodes.opened
+
+
+def test_no_agent_ends_while_a_group_opens() -> None:
+    """An agent could end between the inventory and the plan, and its group would fail."""
+    story, idle = Story(), IdleAgents()
+    assert idle.take(story.nodes, [story.host], story.now_s) == ()
+    story.silent = {"b"}
+    story.request("1")
+    story.now_s += IDLE_S + 1.0
+    assert idle.take(story.nodes, [story.host], story.now_s) == ()
