@@ -81,8 +81,14 @@ class NodeAgent:
         """Return the service and the runs of this agent, for a restarted coordinator."""
         return ServiceCard(keys=self._node.keys, service=self._service, runs=self._runs.opened())
 
-    async def exit(self) -> None:
-        """End this process, so that Ray may give the node back: nothing on the node is needed."""
+    async def exit(self, epochs: Mapping[str, int] | None = None) -> None:
+        """End this process, so that Ray may give the node back: nothing on the node is needed.
+
+        Fenced if a run here obeys a coordinator with a higher epoch than `epochs` has (by run uid).
+        """
+        for run_uid, epoch in (epochs or {}).items():
+            if run_uid in self._runs.open:
+                await self._effects.obey(self._runs.get(run_uid), n.EpochSeen(epoch=epoch))
         log.info("nothing here is needed any more; this agent ends")
         asyncio.get_running_loop().call_later(EXIT_AFTER_S, os._exit, 0)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Iterable, Set
+from collections.abc import Awaitable, Iterable, Mapping, Set
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -146,11 +146,14 @@ class Agents:
         self._actors.pop(node, None)
         self.cards.pop(node, None)
 
-    def end(self, nodes: Iterable[str]) -> None:
-        """End agents whose nodes are not needed; an agent keeps the autoscaler from removing its node."""
+    def end(self, nodes: Iterable[str], epochs: Mapping[str, int]) -> None:
+        """End agents whose nodes are not needed; an agent keeps the autoscaler from removing its node.
+
+        `epochs` are those of this coordinator, by run uid: an agent stays if a newer coordinator has a run.
+        """
         for node in nodes:
             log.info("node %s holds nothing needed: its agent ends", node[:12])
-            self._end(node)
+            self._end(node, epochs)
 
     def close(self) -> None:
         """Start no agent from now on."""
@@ -160,8 +163,8 @@ class Agents:
         for node in list(self._actors):
             self._end(node)
 
-    def _end(self, node: str) -> None:
-        self._actors[node].exit.remote()
+    def _end(self, node: str, epochs: Mapping[str, int] | None = None) -> None:
+        self._actors[node].exit.remote(epochs)
         self.forget(node)
 
 

@@ -58,8 +58,8 @@ class ClusterWatch:
         for node in engine.agents.nodes - live:
             engine.agents.forget(node)
         engine.notices.expire(live, time.time())
-        hosts = [run.host for run in engine.runs]
-        engine.agents.end(self._idle.take(engine.agents.nodes, hosts, time.monotonic()))
+        idle = self._idle.take(engine.agents.nodes, [run.host for run in engine.runs], time.monotonic())
+        engine.agents.end(idle, {run.run_uid: run.machine.epoch for run in engine.runs})
         self._gauges.set_due()
         if time.monotonic() - self._checked_s > LOOK_EVERY_S:
             self._checked_s = time.monotonic()

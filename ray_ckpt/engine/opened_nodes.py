@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.values import Inventory
+from ray_ckpt.core.values import Inventory, SessionKey, SessionPlan
 from ray_ckpt.engine.ports import Answered, Call, Failure, OpenOnNode, ReleaseRun, RunOpened, UpdatePeers
-from ray_ckpt.errors import StorageNotShared, StoragePathError
+from ray_ckpt.errors import CheckpointError, StorageNotShared, StoragePathError
 
 if TYPE_CHECKING:
     from ray_ckpt.engine.run_host import RunHost, Waiting
@@ -41,6 +41,8 @@ class OpenedNodes:
         self._joining: set[str] = set()  # nodes on which the run is being opened since they joined
         self._is_released = False  # the launcher has ended the run, and the agents were notified
         self._seen = m.NodesSeen(live=frozenset())  # the cluster at the last look
+        self._sessions: dict[str, SessionKey | None] = {}  # node -> the session that its agent has
+        self._renewing: set[str] = set()  # nodes to which the session at work was sent, without an answer
         self._rounds: dict[int, _Round] = {}
         self._num_rounds = 0
 
@@ -95,6 +97,7 @@ class OpenedNodes:
             if cause is not None:
                 self._host.send(sorted(self.opened), ReleaseRun(is_finished=cause == "finished"))
         if cause is None:
+            self.renew()
             for node in sorted(event.live - self.known()):
                 self._join(node)
 
@@ -108,12 +111,39 @@ class OpenedNodes:
         self.skipped |= nodes & self.opened
         self.opened -= nodes
 
+    def has_session(self, node: str, plan: SessionPlan | None) -> None:
+        """Record the session that the agent of a node has."""
+        self._sessions[node] = plan.session_key if plan is not None else None
+
+    def renew(self) -> None:
+        """Send the session at work to new agents of its nodes.
+
+        An agent is new if it was started while there was no coordinator, or in the middle of a session.
+        """
+        host, plan = self._host, self._host.machine.plan
+        if plan is None or host.is_starting:
+            return
+        members = {member.node_id for member in plan.nodes}
+        new = {node for node in members & self.opened if self._sessions.get(node) != plan.session_key}
+        for node in sorted(new - self._renewing):
+            self._renewing.add(node)
+            epoch = host.machine.epoch
+            host.send((node,), n.SessionStarted(plan=plan, node_id=node, epoch=epoch))
+            host.send((node,), n.CoordinatorReturned(epoch=epoch))
+
     def answered(self, answer: Answered) -> None:
-        """Take the answer of a node on which the run was to be opened; ignore other answers."""
+        """Take the answer of a node to an order of this object; ignore other answers."""
         call = answer.to
+        if isinstance(call, Call) and isinstance(call.order, n.SessionStarted):
+            self._renewing.discard(call.node)
+            is_refused = answer.failure is not None and isinstance(answer.failure.error, CheckpointError)
+            if answer.failure is None or is_refused:
+                self.has_session(call.node, call.order.plan)
         if not isinstance(call, Call) or not isinstance(call.order, OpenOnNode):
             return
         inventory = answer.value if isinstance(answer.value, Inventory) else None
+        if inventory is not None:
+            self.has_session(call.node, inventory.plan)
         if call.order.number == 0:
             self._joined(call.node, inventory, answer.failure)
             return
@@ -164,21 +194,18 @@ class OpenedNodes:
             self.skipped.discard(node)
             self.opened.add(node)
             self._host.apply(m.NodesJoined(inventories={node: inventory}))
-            self._rejoin(node)
+            self._update_peers(node)
+            self.renew()
         elif failure is not None and failure.error is not None and failure.epoch is None:
             name = self._host.machine.history.run_name
             log.warning("node %s cannot hold checkpoints of %s: %s", node[:12], name, failure.error)
             self.skipped.add(node)
 
-    def _rejoin(self, node: str) -> None:
-        """Send the current session to a new agent, and the agent's address to its peers."""
-        host, plan = self._host, self._host.machine.plan
+    def _update_peers(self, node: str) -> None:
+        """Send the address of a new agent to the nodes of the group."""
+        plan = self._host.machine.plan
         members = {member.node_id for member in plan.nodes} if plan is not None else set()
-        if plan is not None and node in members:
-            epoch = host.machine.epoch
-            host.send((node,), n.SessionStarted(plan=plan, node_id=node, epoch=epoch))
-            host.send((node,), n.CoordinatorReturned(epoch=epoch))
-        host.send(sorted(members - {node}), UpdatePeers())
+        self._host.send(sorted(members - {node}), UpdatePeers())
 
     def _now(self, live: frozenset[str], seen: m.NodesSeen) -> m.NodesSeen:
         """Return the cluster with the notices; the state of all nodes, since placement considers all."""

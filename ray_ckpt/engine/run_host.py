@@ -74,6 +74,11 @@ class RunHost:
         """True until the group of an earlier coordinator is found; no other group may open before."""
         return self._found is not None
 
+    @property
+    def is_starting(self) -> bool:
+        """True while nodes of a group have not answered the order to start its session."""
+        return bool(self._starting)
+
     def needed_nodes(self) -> Set[str]:
         """Return the nodes whose agents may not end: the machine's, and all while a group is being opened."""
         needed = self.machine.view.needed_nodes()
@@ -266,8 +271,10 @@ class RunHost:
         if missing is None:
             return
         missing.discard(node)
-        if failure is None and missing:
-            return
+        if failure is None:
+            self.nodes.has_session(node, effect.plan)
+            if missing:
+                return
         del self._starting[effect.tokens]
         for token in effect.tokens:
             if failure is None:
@@ -313,6 +320,7 @@ class RunHost:
             newest = max((event.plan, *plans), key=lambda plan: plan.session_key)
             self.apply(m.GroupRecovered(plan=newest, inventories=found))
             self.send(sorted(found), n.CoordinatorReturned(epoch=self.machine.epoch))
+            self.nodes.renew()
         self.groups.proceed()
 
     def _log_answered(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,7 +10,8 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.ownership import check_claim
 from ray_ckpt.core.run_machine import RunMachine
-from ray_ckpt.core.values import GroupNode, Inventory, SessionPlan, Token
+from ray_ckpt.core.values import Inventory, SessionPlan, Token
+from ray_ckpt.engine.groups import group_nodes
 from ray_ckpt.engine.notices import Notices
 from ray_ckpt.engine.ports import (
     AgentDied,
@@ -22,6 +23,7 @@ from ray_ckpt.engine.ports import (
     HostEvent,
     LauncherSeen,
     OpenOnNode,
+    PartRequested,
     ReleaseRun,
     RunOpened,
     StorageEffect,
@@ -29,13 +31,16 @@ from ray_ckpt.engine.ports import (
 )
 from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.errors import RunSuperseded, SaveNotCollective, Unavailable
+from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.telemetry import Sample
+from ray_ckpt.testing.oracle import must
 from ray_ckpt.testing.parts import (
     Answer,
     Coordinator,
     Create,
     Fate,
+    Group,
     Launcher,
     Order,
     Replied,
@@ -45,6 +50,7 @@ from ray_ckpt.testing.parts import (
 )
 from ray_ckpt.testing.storage_work import STORAGE_WORK, StorageWork
 from ray_ckpt.testing.stores import START_S
+from ray_ckpt.types import GroupPart
 
 RUN = "gpt"
 RUN_UID = digest(RUN.encode())
@@ -87,6 +93,8 @@ class WirePorts:
     def _open_now(self, call: Call) -> None:
         """Open the run on a node at once; the answers of all nodes arrive in one message."""
         is_absent = call.node in self.world.absent
+        if is_absent:
+            self.process.absent.add(call.node)
         answer = Answered(to=call, failure=NO_ANSWER) if is_absent else self.world.obeys(call, self.name)
         last = self.world.wire[-1] if self.world.wire else None
         if isinstance(last, Answer) and last.coordinator == self.name and _is_of_round(last, call):
@@ -107,6 +115,8 @@ class WirePorts:
             process, now_s = self.process, self.world.now_s
             process.waits_since_s = now_s if process.waits_since_s is None else process.waits_since_s
             self.world.oracle.appends(self.name, work.record)
+            if isinstance(work.record.op, r.Session):
+                self.world.check_rivals(process, work.record.op)
             self.world.wire.append(Create(self.name, work.record))
         else:
             self.world.wire.append(Work(self.name, work))
@@ -118,7 +128,8 @@ class WirePorts:
 
     def look_for(self, owner: str) -> None:
         launcher = self.world.launchers[owner]
-        seen = LauncherSeen(owner=owner, is_alive=launcher.state not in ("dead", "done"))
+        is_alive = launcher.state not in ("dead", "done")
+        seen = LauncherSeen(owner=owner, is_alive=is_alive, ends_runs=not launcher.is_job)
         if not any(isinstance(x, Answer) and x.events == (seen,) for x in self.world.wire):
             self._answer(seen)
 
@@ -164,6 +175,11 @@ class WirePorts:
             self.process.waits_since_s = None
         if isinstance(event, m.GroupOpened):
             oracle.group_opened(self.name, event)
+            if event.dead_owner:
+                is_dead = self.world.launchers[event.dead_owner].state in ("dead", "done")
+                must(is_dead, "P7", f"{event.owner} takes the run from {event.dead_owner}, which is alive")
+        if isinstance(event, m.OwnerDied):
+            oracle.owner_died(self.world.launchers[event.owner], self.world.now_s)
         if isinstance(event, m.NodeStored):
             oracle.learns_stored(self.name, event.attempt, event.node_index, event.node_id)
         if isinstance(event, m.GroupRecovered | m.GroupOpened | m.InventoryTaken | m.NodesJoined):
@@ -203,10 +219,16 @@ class Coordinators(StorageWork):
             if coordinator == name:
                 self.wire.append(Replied(token, None, error))
 
-    def _open_log(
-        self, service: str, *, owner: str | None, found: SessionPlan | None = None, raises: bool = False
-    ) -> Coordinator | None:
-        """Start a coordinator that reads and claims the log; return None if the claim is refused."""
+    def _plans(self, service: str) -> list[SessionPlan]:
+        """Return the plans of the groups at work, as agents report them to a new coordinator."""
+        agents = (self.nodes[node].agent for node in sorted(self.live(service)))
+        return [a.machine.plan for a in agents if a is not None and a.machine.plan is not None]
+
+    def _open_log(self, service: str, *, owner: str | None, raises: bool = False) -> Coordinator | None:
+        """Start a coordinator that reads and claims the log; return None if the claim is refused.
+
+        The coordinator looks for the group of an earlier one. A launcher that wants the run is `owner`.
+        """
         try:
             check_claim(self.oracle.history, service=service, owner=owner)
         except RunSuperseded:
@@ -221,21 +243,23 @@ class Coordinators(StorageWork):
         self.coordinators[name] = process = Coordinator(name, service, host, *skews)
         self.current[service] = name
         self._feed(name, self.storage.opened(run_name=RUN, fresh_uid=RUN_UID))
-        if found is not None:
-            self._feed(name, GroupFound(plan=found))
-        else:
-            self._feed(name, RunOpened(token="", checks_storage=False) if owner is None else m.RunWanted())
+        if plans := self._plans(service):
+            self._feed(name, GroupFound(plan=max(plans, key=lambda plan: plan.session_key)))
+        elif owner is None:
+            self._feed(name, RunOpened(token="", checks_storage=False))
+        if owner is not None:
+            self._feed(name, m.RunWanted())
         return process
 
     def process_of(self, service: str) -> Coordinator | None:
         process = self.coordinators.get(self.current.get(service, ""))
         return process if process is not None and process.is_up else None
 
-    def _supersede(self, service: str, plans: Iterable[SessionPlan]) -> None:
+    def _supersede(self, service: str) -> None:
         """End the ranks of a restarted coordinator whose run now belongs to another service."""
         history = self.oracle.history
         error = RunSuperseded("The run was taken over by another service.")
-        for plan in plans:
+        for plan in self._plans(service):
             for node in plan.nodes:
                 ended = n.SessionEnded(session_key=plan.session_key, error=error, epoch=history.epoch)
                 self.wire.append(Order(Call(node=node.node_id, order=ended), ""))
@@ -245,14 +269,79 @@ class Coordinators(StorageWork):
         nodes = sorted(self.live(process.service) - self.absent)[:size]
         if not nodes:
             return
-        token, width = self._token(), self.ranks_per_node
-        launcher.state, launcher.error = "asking", None
-        self.waiting[token] = (process.name, launcher)
-        ranks = (tuple(range(i * width, (i + 1) * width)) for i in range(len(nodes)))
-        group = tuple(GroupNode(node_id=node, ranks=own) for node, own in zip(nodes, ranks, strict=True))
+        ranks = [node for node in nodes for _ in range(self.ranks_per_node)]
+        token = self._requested(process, launcher, ranks)
         self._feed(
             process.name,
-            GroupRequested(token=token, nodes=group, resume=launcher.resume, owner=launcher.name),
+            GroupRequested(
+                token=token, nodes=group_nodes(ranks), resume=launcher.resume, owner=launcher.name
+            ),
+        )
+
+    def _open_parts(self, process: Coordinator, launcher: Launcher, size: int) -> None:
+        """Let the two worker groups of a launcher join a group, the second one perhaps before the first.
+
+        The workers of the first part may have died and joined again, on other nodes.
+        """
+        nodes = sorted(self.live(process.service) - self.absent)
+        first, second = nodes[:size], nodes[-1:]
+        parts = tuple(GroupPart(name=name, world_size=len(x)) for name, x in (("a", first), ("b", second)))
+        joins = (("b", second), ("a", first)) if self.clock % 2 else _joins_twice(first, second)
+        for part, own in joins if nodes else ():
+            token = self._requested(process, launcher, [*first, *second])
+            request = PartRequested(
+                token=token,
+                parts=parts,
+                part=part,
+                nodes=tuple(own),
+                resume=launcher.resume,
+                owner=launcher.name,
+            )
+            self._feed(process.name, request)
+
+    def _requested(self, process: Coordinator, launcher: Launcher, ranks: Sequence[str]) -> Token:
+        """Record a launcher's request for a group, with the node of each rank."""
+        token = self._token()
+        launcher.state, launcher.error = "asking", None
+        launcher.wanted[token] = tuple(ranks)
+        self.waiting[token] = (process.name, launcher)
+        return token
+
+    def check_rivals(self, process: Coordinator, session: r.Session) -> None:
+        """Check that a session takes the run from no living launcher of the same cluster."""
+        for launcher, group, member in self.members():
+            is_rival = launcher.service == process.service and launcher.name != session.owner
+            is_known = member.node not in process.absent
+            if is_rival and is_known and self.is_at_work(launcher, group):
+                must(False, "P7", f"{session.owner} takes the run from {launcher.name}, which is at work")
+
+    def end_idle_agents(self, process: Coordinator) -> None:
+        """End the agents whose nodes no run needs."""
+        now_s = process.host.ports.now_s()
+        for name in process.idle.take(process.agents, [process.host], now_s):
+            process.agents.discard(name)
+            if self.nodes[name].agent is None:
+                continue
+            refused = self._agent_does(name, n.EpochSeen(epoch=process.machine.epoch))
+            if refused is not None:
+                self._feed(process.name, m.OrderRefused(epoch=refused))
+                continue
+            for launcher, group, member in self.members():
+                is_at_work = self.is_at_work(launcher, group) and launcher.service == process.service
+                text = f"the idle agent of {name} ends, and {launcher.name} is at work there"
+                must(not is_at_work or member.node != name, "P7", text)
+            self.crash_agent(name)
+
+    def is_at_work(self, launcher: Launcher, group: Group) -> bool:
+        """Return True if all nodes of a group train in the session that the log has last."""
+        agents = [self.nodes[member.node].agent for member in group.members]
+        return launcher.state == "running" and all(
+            member.state == "training"
+            and agent is not None
+            and member.plan is not None
+            and agent.machine.plan == member.plan
+            and not self.oracle.is_over(member.plan)
+            for member, agent in zip(group.members, agents, strict=True)
         )
 
     def seen(self, process: Coordinator) -> m.NodesSeen:
@@ -355,6 +444,11 @@ class Coordinators(StorageWork):
         value, failure = STORAGE_WORK[type(effect)](self, message.coordinator, effect, fate)
         answer = Answered(to=message.to, value=value, failure=failure)
         self.wire.append(Answer(message.coordinator, (answer,)))
+
+
+def _joins_twice(first: list[str], second: list[str]) -> tuple[tuple[str, list[str]], ...]:
+    """Return the parts that join a group; the first one joins again, on its nodes in another order."""
+    return ("a", first[::-1]), ("a", first), ("b", second)
 
 
 def _refusal(answer: Answered) -> bool:

@@ -44,6 +44,7 @@ class Healing:
                 if world.process_of(service) is None:
                     world.start_coordinator(service)
             self._rest(LONG_S)
+        self._check_agents()
         self._check_zombies()
         for name in list(world.launchers):
             world.kill_launcher(name)
@@ -55,6 +56,22 @@ class Healing:
             if last.finished:
                 break
         self._check_end(last, attempt)
+
+    def _check_agents(self) -> None:
+        """Check that new agents get the session of the group at work on their nodes."""
+        world = self._world
+        for _, _, member in world.members():
+            if member.state == "training" and world.nodes[member.node].agent is None:
+                world.restart_agent(member.node)
+        for _ in range(3):  # the session is sent again if it was lost
+            self._rest()
+        for launcher, _, member in world.members():
+            process, agent = world.process_of(launcher.service), world.nodes[member.node].agent
+            if process is None or process.machine.plan is None or member.plan != process.machine.plan:
+                continue
+            if member.state == "training" and not world.oracle.is_over(process.machine.plan):
+                has_plan = agent is not None and agent.machine.plan == member.plan
+                must(has_plan, "P7", f"the agent of {member.node} has not the session of {launcher.name}")
 
     def _check_zombies(self) -> None:
         """Check that a group that has lost the run ends at the group's next save."""

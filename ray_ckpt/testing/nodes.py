@@ -265,6 +265,13 @@ class Nodes:
             node.disk.since[copy] = self.clock
             self.oracle.stored(node.disk, copy)
 
+    def crash_agent(self, name: str) -> None:
+        self.clock += 1
+        self.nodes[name].agent = None
+        self._lose_local(name)
+        for member in self._members(name):
+            member.busy = set()
+
     def _lose_local(self, name: str) -> None:
         """Drop the work of an agent that has ended; the agent's uploads stay unfinished."""
         for message in self.wire:

@@ -15,13 +15,14 @@ from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.messages import BarrierAnswer, BarrierReached, DeleteOrphans, GroupOpened
 from ray_ckpt.core.missing_ranks import STAYS_OUT_S
 from ray_ckpt.core.values import SessionKey, SessionPlan
+from ray_ckpt.engine.launchers import OWNER_DEAD_S
 from ray_ckpt.errors import CheckpointError, FormatError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import attempt_of
 from ray_ckpt.format.records import LogRecord, encode_record
 from ray_ckpt.storage.log_store import read_run
-from ray_ckpt.testing.parts import TakenInventory
+from ray_ckpt.testing.parts import Launcher, TakenInventory
 from ray_ckpt.testing.stores import START_S, Copy, Disk, Storage
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
@@ -220,6 +221,12 @@ class Oracle:
         at = min((inventory.at for inventory in taken.values()), default=0)
         agents = {node: inventory.agent for node, inventory in taken.items()}
         self.openings[coordinator] = _Opening(event, at, agents)
+
+    def owner_died(self, launcher: Launcher, now_s: float) -> None:
+        """Check that a coordinator ends only the session of a launcher that has been dead for a while."""
+        dead_s = -1.0 if launcher.died_s is None else now_s - launcher.died_s
+        text = f"the session of {launcher.name} ends {dead_s} s after its launcher's death"
+        must(dead_s >= OWNER_DEAD_S and not launcher.is_job, "P7", text)
 
     def appends(self, coordinator: str, record: LogRecord) -> None:
         """Record that a coordinator sends a record, for the first time or again."""

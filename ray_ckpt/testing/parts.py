@@ -11,6 +11,7 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.values import Inventory, SessionPlan, StoredFragment, Token
+from ray_ckpt.engine.idle_agents import IdleAgents
 from ray_ckpt.engine.ports import Call, HostEvent, StorageEffect
 from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.format.digest import digest
@@ -61,6 +62,8 @@ class Coordinator:
     is_up: bool = True
     is_frozen: bool = False
     waits_since_s: float | None = None  # start of the store's silence
+    absent: set[str] = field(default_factory=set)  # nodes that ever did not answer when the run was opened
+    idle: IdleAgents = field(default_factory=IdleAgents)
 
     @property
     def machine(self) -> RunMachine:
@@ -113,6 +116,14 @@ class Launcher:
     group: Group | None = None
     error: Exception | None = None
     finished: bool = False
+    is_job: bool = False  # a job may end before its detached actors, so its death ends no session
+    died_s: float | None = None  # when its process ended
+    wanted: dict[Token, tuple[str, ...]] = field(default_factory=dict)  # request -> the node of each rank
+
+    def end(self, state: Literal["done", "dead"], now_s: float) -> None:
+        """End the launcher's process, if it has not ended before."""
+        self.died_s = now_s if self.died_s is None else self.died_s
+        self.state = state
 
 
 # -- messages ------------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ class Schedule:
         if lineage and self.chance.random() < 0.03:
             launcher.resume = f"step:{self.chance.choice(lineage).step}"
         self.world.absent = self._absent(launcher.service)
-        self.world.launch(launcher.name, size)
+        self.world.launch(launcher.name, size, in_parts=self.chance.random() < 0.2)
         return f"{launcher.name} launches"
 
     def _absent(self, service: str) -> frozenset[str]:
@@ -226,7 +226,8 @@ class Schedule:
         if self.chance.random() < 0.7:
             self.world.kill_launcher(first.name)
         name = f"{service}-driver-{len(self.world.launchers)}"
-        self.launchers[service] = self.world.launchers[name] = Launcher(name, service)
+        driver = Launcher(name, service, is_job=self.chance.random() < 0.3)
+        self.launchers[service] = self.world.launchers[name] = driver
         return f"{name} comes"
 
     def ranks_report(self) -> str | None:
@@ -460,6 +461,7 @@ def _options(chance: random.Random, *, keep_local_at_end: bool) -> RunOptions:
         scrub_every_s=chance.choice([100.0, 7 * 24 * 3600.0]),
         keep_best=chance.choice([None, ("eval", "max", 1)]),
         keep_local_at_end=keep_local_at_end,
+        agent_idle_s=chance.choice([20.0, 100.0, 600.0]),
     )
 
 

@@ -23,6 +23,7 @@ from ray_ckpt.format.names import make_attempt
 from ray_ckpt.format.records import Drilled, decode_record
 from ray_ckpt.storage.log_store import TRIM_AFTER_S, trim_log, write_snapshot
 from ray_ckpt.testing.coordinators import Coordinators
+from ray_ckpt.testing.oracle import must
 from ray_ckpt.testing.parts import (
     Answer,
     Create,
@@ -95,19 +96,19 @@ class World(Coordinators):
     def tick(self, name: str) -> None:
         """Let a coordinator check the clock and its nodes."""
         self.clock += 1
-        self._feed(name, self.seen(self.coordinators[name]))
+        process = self.coordinators[name]
+        self._feed(name, self.seen(process))
+        if process.is_up:
+            self.end_idle_agents(process)
         self.oracle.check(self)
 
     def start_coordinator(self, service: str) -> None:
         """Start a coordinator under the service's name, as Ray does; it looks for agents with open runs."""
         self.clock += 1
-        agents = [a for node in sorted(self.live(service)) if (a := self.nodes[node].agent) is not None]
-        plans = [a.machine.plan for a in agents if a.machine.plan is not None]
-        newest = max(plans, key=lambda plan: plan.session_key, default=None)
-        if not agents:
+        if not any(self.nodes[node].agent for node in self.live(service)):
             self.current.pop(service, None)
-        elif not self.storage.is_away and self._open_log(service, owner=None, found=newest) is None:
-            self._supersede(service, plans)
+        elif not self.storage.is_away and self._open_log(service, owner=None) is None:
+            self._supersede(service)
         self.oracle.check(self)
 
     def kill_coordinator(self, name: str) -> None:
@@ -154,13 +155,6 @@ class World(Coordinators):
         """Bring back the machine of a lost node as a new node."""
         self.join(self.nodes[name].service, self.nodes[name].disk)
 
-    def crash_agent(self, name: str) -> None:
-        self.clock += 1
-        self.nodes[name].agent = None
-        self._lose_local(name)
-        for member in self._members(name):
-            member.busy = set()
-
     def restart_agent(self, name: str) -> None:
         """Let a rank report that its agent is gone."""
         self.clock += 1
@@ -178,7 +172,7 @@ class World(Coordinators):
 
     # -- events: launchers and ranks -------------------------------------------------------------------
 
-    def launch(self, name: str, size: int) -> None:
+    def launch(self, name: str, size: int, *, in_parts: bool = False) -> None:
         """Let a launcher take the next step towards a new group of `size` nodes; old ranks have ended."""
         self.clock += 1
         launcher = self.launchers[name]
@@ -194,13 +188,14 @@ class World(Coordinators):
                 except RunSuperseded as error:
                     self._give_up(launcher, error)
         elif process.machine.is_open and not process.is_frozen:
-            self._open_group(process, launcher, size)
+            (self._open_parts if in_parts else self._open_group)(process, launcher, size)
         self.oracle.check(self)
 
     def kill_launcher(self, name: str) -> None:
         self.clock += 1
-        self._end_group(self.launchers[name])
-        self.launchers[name].state = "dead"
+        launcher = self.launchers[name]
+        self._end_group(launcher)
+        launcher.end("dead", self.now_s)
 
     def kill_ranks(self, name: str) -> None:
         """Kill a worker: the group ends, but the group's launcher lives."""
@@ -269,7 +264,7 @@ class World(Coordinators):
             self.wire.append(Answer(process.name, (m.FinishRequested(token=token, ends_group=ends_group),)))
         if ends_group:
             self._end_group(launcher)
-            launcher.state = "done"
+            launcher.end("done", self.now_s)
 
     def pin(self, service: str, attempt: str, expires_at_s: float | None) -> None:
         """Let a user pin a checkpoint."""
@@ -433,6 +428,9 @@ class World(Coordinators):
         elif isinstance(message.value, SessionPlan):
             if launcher.state == "asking":
                 members = [Member(node.node_id, node.ranks) for node in message.value.nodes]
+                nodes = {rank: member.node for member in members for rank in member.ranks}
+                wanted = dict(enumerate(launcher.wanted[message.token]))
+                must(nodes == wanted, "P7", f"ranks of {launcher.name} run on {wanted}, and it got {nodes}")
                 launcher.state, launcher.group = "running", Group(members)
         else:
             launcher.finished = True
@@ -460,7 +458,8 @@ class World(Coordinators):
 
     def _give_up(self, launcher: Launcher, error: CheckpointError) -> None:
         self._end_group(launcher)
-        launcher.state, launcher.error = "done", error
+        launcher.error = error
+        launcher.end("done", self.now_s)
 
     def _end_group(self, launcher: Launcher) -> None:
         if launcher.group is not None:

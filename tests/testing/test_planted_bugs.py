@@ -23,6 +23,12 @@ from ray_ckpt.core.open_attempts import MAX_OPEN_ATTEMPTS, OpenAttempts
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sweep import Sweeps
+from ray_ckpt.engine import launchers
+from ray_ckpt.engine.groups import Groups
+from ray_ckpt.engine.launchers import LauncherWatch
+from ray_ckpt.engine.opened_nodes import OpenedNodes
+from ray_ckpt.engine.ports import LauncherSeen, PartRequested
+from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.testing import silences
@@ -263,6 +269,79 @@ def forget_who_is_silent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NodeMachine, "reaches", lambda self, peer: True)
 
 
+def a_living_launcher_is_called_dead(patch: pytest.MonkeyPatch) -> None:
+    """A second launcher takes the run from one that lives."""
+    real = Groups.launcher_seen
+
+    def seen(self: Groups, event: LauncherSeen) -> None:
+        real(self, replace(event, is_alive=False))
+
+    patch.setattr(Groups, "launcher_seen", seen)
+
+
+def nobody_looks_for_the_other_launcher(patch: pytest.MonkeyPatch) -> None:
+    """A launcher waits for the death of another one, which is dead."""
+    patch.setattr(Groups, "launcher_seen", lambda self, event: None)
+
+
+def a_session_ends_with_its_launcher(patch: pytest.MonkeyPatch) -> None:
+    """The session of a launcher ends as soon as it is found dead, although its group may still save."""
+    patch.setattr(launchers, "OWNER_DEAD_S", 0.0)
+
+
+def a_session_ends_with_its_job(patch: pytest.MonkeyPatch) -> None:
+    """The death of a job ends the session of the job's detached actors."""
+    real = LauncherWatch.seen
+
+    def seen(self: LauncherWatch, event: LauncherSeen) -> None:
+        real(self, replace(event, ends_runs=True))
+
+    patch.setattr(LauncherWatch, "seen", seen)
+
+
+def parts_in_the_order_in_which_they_come(patch: pytest.MonkeyPatch) -> None:
+    """The ranks of a group are not in the order of its parts."""
+    real = Groups.join
+
+    def join(self: Groups, event: PartRequested) -> None:
+        names = [*self._joins, *({event.part} - self._joins.keys())]
+        known = {part.name: part for part in event.parts}
+        same = {part.name for part in self._parts} == known.keys()
+        self._parts = event.parts if same or not self._joins else self._parts
+        if len(names) == len(event.parts) and self._parts == event.parts:
+            event = replace(event, parts=tuple(known[name] for name in names))
+            self._parts = event.parts
+        real(self, event)
+
+    patch.setattr(Groups, "join", join)
+
+
+def a_part_keeps_the_nodes_of_its_first_try(patch: pytest.MonkeyPatch) -> None:
+    """A part whose workers have started anew, on other nodes, is taken for the old one."""
+    real = Groups.join
+
+    def join(self: Groups, event: PartRequested) -> None:
+        known = self._joins.get(event.part) if event.parts == self._parts else None
+        real(self, event if known is None else replace(event, nodes=known.nodes))
+
+    patch.setattr(Groups, "join", join)
+
+
+def nodes_of_a_group_count_as_idle(patch: pytest.MonkeyPatch) -> None:
+    """Only nodes with needed checkpoints are needed, not those of the group at work."""
+    patch.setattr(RunHost, "needed_nodes", lambda self: frozenset())
+
+
+def a_new_agent_gets_no_session(patch: pytest.MonkeyPatch) -> None:
+    """The run is opened on a node with a new agent, and nobody sends the agent the group's plan."""
+    patch.setattr(OpenedNodes, "renew", lambda self: None)
+
+
+def groups_open_before_the_group_at_work_is_found(patch: pytest.MonkeyPatch) -> None:
+    """A restarted coordinator does not look for the group of the coordinator before it."""
+    patch.setattr(RunHost, "_recover", lambda self, event, found: setattr(self, "_found", None))
+
+
 SILENCES: tuple[tuple[Plant, str], ...] = (
     (wait_for_silent_holders, "nothing was committed|complete and is dropped"),
     (never_ask_another_holder, "has no copies"),
@@ -286,6 +365,15 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (never_sweep, "P8"),
     (acknowledge_before_the_log, "P6"),
     (annotate_what_is_retired, "P3"),
+    (a_living_launcher_is_called_dead, "P7"),
+    (nobody_looks_for_the_other_launcher, "P7"),
+    (a_session_ends_with_its_launcher, "P7"),
+    (a_session_ends_with_its_job, "P7"),
+    (parts_in_the_order_in_which_they_come, "P7"),
+    (a_part_keeps_the_nodes_of_its_first_try, "P7"),
+    (nodes_of_a_group_count_as_idle, "P7"),
+    (a_new_agent_gets_no_session, "P7"),
+    (groups_open_before_the_group_at_work_is_found, "P7"),
 )
 
 
