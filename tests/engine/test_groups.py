@@ -137,7 +137,8 @@ def test_no_group_opens_before_the_group_at_work_is_found() -> None:
     opening = next(call for call in story.ports.calls if call.node == "b")
     story.answer(opening, NO_ANSWER)
     assert not story.host.is_recovering and story.host.machine.view.owner == "first"
-    assert [node for node, _ in story.sent(n.CoordinatorReturned)] == ["a"]
+    assert {node for node, _ in story.sent(n.CoordinatorReturned)} == {"a"}
+    assert [node for node, _ in story.sent(n.SessionStarted)] == ["a"], "its agent is new"
     story.tick(OWNER_GONE_S)
     assert isinstance(error_of(story, "2"), RunInUse)
 
