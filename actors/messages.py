@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 from ray_ckpt.catalog.uri import Origin
 from ray_ckpt.config import RunOptions
@@ -13,6 +12,7 @@ from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.drain import DrainUnderway
 from ray_ckpt.core.loss_scenarios import LiveCheckpoint
 from ray_ckpt.core.values import SessionNode, SessionPlan
+from ray_ckpt.engine.stopping import RunState
 from ray_ckpt.format.records import LogRecord
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import RemoteRef
@@ -161,9 +161,6 @@ class NodeView:
     domain: str  # its failure domain, "" if not known
     exposure: Exposure | None  # None for a node outside the group
     disk: DiskView | None  # at the last reading; None: not read yet
-
-
-RunState: TypeAlias = Literal["opening", "restoring", "training", "gone", "finished", "failed", "idle"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

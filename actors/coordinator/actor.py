@@ -19,7 +19,6 @@ from typing import Any
 from ray_ckpt.actors import names
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.opening import RunOpener
-from ray_ckpt.actors.coordinator.overview import objections
 from ray_ckpt.actors.coordinator.recovery import Recovery
 from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.coordinator.status import StatusReader
@@ -180,7 +179,7 @@ class Coordinator:
         disks; then nothing has changed. No files are deleted: the next service finds them.
         """
         engine, view = self.engine, await self.overview()
-        if (reasons := objections(view) or engine.runs.newcomers(view)) and not force:
+        if (reasons := engine.runs.objections(view, time.time())) and not force:
             raise ServiceError(
                 f"The service is in use: {'; '.join(reasons)}.",
                 hint="End the training and wait for its drains (`ray-ckpt status`), or give --force: files "

@@ -6,18 +6,18 @@ Nothing is changed. No tokens, keys or storage options appear in a view.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from ray_ckpt import telemetry
 from ray_ckpt.actors.coordinator.run import Run
-from ray_ckpt.actors.messages import DiskView, NewestView, NodeView, RunSpec, RunState, RunView, ServiceView
+from ray_ckpt.actors.messages import DiskView, NewestView, NodeView, RunSpec, RunView
 from ray_ckpt.analysis.goodput import measure_goodput
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.values import DiskSpace, SessionNode
+from ray_ckpt.engine.stopping import needed_in_cluster, run_state
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import Level
 
@@ -56,7 +56,7 @@ def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -
         where=spec.key,
         run_uid=history.run_uid,
         epoch=machine.epoch,
-        state=_state(machine, seen),
+        state=run_state(machine, owner_lives=seen.owner_lives),
         owner=machine.view.owner,
         session=plan.session if plan else None,
         world_size=plan.world_size if plan else 0,
@@ -72,41 +72,11 @@ def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -
         records_waiting=machine.view.records_waiting,
         live=len(history.live()),
         in_cluster_only=tuple(c.step for c in only),
-        needed_in_cluster=_needed(machine, wall_s),
+        needed_in_cluster=needed_in_cluster(machine, wall_s),
         warning=seen.warning,
         warning_age_s=wall_s - seen.warned_at_s if seen.warning else None,
         awaited=machine.view.awaited(),
     )
-
-
-def objections(view: ServiceView) -> tuple[str, ...]:
-    """Return the reasons not to stop the service: groups at work, needed checkpoints only on its nodes."""
-    found = []
-    for run in view.runs:
-        if run.state in ("opening", "restoring", "training"):
-            ranks = f"{run.world_size} rank(s)" if run.world_size else "its group"
-            found.append(f"run {run.name} is {run.state} on {ranks}")
-        if steps := run.needed_in_cluster:
-            found.append(f"run {run.name} has {steps_text(steps)} in the cluster only")
-    return tuple(found)
-
-
-def steps_text(steps: Sequence[int], *, most: int = 10) -> str:
-    """Return a text such as `steps 10, 20`, with the last `most` steps."""
-    more = f"{len(steps) - most} more and " if len(steps) > most else ""
-    return f"step{'s' if len(steps) > 1 else ''} {more}{', '.join(map(str, steps[-most:]))}"
-
-
-def _state(machine: RunMachine, seen: Seen) -> RunState:
-    if not machine.is_open:
-        return "opening"
-    if machine.view.owner and not seen.owner_lives:
-        return "gone"
-    if machine.view.owner or machine.plan:
-        return "training" if machine.view.is_training else "restoring" if machine.plan else "opening"
-    if machine.view.end_cause is None:
-        return "idle"
-    return "finished" if machine.view.end_cause == "finished" else "failed"
 
 
 def _step(machine: RunMachine) -> int:
@@ -125,21 +95,6 @@ def _newest(machine: RunMachine, wall_s: float) -> tuple[NewestView, ...]:
             age_s = wall_s - reached.committed_at_s
             found.append(NewestView(level=level.label, step=reached.step, age_s=age_s, steps_behind=behind))
     return tuple(found)
-
-
-def _needed(machine: RunMachine, wall_s: float) -> tuple[int, ...]:
-    """Return the steps of needed checkpoints that would be lost with the cluster.
-
-    These checkpoints are newer than all checkpoints on the storage path, pinned, or being uploaded. Other
-    checkpoints that are only in the cluster are about to be retired.
-    """
-    lineage = machine.history.lineage()
-    durable = next((c.seq for c in reversed(lineage) if c.level >= Level.DURABLE), -1)
-    newer = {c.id.attempt for c in lineage if c.seq > durable}
-    coming = {drain.attempt for drain in machine.view.drains_underway}
-    wanted = newer | coming
-    only = machine.view.in_cluster_only
-    return tuple(c.step for c in only if c.id.attempt in wanted or pinned_by(c, wall_s))
 
 
 def _nodes(spec: RunSpec, machine: RunMachine, disks: Mapping[str, DiskSpace]) -> tuple[NodeView, ...]:

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 from ray_ckpt.actors.coordinator.run import PastRun, Run
 from ray_ckpt.actors.messages import RunView, ServiceView
+from ray_ckpt.engine.stopping import objections, only_here
 from ray_ckpt.errors import Unavailable
 
 MAX_PAST = 100  # finished runs that status still lists after they were put away
@@ -75,9 +76,16 @@ class Runs:
         if self.is_ending:
             raise Unavailable("The service is being stopped.", hint="Start it again with `ray-ckpt up`.")
 
-    def newcomers(self, view: ServiceView) -> tuple[str, ...]:
-        """Return an objection for each run that got a launcher after `view`, or is about to get one."""
-        owners = {run.where: run.owner for run in view.runs}
-        names = {r.spec.name for r in self if r.machine.view.owner not in ("", owners.get(r.spec.key))}
-        names |= {r.spec.name for r in self if r.host.groups.is_wanted or r.host.is_recovering}
-        return tuple(f"run {name} is being opened" for name in sorted(names | self._users.keys()))
+    def objections(self, view: ServiceView, wall_s: float) -> tuple[str, ...]:
+        """Return the reasons not to stop the service now; `view` has the launchers that were found dead."""
+        dead = {run.where: run.owner for run in view.runs if run.state == "gone"}
+        open_now = [
+            reason
+            for run in self
+            for reason in objections(
+                run.host, run.spec.name, dead_owner=dead.get(run.spec.key, ""), wall_s=wall_s
+            )
+        ]
+        past = [p.view for key, p in self.past.items() if key not in self.open]
+        left = [reason for view in past for reason in only_here(view.name, view.needed_in_cluster)]
+        return (*open_now, *left, *(f"run {name} is being opened" for name in sorted(self._users)))

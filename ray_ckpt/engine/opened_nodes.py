@@ -52,6 +52,11 @@ class OpenedNodes:
         return self._seen.live
 
     @property
+    def is_wanted(self) -> bool:
+        """True while callers wait until the run is open on all nodes."""
+        return bool(self._rounds)
+
+    @property
     def is_opening(self) -> bool:
         """True while the run is being opened on nodes."""
         return bool(self._rounds or self._joining)

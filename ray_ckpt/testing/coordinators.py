@@ -115,8 +115,6 @@ class WirePorts:
             process, now_s = self.process, self.world.now_s
             process.waits_since_s = now_s if process.waits_since_s is None else process.waits_since_s
             self.world.oracle.appends(self.name, work.record)
-            if isinstance(work.record.op, r.Session):
-                self.world.check_rivals(process, work.record.op)
             self.world.wire.append(Create(self.name, work.record))
         else:
             self.world.wire.append(Work(self.name, work))
@@ -430,6 +428,8 @@ class Coordinators(StorageWork):
                 self.wire.append(Create(message.coordinator, message.record, is_late=True))
         else:
             outcome, is_new = self.storage.create(message.record)
+            if is_new and isinstance(message.record.op, r.Session):
+                self.check_rivals(self.coordinators[message.coordinator], message.record.op)
             if is_new:
                 self.oracle.logged(message.record, self)
             outcome = "unknown" if fate == "unanswered" else outcome

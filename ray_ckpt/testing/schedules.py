@@ -93,6 +93,7 @@ class Schedule:
             self.store_changes: 3,
             self.coordinator_restarts: 5,
             self.coordinator_dies: 1,
+            self.service_stops: 2,
             self.coordinator_freezes: 3,
             self.node_goes: 3,
             self.links_change: 4,
@@ -367,6 +368,10 @@ class Schedule:
             return None
         self.world.kill_coordinator(process.name)
         return f"{process.name} dies"
+
+    def service_stops(self) -> str:
+        service = self.chance.choice(sorted(self.launchers))
+        return f"{service} {'stops' if self.world.stop_service(service) else 'is not to stop'}"
 
     def coordinator_freezes(self) -> str | None:
         if (process := self._coordinator()) is None:

@@ -16,13 +16,14 @@ from ray_ckpt.admin import pins
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import RankProgress, SessionPlan, Token
-from ray_ckpt.engine.ports import AgentDied
+from ray_ckpt.engine.ports import AgentDied, ServiceEnding
+from ray_ckpt.engine.stopping import objections
 from ray_ckpt.errors import CheckpointError, ConfigError, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.format.records import Drilled, decode_record
 from ray_ckpt.storage.log_store import TRIM_AFTER_S, trim_log, write_snapshot
-from ray_ckpt.testing.coordinators import Coordinators
+from ray_ckpt.testing.coordinators import RUN, Coordinators
 from ray_ckpt.testing.oracle import must
 from ray_ckpt.testing.parts import (
     Answer,
@@ -110,6 +111,30 @@ class World(Coordinators):
         elif not self.storage.is_away and self._open_log(service, owner=None) is None:
             self._supersede(service)
         self.oracle.check(self)
+
+    def stop_service(self, service: str) -> bool:
+        """Let a user stop a service that is not needed; return False if it is needed, or does not answer."""
+        self.clock += 1
+        process = self.process_of(service)
+        if process is None or process.is_frozen:
+            return False
+        host, owner = process.host, process.machine.view.owner
+        is_dead = bool(owner) and self.launchers[owner].state in ("dead", "done")
+        wall_s = host.ports.wall_s()
+        if objections(host, RUN, dead_owner=owner if is_dead else "", wall_s=wall_s):
+            return False
+        for launcher, group, member in self.members():
+            is_here = launcher.service == service and member.node not in process.absent
+            is_needed = is_here and self.is_at_work(launcher, group)
+            must(not is_needed, "P7", f"the service ends, and {launcher.name} is at work")
+        for name, caller in self.waiting.values():
+            is_needed = name == process.name and isinstance(caller, Launcher) and caller.state == "asking"
+            must(not is_needed, "P7", "the service ends, and a launcher opens a group")
+        self._feed(process.name, ServiceEnding())
+        for node in sorted(process.agents):
+            self.crash_agent(node)
+        self.kill_coordinator(process.name)
+        return True
 
     def kill_coordinator(self, name: str) -> None:
         """Kill a coordinator: messages that it sent stay in the wire, and its callers get an error."""

@@ -1,4 +1,4 @@
-"""Views of a service: values of its machines, no secrets; and the objections to its end."""
+"""Views of a service: values of its machines, no secrets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from ray_ckpt.actors.coordinator.overview import Seen, objections, run_view, steps_text
+from ray_ckpt.actors.coordinator.overview import Seen, run_view
 from ray_ckpt.actors.messages import AgentCard, RunSpec, RunView, ServiceView
 from ray_ckpt.config import GIB, RunOptions
 from ray_ckpt.core import messages as m
@@ -103,25 +103,6 @@ def test_the_last_warning_has_an_age() -> None:
     assert view_of(run).warning_age_s is None
 
 
-def test_nothing_stops_the_end_of_a_service_that_is_not_needed() -> None:
-    run = trained(remote_every=1)
-    run.drain_all([*run.save(10), *run.save(20)])
-    assert objections(service()) == ()
-    assert objections(service(view_of(run, owner_lives=False))) == ()
-
-
-def test_a_group_at_work_and_checkpoints_on_nodes_only_stop_the_end() -> None:
-    run = trained(remote_every=2)
-    first = run.save(10)
-    run.drain_all([*first, *run.save(20)])
-    at_work, gone = view_of(run), view_of(run, owner_lives=False)
-    assert objections(service(at_work)) == ("run gpt is training on 2 rank(s)",)
-    assert objections(service(gone)) == (), "step 10 is older than what is on the storage path"
-    run.save(30)
-    (only,) = objections(service(view_of(run, owner_lives=False)))
-    assert only == "run gpt has step 30 in the cluster only"
-
-
 def test_pinned_and_draining_checkpoints_are_needed() -> None:
     run = trained(remote_every=2)
     run.save(10)
@@ -136,8 +117,3 @@ def test_pinned_and_draining_checkpoints_are_needed() -> None:
     assert view_of(run).needed_in_cluster == (), "the pin is over"
     run.feed(m.DrainRequested(token="drain", attempt=attempt))
     assert view_of(run).needed_in_cluster == (10,)
-
-
-def test_many_steps_are_named_by_the_last() -> None:
-    assert steps_text((5,)) == "step 5" and steps_text((5, 6)) == "steps 5, 6"
-    assert steps_text(range(30), most=2) == "steps 28 more and 28, 29"

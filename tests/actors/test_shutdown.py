@@ -23,7 +23,7 @@ from ray_ckpt.errors import Unavailable
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.transport.credentials import ServiceKeys
 from tests.actors.test_overview import service, trained, view_of
-from tests.core.driver import Harness
+from tests.core.driver import START_S, Harness
 
 SPEC = RunSpec(name="gpt", storage_path="/shared/runs", options=RunOptions())
 
@@ -43,19 +43,28 @@ def training(engine: Engine, harness: Harness | None = None, spec: RunSpec = SPE
 def test_a_group_that_opens_during_the_overview_keeps_the_service() -> None:
     engine = make_engine()
     runs, run = engine.runs, training(engine)
-    assert runs.newcomers(service()) == ("run gpt is being opened",)
-    view = view_of(trained())
-    assert view.owner == run.machine.view.owner
-    assert runs.newcomers(service(replace(view, where=SPEC.key))) == ()
+    assert runs.objections(service(), START_S) == ("run gpt is training on 2 rank(s)",)
+    gone = replace(view_of(trained(), owner_lives=False), where=SPEC.key)
+    assert run.machine.view.owner == gone.owner
+    assert runs.objections(service(gone), START_S) == ()
+    assert runs.objections(service(replace(gone, owner="another")), START_S)
 
 
 def test_a_launcher_that_waits_for_agents_keeps_the_service_until_it_is_answered() -> None:
     runs = Runs()
     with runs.in_use("gpt"):
         with runs.in_use("gpt"):
-            assert runs.newcomers(service()) == ("run gpt is being opened",)
-        assert runs.newcomers(service()) == ("run gpt is being opened",)
-    assert runs.newcomers(service()) == () and not runs._users
+            assert runs.objections(service(), START_S) == ("run gpt is being opened",)
+        assert runs.objections(service(), START_S) == ("run gpt is being opened",)
+    assert runs.objections(service(), START_S) == ()
+
+
+def test_a_finished_run_with_a_needed_checkpoint_on_nodes_only_keeps_the_service() -> None:
+    engine, harness = make_engine(), trained()
+    run = training(engine, harness)
+    view = replace(view_of(harness), needed_in_cluster=(10,))
+    engine.runs.put_away(run, view)
+    assert engine.runs.objections(service(), START_S) == ("run gpt has step 10 in the cluster only",)
 
 
 def test_a_finished_run_is_reported_for_a_while_and_a_run_that_continues_again(

@@ -23,7 +23,7 @@ from ray_ckpt.core.open_attempts import MAX_OPEN_ATTEMPTS, OpenAttempts
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sweep import Sweeps
-from ray_ckpt.engine import launchers
+from ray_ckpt.engine import launchers, stopping
 from ray_ckpt.engine.groups import Groups
 from ray_ckpt.engine.launchers import LauncherWatch
 from ray_ckpt.engine.opened_nodes import OpenedNodes
@@ -342,6 +342,17 @@ def groups_open_before_the_group_at_work_is_found(patch: pytest.MonkeyPatch) -> 
     patch.setattr(RunHost, "_recover", lambda self, event, found: setattr(self, "_found", None))
 
 
+def a_service_stops_while_a_group_is_opened(patch: pytest.MonkeyPatch) -> None:
+    """A launcher that waits for agents, or for another launcher, is no reason not to stop the service."""
+    patch.setattr(Groups, "is_wanted", False)
+    patch.setattr(OpenedNodes, "is_wanted", False)
+
+
+def a_service_stops_under_a_group(patch: pytest.MonkeyPatch) -> None:
+    """A service stops when its checkpoints are safe, whatever its groups do."""
+    patch.setattr(stopping, "run_state", lambda machine, owner_lives: "idle")
+
+
 SILENCES: tuple[tuple[Plant, str], ...] = (
     (wait_for_silent_holders, "nothing was committed|complete and is dropped"),
     (never_ask_another_holder, "has no copies"),
@@ -373,6 +384,8 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (a_part_keeps_the_nodes_of_its_first_try, "P7"),
     (nodes_of_a_group_count_as_idle, "P7"),
     (a_new_agent_gets_no_session, "P7"),
+    (a_service_stops_while_a_group_is_opened, "P7"),
+    (a_service_stops_under_a_group, "P7"),
     (groups_open_before_the_group_at_work_is_found, "P7"),
 )
 
