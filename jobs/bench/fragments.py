@@ -73,11 +73,13 @@ class Fleet:
         first = self._first()
         for node in range(self.num_nodes):
             path = folder / fragment_file(node, self.num_nodes)
-            metadata, table = self._of_node(first, node)
             if not path.exists():
-                path.write_bytes(encode_columns(metadata, table))
+                path.write_bytes(encode_columns(*self._of_node(first, node)))
             data = path.read_bytes()
-            files += [*metadata.files, FileEntry(name=path.name, size_bytes=len(data), digest=digest(data))]
+            files += [
+                *self._files(node),
+                FileEntry(name=path.name, size_bytes=len(data), digest=digest(data)),
+            ]
         return CheckpointInfo(
             id=self.attempt,
             seq=1,

@@ -132,7 +132,9 @@ def _are_slices(table: pa.Table, is_slice: Mask, sizes: Ints) -> bool:
     dims = [np.diff(ends) for ends, _ in columns]
     if any(not np.array_equal(dims[0], other) for other in dims[1:]) or dims[0][~is_slice].any():
         return False
-    for num_dims in np.unique(dims[0][is_slice]):
+    found = dims[0][is_slice]
+    is_one = len(found) and found.min() == found.max()
+    for num_dims in found[:1] if is_one else np.unique(found):
         at = np.flatnonzero(is_slice & (dims[0] == num_dims))
         totals, offsets, shapes = (box_values(column, at, int(num_dims)) for column in columns)
         if (
@@ -142,9 +144,12 @@ def _are_slices(table: pa.Table, is_slice: Mask, sizes: Ints) -> bool:
             or (shapes > totals - offsets).any()
         ):
             return False
-        if (shapes.prod(axis=1, dtype=np.float64) * itemsize[at] > _SAFE_BYTES).any():
+        most = shapes.max(axis=0, initial=0).prod(dtype=np.float64) * itemsize.max(initial=0)
+        if most > _SAFE_BYTES and (
+            (shapes.prod(axis=1, dtype=np.float64) * itemsize[at] > _SAFE_BYTES).any()
+        ):
             return False
-        if (shapes.prod(axis=1) * itemsize[at] != sizes[at]).any():
+        if (np.multiply.reduce(shapes, axis=1) * itemsize[at] != sizes[at]).any():
             return False
     return True
 
@@ -168,8 +173,9 @@ def _cover(
     if (listed < 0).any():
         return False
     ends = starts + sizes
-    order = np.lexsort((sizes, starts, listed))
-    listed, starts, ends = listed[order], starts[order], ends[order]
+    if (np.diff(listed) < 0).any() or ((np.diff(starts) < 0) & (np.diff(listed) == 0)).any():
+        order = np.lexsort((sizes, starts, listed))
+        listed, starts, ends = listed[order], starts[order], ends[order]
     is_first = np.diff(listed, prepend=-1) != 0
     is_last = np.diff(listed, append=-1) != 0
     before = np.roll(ends, 1)
