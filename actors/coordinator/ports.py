@@ -168,7 +168,8 @@ class RayPorts:
         except Exception as error:
             failure = _failure_of(error)
             name = self._run.spec.name
-            log.info("%s: %s on the storage path: %s", name, type(work).__name__, failure.text)
+            if isinstance(work, m.DeleteOrphans):
+                log.warning("%s: orphans on the storage path are left: %s", name, failure.text)
         self._run.host.handle(Answered(to=work, value=value, failure=failure))
 
     async def _in_thread(self, work: StorageEffect) -> object:

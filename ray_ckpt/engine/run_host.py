@@ -6,6 +6,7 @@ answers and the time arrive as events.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Set
@@ -39,6 +40,8 @@ from ray_ckpt.engine.ports import (
     ServiceEnding,
 )
 from ray_ckpt.errors import Unavailable
+
+log = logging.getLogger("ray_ckpt.coordinator")
 
 INVENTORY_AGAIN_S = 1.0  # wait before an inventory is taken again
 TAKE_OVER_AGAIN_S = 5.0  # until a host again tries to continue with a group that it has found
@@ -302,9 +305,12 @@ class RunHost:
                 self.groups.reply(token, None)
             case GroupRequested() if not isinstance(found, Exception):
                 self.groups.open(event, found)
+            case InventoryDue(token=token) if isinstance(found, Exception):
+                log.warning("%s: a node could not take inventory: %s", self.machine.history.run_name, found)
+                self.apply(m.InventoryTaken(token=token, inventories={}))
             case InventoryDue(token=token):
-                inventories = {} if isinstance(found, Exception) else found
-                self.apply(m.InventoryTaken(token=token, inventories=inventories))
+                assert not isinstance(found, Exception)
+                self.apply(m.InventoryTaken(token=token, inventories=found))
             case GroupFound():
                 self._recover(event, found)
 
