@@ -27,6 +27,7 @@ class _Round:
     event: Waiting
     pending: set[str] | None = None  # nodes that have not answered; None: live nodes are not known yet
     inventories: dict[str, Inventory] = field(default_factory=dict)
+    renewed: set[str] = field(default_factory=set)  # nodes that got a new agent since the round began
     error: Exception | None = None
 
 
@@ -147,8 +148,6 @@ class OpenedNodes:
         if not isinstance(call, Call) or not isinstance(call.order, OpenOnNode):
             return
         inventory = answer.value if isinstance(answer.value, Inventory) else None
-        if inventory is not None:
-            self.has_session(call.node, inventory.plan)
         if call.order.number == 0:
             self._joined(call.node, inventory, answer.failure)
             return
@@ -160,6 +159,8 @@ class OpenedNodes:
         checks = isinstance(opening.event, RunOpened) and opening.event.checks_storage
         if inventory is not None:
             opening.inventories[call.node] = inventory
+            if call.node not in opening.renewed:  # else the inventory is of the agent before
+                self.has_session(call.node, inventory.plan)
         elif isinstance(error, StorageNotShared | StoragePathError) and not checks:
             log.warning("node %s is left out for now: %s", call.node[:12], error)
         else:
@@ -198,6 +199,9 @@ class OpenedNodes:
         if inventory is not None:
             self.skipped.discard(node)
             self.opened.add(node)
+            self.has_session(node, inventory.plan)
+            for opening in self._rounds.values():
+                opening.renewed.add(node)
             self._host.apply(m.NodesJoined(inventories={node: inventory}))
             self._update_peers(node)
             self.renew()

@@ -61,8 +61,9 @@ class Healing:
         """Check that new agents get the session of the group at work on their nodes."""
         world = self._world
         for _, _, member in world.members():
-            if member.state == "training" and world.nodes[member.node].agent is None:
-                world.restart_agent(member.node)
+            agent = world.nodes[member.node].agent
+            if member.state == "training" and (agent is None or agent.machine.plan != member.plan):
+                world.restart_agent(member.node)  # the ranks' agent is dead, whoever has started another
         for _ in range(3):  # the session is sent again if it was lost
             self._rest()
         for launcher, _, member in world.members():

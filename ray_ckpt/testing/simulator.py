@@ -127,9 +127,10 @@ class World(Coordinators):
             is_here = launcher.service == service and member.node not in process.absent
             is_needed = is_here and self.is_at_work(launcher, group)
             must(not is_needed, "P7", f"the service ends, and {launcher.name} is at work")
-        for name, caller in self.waiting.values():
-            is_needed = name == process.name and isinstance(caller, Launcher) and caller.state == "asking"
-            must(not is_needed, "P7", "the service ends, and a launcher opens a group")
+        answered = {message.token for message in self.wire if isinstance(message, Replied)}
+        for token, (name, caller) in self.waiting.items():
+            is_opening = isinstance(caller, Launcher) and caller.state == "asking" and token not in answered
+            must(name != process.name or not is_opening, "P7", "the service ends while a group is opened")
         self._feed(process.name, ServiceEnding())
         for node in sorted(process.agents):
             self.crash_agent(node)
