@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING
 
 from ray_ckpt.errors import RestoreError
+from ray_ckpt.format.names import make_attempt
 from ray_ckpt.testing.oracle import DAY_S, Violation, must
 from ray_ckpt.testing.parts import Launcher
-from ray_ckpt.types import Level
+from ray_ckpt.types import AttemptId, Level
 
 if TYPE_CHECKING:
     from ray_ckpt.testing.schedules import Schedule
@@ -157,7 +159,7 @@ class Healing:
     def _check_remote(self) -> None:
         """Check that orphans on the storage path are deleted in time, and files of another log stay."""
         world = self._world
-        world.upload_late(self._schedule.unknown_attempt())
+        world.upload_late(unknown_attempt(self._schedule.chance))
         for _ in range(DAYS_TO_SWEEP):
             self._rest(A_DAY_S)
         self._rest()
@@ -185,3 +187,9 @@ class Healing:
             must(False, "P7", f"the world does not come to rest: {world.wire[:4]}")
         world.wait(seconds)
         self._schedule.tick_all()
+
+
+def unknown_attempt(chance: Random) -> AttemptId:
+    """Choose an attempt that no rank has saved."""
+    number = chance.randrange(10**6)
+    return make_attempt(run_uid="0" * 32, session=number, step=number, attempt=0)

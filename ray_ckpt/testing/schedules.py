@@ -14,8 +14,7 @@ from itertools import accumulate
 from typing import Literal, TypeVar
 
 from ray_ckpt.config import RunOptions
-from ray_ckpt.format.names import make_attempt
-from ray_ckpt.testing.healing import A_DAY_S, HOME, LONG_S, Healing
+from ray_ckpt.testing.healing import A_DAY_S, HOME, LONG_S, Healing, unknown_attempt
 from ray_ckpt.testing.oracle import MAX_PENDING, must
 from ray_ckpt.testing.parts import (
     NETWORK,
@@ -32,7 +31,6 @@ from ray_ckpt.testing.parts import (
 )
 from ray_ckpt.testing.simulator import World
 from ray_ckpt.testing.stores import START_S
-from ray_ckpt.types import AttemptId
 
 T = TypeVar("T")
 
@@ -70,7 +68,7 @@ class Schedule:
             ranks_per_node=chance.choice([1, 1, 2]),
             disk_bytes=chance.choice([5_000, 100_000]),
         )
-        self.foreign = self.unknown_attempt()  # attempt of an older log on the same path
+        self.foreign = unknown_attempt(self.chance)  # attempt of an older log on the same path
         self.world.upload_late(self.foreign, age_s=2 * A_DAY_S)
         self.launchers = {name: Launcher(f"{name}-driver", name) for name in clusters}
         self.world.launchers = {launcher.name: launcher for launcher in self.launchers.values()}
@@ -328,14 +326,9 @@ class Schedule:
         """Upload a file of a checkpoint whose bytes are deleted, or of an attempt that was never logged."""
         world, chance = self.world, self.chance
         gone = [c.id for c in world.oracle.history.checkpoints.values() if c.state == "collected"]
-        attempt = chance.choice(gone) if gone and chance.random() < 0.5 else self.unknown_attempt()
+        attempt = chance.choice(gone) if gone and chance.random() < 0.5 else unknown_attempt(self.chance)
         world.upload_late(attempt)
         return f"a file of {attempt.attempt} is uploaded late"
-
-    def unknown_attempt(self) -> AttemptId:
-        """Choose an attempt that no rank has saved."""
-        number = self.chance.randrange(10**6)
-        return make_attempt(run_uid="0" * 32, session=number, step=number, attempt=0)
 
     def tick_all(self) -> None:
         for process in list(self.world.coordinators.values()):

@@ -13,6 +13,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -334,21 +335,14 @@ def ml_flashpoint(live: Live) -> Library:
     exist only in the trainer's process. With one node there is no copy on a paired node. The files are in
     memory: `complete` means that they are complete in memory; nothing is on a disk.
     """
-    from concurrent.futures import Future
-
     import ml_flashpoint.checkpoint_object_manager.checkpoint_object_manager as objects  # type: ignore[import-not-found]
     import torch.multiprocessing as mp
-    from ml_flashpoint.adapter.pytorch.memory_storage_reader import (  # type: ignore[import-not-found]
-        MemoryStorageReader,
+    from ml_flashpoint.adapter.pytorch import (  # type: ignore[import-not-found]
+        memory_storage_reader,
+        memory_storage_writer,
     )
-    from ml_flashpoint.adapter.pytorch.memory_storage_writer import (  # type: ignore[import-not-found]
-        MemoryStorageWriter,
-    )
-    from ml_flashpoint.core import (  # type: ignore[import-not-found]
-        checkpoint_id_types,
-        checkpoint_loader,
-        checkpoint_saver,
-    )
+    from ml_flashpoint.core import checkpoint_id_types as ids  # type: ignore[import-not-found]
+    from ml_flashpoint.core import checkpoint_loader, checkpoint_saver
     from ml_flashpoint.replication import replication_manager  # type: ignore[import-not-found]
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
@@ -357,7 +351,7 @@ def ml_flashpoint(live: Live) -> Library:
     _start_group()
     os.environ["NNODES"] = "1"
     shutil.rmtree(base, ignore_errors=True)  # files of a killed run
-    container = checkpoint_id_types.CheckpointContainerId
+    container = ids.CheckpointContainerId
     manager, replicas = objects.CheckpointObjectManager(), replication_manager.ReplicationManager()
     # By default, ML Flashpoint counts GPUs to find the number of ranks per node; no other node copies here.
     alone = replication_manager.PairwiseReplicationStrategy(["127.0.0.1:0"], 1)
@@ -373,7 +367,9 @@ def ml_flashpoint(live: Live) -> Library:
         replication_manager=replicas,
         initial_buffer_size_bytes=int(size_bytes * 1.3),  # one save with headers
     )
-    writer = MemoryStorageWriter(checkpoint_saver=saver, mp_manager_future=started, thread_count=CORES)
+    writer = memory_storage_writer.MemoryStorageWriter(
+        checkpoint_saver=saver, mp_manager_future=started, thread_count=CORES
+    )
     loader = checkpoint_loader.DefaultMLFlashpointCheckpointLoader(
         **ranks,
         checkpoint_object_manager=manager,
@@ -397,7 +393,7 @@ def ml_flashpoint(live: Live) -> Library:
         future.result()
 
     def load(folder: Path, step: int, cached: bool) -> None:
-        reader = MemoryStorageReader(path=name_of(step), checkpoint_loader=loader)
+        reader = memory_storage_reader.MemoryStorageReader(path=name_of(step), checkpoint_loader=loader)
         dcp_load(_dcp_state(live), checkpoint_id=name_of(step), storage_reader=reader)
 
     return Library(save=save, load=load, close=lambda: shutil.rmtree(base, ignore_errors=True))
