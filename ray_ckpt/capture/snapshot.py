@@ -154,7 +154,7 @@ class Snapshotter:
         """Copy `slices`, in the layout's order, into `target`; then call `finish`, or `fail` with the reason.
 
         Slices with keys in `background` may be copied during training; `during` is called after these copies
-        and before live state may change. Either `finish` or `fail` is called once, by the copying thread, or
+        and before live state may change: before `start` returns if no slice is copied during training. Either `finish` or `fail` is called once, by the copying thread, or
         before `start` returns if nothing is overlapped. The caller has called `begin` of the target; `finish`
         seals the target.
         """
@@ -165,7 +165,9 @@ class Snapshotter:
             rest = self._copy_now(target, batch, snapshot)
         if snapshot.is_late:
             running.add(snapshot)
-        run = partial(self._run, snapshot, rest, during, finish, fail)
+        else:  # no step waits for this copy
+            during()
+        run = partial(self._run, snapshot, rest, during if snapshot.is_late else _nothing, finish, fail)
         if not self._overlap:
             run()
             return snapshot
@@ -296,6 +298,10 @@ class Snapshotter:
             with _on_device(module, device), module.stream(stream):
                 stream.wait_event(ready[device])
                 ring.write(part.source.cpu())
+
+
+def _nothing() -> None:
+    """Do nothing: what must precede a change of live state was done."""
 
 
 def _ended(snapshot: Snapshot, fail: Callable[[Exception], None], done: Future[None]) -> None:

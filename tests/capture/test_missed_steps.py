@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from threading import Event
 
 import pytest
 import torch
@@ -130,3 +131,34 @@ def _failed(error: CheckpointError) -> Future[SaveOutcome]:
     ended: Future[SaveOutcome] = Future()
     ended.set_result(SaveOutcome(level=None, error=error))
     return ended
+
+
+def test_a_rank_that_saves_no_tensor_reads_what_all_share_before_training_goes_on() -> None:
+    """Small tensors are saved once on each node; a step would change them under the digest of another rank."""
+    digests = []
+    for rank in range(2):
+        link = LocalLink(options=RunOptions(every_steps=1), rank=rank, world_size=2)
+        link.identity = replace(link.identity, node_ranks=(0, 1))
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        set_connection(Connection(link=link))
+        ckpt = Checkpointer(model=model, optimizer=optimizer)
+        set_connection(Connection())
+        ckpt.restore()
+        assert ckpt._saver is not None
+        go = Event()
+        if rank == 1:  # which has nothing to copy, so its step does not wait for the thread that copies
+            ckpt._saver._snapshotter._thread.submit(go.wait, 30)
+        for number in range(1, 3):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                ckpt.step(number)
+        go.set()
+        ckpt.flush()
+        ckpt.close()
+        (shard,) = link.sealed
+        digests.append(shard.replicated)
+    assert digests[0] == digests[1]
