@@ -154,9 +154,9 @@ class Snapshotter:
         """Copy `slices`, in the layout's order, into `target`; then call `finish`, or `fail` with the reason.
 
         Slices with keys in `background` may be copied during training; `during` is called after these copies
-        and before live state may change: before `start` returns if no slice is copied during training. Either `finish` or `fail` is called once, by the copying thread, or
-        before `start` returns if nothing is overlapped. The caller has called `begin` of the target; `finish`
-        seals the target.
+        and before live state may change: before `start` returns if no slice is copied during training.
+        Either `finish` or `fail` is called once, by the copying thread, or before `start` returns if nothing
+        is overlapped. The caller has called `begin` of the target; `finish` seals the target.
         """
         safe = background - self._unsafe if self._overlap else frozenset()
         batch, parts = self._split(target, slices, safe)

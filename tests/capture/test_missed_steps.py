@@ -134,7 +134,7 @@ def _failed(error: CheckpointError) -> Future[SaveOutcome]:
 
 
 def test_a_rank_that_saves_no_tensor_reads_what_all_share_before_training_goes_on() -> None:
-    """Small tensors are saved once on each node; a step would change them under the digest of another rank."""
+    """Small tensors are saved once on each node; a step would change what another rank digests."""
     digests = []
     for rank in range(2):
         link = LocalLink(options=RunOptions(every_steps=1), rank=rank, world_size=2)
