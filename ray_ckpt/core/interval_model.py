@@ -60,12 +60,34 @@ class FailureRate:
         return num_nodes * self.per_node_s()
 
 
+def waste(
+    interval_s: float,
+    *,
+    save_stall_s: float,
+    failure_rate_per_s: float,
+    latency_s: float = 0.0,
+    restart_s: float = 0.0,
+) -> float:
+    """Return the fraction of the time, 0 to 1, that is lost to stalls, repeated work and restarts.
+
+    `interval_s` must be above 0. Return 1 if the stall fills the interval. A `latency_s` below `save_stall_s`
+    counts as `save_stall_s`.
+    """
+    work_s = max(0.0, interval_s - save_stall_s)
+    if failure_rate_per_s == 0:
+        return 1 - work_s / interval_s
+    failures = failure_rate_per_s * interval_s  # expected number in one interval
+    late_s = max(0.0, latency_s - save_stall_s) + restart_s
+    kept = math.exp(-failures - failure_rate_per_s * late_s)
+    return 1 - failure_rate_per_s * work_s * kept / -math.expm1(-failures)
+
+
 def best_interval_s(
     *, save_stall_s: float, failure_rate_per_s: float, least_s: float, budget: float = OVERHEAD_BUDGET
 ) -> float:
     """Return the best time from the start of one save to the start of the next save, in seconds.
 
-    This is the interval of the least waste(P), at most MAX_INTERVAL_S. The interval is raised to `least_s`,
+    This is the interval of the least `waste`, at most MAX_INTERVAL_S. The interval is raised to `least_s`,
     the time that a save takes, and until stalls take at most `budget` (a fraction of the time, above 0), even
     if the result exceeds MAX_INTERVAL_S.
     """

@@ -20,32 +20,11 @@ from ray_ckpt.core.interval_model import (
     best_interval_s,
     loss_rate_per_s,
     remote_interval_s,
+    waste,
 )
 
 HOUR_S = 3_600.0
 NO_BUDGET = 1.0
-
-
-def waste(
-    interval_s: float,
-    *,
-    save_stall_s: float,
-    failure_rate_per_s: float,
-    latency_s: float = 0.0,
-    restart_s: float = 0.0,
-) -> float:
-    """Return the fraction of the time, 0 to 1, that is lost to stalls, repeated work and restarts.
-
-    `interval_s` must be above 0. Return 1 if the stall fills the interval. A `latency_s` below `save_stall_s`
-    counts as `save_stall_s`.
-    """
-    work_s = max(0.0, interval_s - save_stall_s)
-    if failure_rate_per_s == 0:
-        return 1 - work_s / interval_s
-    failures = failure_rate_per_s * interval_s  # expected number in one interval
-    late_s = max(0.0, latency_s - save_stall_s) + restart_s
-    kept = math.exp(-failures - failure_rate_per_s * late_s)
-    return 1 - failure_rate_per_s * work_s * kept / -math.expm1(-failures)
 
 
 def least_waste(stall_s: float, rate_per_s: float) -> tuple[float, float]:
