@@ -88,7 +88,7 @@ def _place(server: str) -> Iterator[Location]:
             files.delete([stored.name for stored in files.list()])
 
 
-# What is moved, and how
+# Transfers, and the programs that make them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ FILE = shard_file(0, 1)
 
 
 class RankMemory:
-    """What one rank and its agent have in memory: items, the layout of their shard, and an arena for it."""
+    """The memory of one rank and its agent: items, the layout of their shard, and an arena with the shard."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         owners = {"model": model}

@@ -167,7 +167,7 @@ class Snapshotter:
             running.add(snapshot)
         else:  # no step waits for this copy
             during()
-        run = partial(self._run, snapshot, rest, during if snapshot.is_late else _nothing, finish, fail)
+        run = partial(self._run, snapshot, rest, during, finish, fail)
         if not self._overlap:
             run()
             return snapshot
@@ -190,7 +190,8 @@ class Snapshotter:
             try:
                 with torch.no_grad():
                     rest()
-                    during()
+                    if snapshot.is_late:
+                        during()
             finally:
                 snapshot.host_copied.set()
             for _, _, event in snapshot.device_copied:
@@ -298,10 +299,6 @@ class Snapshotter:
             with _on_device(module, device), module.stream(stream):
                 stream.wait_event(ready[device])
                 ring.write(part.source.cpu())
-
-
-def _nothing() -> None:
-    """Do nothing: what must precede a change of live state was done."""
 
 
 def _ended(snapshot: Snapshot, fail: Callable[[Exception], None], done: Future[None]) -> None:

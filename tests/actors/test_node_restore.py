@@ -28,7 +28,7 @@ from tests.transport.peers import KEYS, UID
 
 
 class Stage:
-    """What a NodeRestore needs of the agent of A."""
+    """The fields of the agent of A that a NodeRestore reads."""
 
     def __init__(self, stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint, *, is_proven: bool) -> None:
         (nodes.root / A).chmod(0o700)

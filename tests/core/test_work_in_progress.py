@@ -13,10 +13,10 @@ from tests.core.driver import Harness, of
 
 def progressed(run: Harness, *ranks: tuple[int, int], step_s: float = 0.5) -> None:
     """Rank k has completed and saved the k-th of these steps."""
-    said = {
+    ranks_now = {
         k: RankProgress(step=step, saved_step=saved, step_s=step_s) for k, (step, saved) in enumerate(ranks)
     }
-    run.feed(m.RanksProgressed(session_key=run.plan.session_key, ranks=said))
+    run.feed(m.RanksProgressed(session_key=run.plan.session_key, ranks=ranks_now))
 
 
 def saves(run: Harness) -> tuple[SaveUnderway, ...]:

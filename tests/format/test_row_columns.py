@@ -45,7 +45,7 @@ def table_of(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def is_right(table: pa.Table, files: tuple[FileEntry, ...]) -> bool:
-    """Whether the checks row by row find nothing."""
+    """Return True if the checks row by row accept the rows."""
     try:
         manifest._check_fragment(replace(FRAGMENT, files=files, rows=rows_of(table)))
     except FormatError:
