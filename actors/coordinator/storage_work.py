@@ -15,7 +15,7 @@ from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import (
     MAX_FRAGMENT_BYTES,
     CheckpointDescription,
-    decode_fragment,
+    decode_columns,
     encode_checkpoint,
 )
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file
@@ -37,7 +37,7 @@ def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
                 raise  # for example a missing mount; the checkpoint may be intact
             raise CorruptionError(f"{checkpoint.directory}/{name} is gone from the storage path.") from None
         files += [
-            *decode_fragment(data).files,
+            *decode_columns(data)[0].files,
             FileEntry(name=name, size_bytes=len(data), digest=digest(data)),
         ]
     if root_digest(files) != checkpoint.root_digest:

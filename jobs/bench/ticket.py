@@ -23,7 +23,7 @@ from jobs.bench.row import Reference, Row, measure
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.core.values import ResumePoint, SessionNode, SessionPlan
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.manifest import decode_metadata
+from ray_ckpt.format.manifest import decode_columns
 from ray_ckpt.format.names import fragment_file, shard_file
 from ray_ckpt.plan.restore import plan_restore
 from ray_ckpt.restore.reader import RestoreTicket
@@ -105,7 +105,7 @@ class Planning:
         name = fragment_file(NODE_INDEX, self.fleet.num_nodes)
         data = (self._folder / name).read_bytes()
         (folder / name).write_bytes(data)
-        for file in decode_metadata(data).files:
+        for file in decode_columns(data)[0].files:
             with (folder / file.name).open("wb") as opened:
                 opened.truncate(file.size_bytes)
         staging.chmod(0o700)

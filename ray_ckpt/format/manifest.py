@@ -135,20 +135,6 @@ def decode_fragment(data: bytes) -> Fragment:
     return _with_rows(metadata, table)
 
 
-def decode_metadata(data: bytes) -> FragmentMetadata:
-    """Return the sealed metadata of a fragment. Raise FormatError for any violation of the format in it.
-
-    No row is read, so damage of the rows is not found: a caller that has to know it compares the digest of
-    `data`, or reads the rows.
-    """
-    jsontext.check_size(data, what="The fragment", max_bytes=MAX_FRAGMENT_BYTES)
-    try:
-        metadata = parquet.metadata(data, METADATA_KEY)
-    except Exception as error:  # as in `decode_columns`
-        raise FormatError(f"The fragment is not a Parquet file of a manifest: {error}.") from error
-    return _metadata(metadata)
-
-
 def decode_columns(data: bytes) -> tuple[FragmentMetadata, pa.Table]:
     """Return a fragment with its rows as columns, after the checks of `decode_fragment`.
 

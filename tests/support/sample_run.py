@@ -19,6 +19,7 @@ from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import CheckpointDescription, encode_checkpoint, encode_fragment
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import TensorRef, encode_tree
+from ray_ckpt.storage.local.files import temporary_name
 from ray_ckpt.storage.log_store import CreateResult, PosixLogStore, read_run, write_snapshot
 from ray_ckpt.storage.remote.file_store import FileStore
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, Slice
@@ -103,9 +104,10 @@ class RunLog:
             op=op,
         )
         data = records.encode_record(record)
-        path = self._records / names.record_file(self.seq)
-        with path.open("xb") as file:  # without the fsyncs of a store, of which no test loses one
-            file.write(data)
+        whole = temporary_name(self._records)  # a reader must never see half a record
+        whole.write_bytes(data)  # without the fsyncs of a store, of which no test loses one
+        (self._records / names.record_file(self.seq)).hardlink_to(whole)
+        whole.unlink()
         self.seq, self.prev = self.seq + 1, digest(data)
 
     @property
