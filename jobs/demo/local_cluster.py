@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
+from jobs.demo.ports import free_port
 from ray_ckpt.config import STAGING_ENV
 from ray_ckpt.preemption.cloud import METADATA_ENV
 
@@ -119,7 +119,7 @@ class LocalCluster:
             num_cpus=cpus,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=dashboard,
-            **({"dashboard_port": _free_port()} if dashboard else {}),
+            **({"dashboard_port": free_port()} if dashboard else {}),
             env_vars={STAGING_ENV: str(staging), "OMP_NUM_THREADS": "1"},
         )
         self.nodes[name] = LocalNode(name, handle.node_id, staging, handle)
@@ -137,9 +137,3 @@ def kill_family(*pids: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(family, timeout=REAP_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
@@ -15,13 +15,12 @@ CALL_S = 120.0
 class Rank:
     """One rank: runs the functions that a test sends it."""
 
-    def join(self, rank: int, world_size: int, port: int) -> None:
+    def join(self, rank: int, world_size: int, meeting: str) -> None:
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        init = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world_size)
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
@@ -37,10 +36,9 @@ class RankGroup:
             .remote()
             for node in nodes
         ]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        ray.get([a.join.remote(k, len(nodes), port) for k, a in enumerate(self.actors)], timeout=CALL_S)
+        self._folder = TemporaryDirectory()  # a file: another process may take a port before rank 0 listens
+        meeting = f"{self._folder.name}/meet"
+        ray.get([a.join.remote(k, len(nodes), meeting) for k, a in enumerate(self.actors)], timeout=CALL_S)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(*args)` on every rank at once; raises the first error, with its own type."""
@@ -53,6 +51,7 @@ class RankGroup:
     def stop(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
+        self._folder.cleanup()
 
 
 class Training:

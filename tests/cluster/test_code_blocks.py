@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import ray_ckpt
 from jobs.demo.local_cluster import LocalCluster
+from jobs.demo.ports import free_port
 from ray_ckpt.actors import names
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.data import GlobalBatchSampler
@@ -85,12 +85,6 @@ def train_step(model: Any, optimizer: Any, *more: Any) -> float:
     return float(loss.detach())
 
 
-def an_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
 def run_part(place: tuple[str, str], given: Mapping[str, Any], replace: Mapping[str, str]) -> dict[str, Any]:
     return run_python(find(*place), given, replace)
 
@@ -134,7 +128,7 @@ def with_actors(storage: str, cluster: LocalCluster) -> list[Any]:
     given = {"ray": ray, "dist": dist, "ray_ckpt": ray_ckpt, "build": build, "train_step": train_step}
     here = {"num_gpus=1": "num_cpus=1", "nccl": "gloo", "/shared/runs": storage}
     workers = [run_part(ACTORS, given, here)["Worker"].remote() for _ in range(2)]
-    address = an_address()
+    address = f"tcp://127.0.0.1:{free_port()}"
     ray.get([w.train.remote(k, 2, address) for k, w in enumerate(workers)], timeout=CALL_S)
     return workers
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from jobs.demo.ports import free_port
 
 HOME = Path(__file__).parents[2] / ".venv-servers"
 GUARD = Path(__file__).parent / "guard.py"
@@ -33,7 +34,7 @@ def program(name: str) -> Path:
 @contextlib.contextmanager
 def ministack(folder: Path) -> Iterator[str]:
     """An S3 server that enforces conditions and verifies checksums. Yields its URL, as the others do."""
-    port = _free_port()
+    port = free_port()
     environment = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3"}
     with _running([program("ministack")], port, folder, environment) as url:
         yield url
@@ -42,7 +43,7 @@ def ministack(folder: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def moto(folder: Path) -> Iterator[str]:
     """An S3 server that enforces conditions and looks at no checksum."""
-    port = _free_port()
+    port = free_port()
     with _running([program("moto_server"), "-H", "127.0.0.1", "-p", str(port)], port, folder) as url:
         yield url
 
@@ -50,7 +51,7 @@ def moto(folder: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def rclone(folder: Path) -> Iterator[str]:
     """An S3 server that ignores conditions: it must be refused."""
-    port, data = _free_port(), folder / "rclone"
+    port, data = free_port(), folder / "rclone"
     data.mkdir()
     command: list[str | Path] = [program("rclone"), "serve", "s3", data, "--addr", f"127.0.0.1:{port}"]
     command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--vfs-cache-mode", "writes"]
@@ -69,7 +70,7 @@ def debian_program(name: str) -> Path | None:
 @contextlib.contextmanager
 def prometheus(folder: Path, config: Path) -> Iterator[str]:
     """Prometheus with the file `config`, its data below `folder`; `debian_program` must have it."""
-    port, command = _free_port(), debian_program("prometheus")
+    port, command = free_port(), debian_program("prometheus")
     assert command is not None
     options = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", "--log.level=warn"]
     with _running([command, *options, f"--web.listen-address=127.0.0.1:{port}"], port, folder) as url:
@@ -114,10 +115,3 @@ def _wait_for(url: str, guard: subprocess.Popen[bytes], log: Path) -> None:
 def _answers(url: str) -> None:
     with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(url, timeout=START_S):
         pass
-
-
-def _free_port() -> int:
-    """One that nobody has now: servers that choose by themselves do not all say which it is."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
