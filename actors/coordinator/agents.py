@@ -88,7 +88,9 @@ class Agents:
             if self._is_closed:
                 return None
             try:
-                agent = self._start(node)
+                if node not in self._actors:
+                    self._actors[node] = self.start(node)
+                agent = self._actors[node]
                 if node not in self.cards:
                     self.cards[node] = await asyncio.wait_for(agent.card.remote(), AGENT_START_S)
                 return await asyncio.wait_for(getattr(agent, method).remote(*args), AGENT_START_S)
@@ -101,22 +103,21 @@ class Agents:
                     break
         return None
 
-    def _start(self, node: str) -> Any:
-        if node not in self._actors:
-            self._actors[node] = (
-                names.actor_class(NodeAgent)
-                .options(
-                    name=names.agent_name(node),
-                    namespace=names.NAMESPACE,
-                    lifetime="detached",
-                    get_if_exists=True,
-                    num_cpus=0,
-                    max_restarts=0,  # a restarted agent would have no runs: see open_run
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-                )
-                .remote(node, self.keys, self.service)
+    def start(self, node: str) -> Any:
+        """Start the agent of a node, or find it; return its handle."""
+        return (
+            names.actor_class(NodeAgent)
+            .options(
+                name=names.agent_name(node),
+                namespace=names.NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                num_cpus=0,
+                max_restarts=0,  # a restarted agent would have no runs: see open_run
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-        return self._actors[node]
+            .remote(node, self.keys, self.service)
+        )
 
     def call(self, node: str, method: str, *args: Any) -> Awaitable[Any]:
         """Call a node's agent without a time limit. RayError; KeyError if the node has no agent."""

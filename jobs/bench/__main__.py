@@ -45,8 +45,9 @@ ROWS: Mapping[str, str] = {  # name -> module of this package, with a function `
     "retention": "history:retention_rows",
     "simulator": "coordinator:schedule_rows",
     "ticket": "ticket",
+    "fleet": "fleet",
 }
-IF_NAMED = ("overhead", "remote", "ticket")  # or with --peers: minutes of steps, other programs, fragments
+IF_NAMED = ("overhead", "remote", "ticket", "fleet")  # or with --peers: they take minutes
 SIZE = "1GiB"
 REPEAT = 5
 QUICK_BYTES = 64 << 20  # state in a quick run, which must end within a minute on two cores
@@ -106,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--peers", nargs="*", choices=PEERS, metavar="NAME", help=f"peers, all or of: {', '.join(PEERS)}")
     server = f"of the rows remote: {', '.join(KINDS)}, or s3://..."
     add("--server", type=_server, default=KINDS[0], help=server)
-    add("--nodes", type=_count, default=1000, help="nodes of the rows ticket (default 1000)")
+    add(
+        "--nodes", type=_count, help="nodes of the rows ticket (default 1000) and fleet (default: four sizes)"
+    )
     add("--folder", type=Path, default=FOLDER, help=f"on the disk to be measured (default ./{FOLDER})")
     add("--json", type=Path, metavar="FILE", help="write machine, command and rows with all samples")
     add("--plot", type=Path, metavar="FILE", help="write a picture (PNG)")

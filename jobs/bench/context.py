@@ -17,7 +17,7 @@ class Context:
     on the disk to be measured. A `quick` run only shows that all rows work, with everything as small as
     possible. `server` is the server of the rows `remote`: one of `s3_server.KINDS`, which is started for
     them, or a storage path on S3; `peers` are the other libraries to measure. `num_nodes` are the nodes of
-    the rows `ticket`.
+    the rows `ticket` and `fleet`.
     """
 
     size_bytes: int
@@ -26,7 +26,7 @@ class Context:
     quick: bool = False
     server: str = "strict"
     peers: tuple[str, ...] = ()
-    num_nodes: int = 1000
+    num_nodes: int | None = None
 
     @contextmanager
     def temporary(self) -> Iterator[Path]:

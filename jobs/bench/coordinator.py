@@ -120,7 +120,7 @@ class Fleet:
         attempt = make_attempt(
             run_uid=plan.run_uid, epoch=plan.epoch, session=plan.session, step=self.step, attempt=0
         )
-        stored: list[m.Event] = [_stored(attempt, node, plan) for node in plan.nodes]
+        reports_stored: list[m.Event] = [stored(attempt, node, plan) for node in plan.nodes]
         copied: list[m.Event] = [
             m.ReplicaEnded(attempt=attempt, node_index=node.node_index, holder=holder, error=None)
             for node in plan.nodes
@@ -133,7 +133,7 @@ class Fleet:
         ]
         seen = m.NodesSeen(live=frozenset(self.nodes))
         half = len(reports) // 2
-        return [*_mixed(stored, reports[:half]), seen, *_mixed(copied, reports[half:]), seen]
+        return [*_mixed(reports_stored, reports[:half]), seen, *_mixed(copied, reports[half:]), seen]
 
     def save(self) -> float:
         """Return the CPU milliseconds of one save, from its first event to the retention after it."""
@@ -171,7 +171,7 @@ def _mixed(events: Sequence[m.Event], others: Sequence[m.Event]) -> list[m.Event
     return [event for _, event in sorted(placed, key=lambda pair: pair[0])]
 
 
-def _stored(attempt: AttemptId, node: SessionNode, plan: SessionPlan) -> m.NodeStored:
+def stored(attempt: AttemptId, node: SessionNode, plan: SessionPlan) -> m.NodeStored:
     world, index = plan.world_size, node.node_index
     names = [
         *(shard_file(rank, world) for rank in node.ranks),

@@ -32,6 +32,7 @@ from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.types import CheckpointInfo
 
+NUM_NODES = 1000
 NUM_SLICES = 1500  # of a rank: 12,000 rows of a node
 QUICK_NODES, QUICK_SLICES = 4, 60
 NODE, NODE_INDEX = "a" * 56, 1
@@ -128,7 +129,7 @@ def plan_of_rank(ticket: RestoreTicket, fleet: Fleet, rank: int, world_size: int
 
 def rows(context: Context) -> Iterator[Row]:
     fleet = Fleet(
-        num_nodes=QUICK_NODES if context.quick else context.num_nodes,
+        num_nodes=QUICK_NODES if context.quick else context.num_nodes or NUM_NODES,
         num_slices=QUICK_SLICES if context.quick else NUM_SLICES,
     )
     root = context.folder / f"fragments-{fleet.num_nodes}-{fleet.num_slices}"

@@ -1,0 +1,431 @@
+"""The coordinator's process with the agents of a large cluster: CPU, bytes and memory, with Ray's part.
+
+The coordinator is the real actor on a local Ray. `Crowd` actors play the agents of up to CROWD_NODES nodes
+each: they answer orders and send the reports that agents send, without files and ranks. The list of the
+cluster's nodes is given too, since only the crowds' nodes exist. What the coordinator sends is pickled once
+more to count its bytes, in a group that is not timed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from jobs.bench.context import Context
+from jobs.bench.coordinator import RANKS_PER_NODE, stored
+from jobs.bench.row import Row, measure
+from jobs.bench.training import local_ray
+from ray_ckpt.actors.coordinator.actor import Coordinator
+from ray_ckpt.actors.coordinator.agents import Agents
+from ray_ckpt.actors.messages import AgentCard, OpenRun, RunSpec, SessionStart
+from ray_ckpt.actors.ray_cluster import owner_here
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.values import (
+    DiskSpace,
+    GroupNode,
+    Inventory,
+    RankProgress,
+    SessionNode,
+    SessionPlan,
+    StoredFragment,
+)
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.format.names import make_attempt
+from ray_ckpt.types import AttemptId, Level, RankRestore
+
+SIZES = (100, 1_000, 4_000, 10_000)  # nodes
+QUICK_SIZES = (8,)
+CROWD_NODES = 512  # nodes played by one actor
+CALL_S = 900.0  # longest answer of the coordinator or of a crowd
+REST_S = 10.0  # training without a save
+REPORT_S = 1.0  # between two reports of a node's ranks
+WARM_SAVES = 2  # afterwards, each commit retires a checkpoint
+CPU_LIMIT_S, REST_LIMIT, OPEN_LIMIT_S, OPEN_LIMIT_GB, COMMIT_LIMIT_S = 1.5, 0.05, 10.0, 0.5, 2.0
+LIMITS_AT = 10_000  # nodes at which the limits hold
+
+
+# -- the agents ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Member:
+    """One node of a crowd."""
+
+    node_id: str
+    here: SessionNode | None = None
+    held: dict[str, list[StoredFragment]] = field(default_factory=dict)  # by folder
+    level: Level | None = None  # of the save under way
+
+
+class Crowd:
+    """The agents of some nodes; the calls of the coordinator come with the node's id."""
+
+    def __init__(self, coordinator: Any, nodes: Sequence[str]) -> None:
+        self._coordinator = coordinator
+        self._members = {node: _Member(node) for node in nodes}
+        self._plan: SessionPlan | None = None
+        self._holds: dict[str, list[SessionNode]] = {}  # node -> the nodes whose copies it holds
+        self._settled = asyncio.Event()  # all nodes know that the save under way is replicated
+
+    async def call(self, node: str, method: str, *args: Any) -> Any:
+        """Answer an order; orders without a meaning for a crowd are answered with None."""
+        handler = getattr(self, f"_{method}", None)
+        return None if handler is None else handler(self._members[node], *args)
+
+    # -- orders ----------------------------------------------------------------------------------------
+
+    def _card(self, member: _Member) -> AgentCard:
+        number = int(member.node_id, 16)
+        endpoint = f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}:40000"
+        return AgentCard(node_id=member.node_id, endpoint=endpoint, staging="/staging")
+
+    def _read_marks(self, member: _Member, spec: RunSpec) -> tuple[()]:
+        return ()
+
+    def _disk(self, member: _Member, run_uid: str) -> DiskSpace:
+        return DiskSpace(free_bytes=1 << 40, total_bytes=1 << 41)
+
+    def _open_run(self, member: _Member, order: OpenRun) -> Inventory:
+        fragments = tuple(found for held in member.held.values() for found in held)
+        return Inventory(fragments=fragments, directories=tuple(member.held), disk=member.node_id)
+
+    def _start_session(self, member: _Member, start: SessionStart) -> None:
+        if self._plan is None or self._plan.session_key != start.plan.session_key:
+            self._plan = start.plan
+            self._holds = {node: [] for node in self._members}
+            for node in start.plan.nodes:
+                if node.node_id in self._members:
+                    self._members[node.node_id].here = node
+                for holder in node.holders:
+                    if holder in self._holds:
+                        self._holds[holder].append(node)
+
+    def _notify_outcome(
+        self,
+        member: _Member,
+        run_uid: str,
+        attempt: AttemptId,
+        level: Level | None,
+        error: CheckpointError | None,
+        epoch: int,
+    ) -> None:
+        member.level = level
+        if all(each.level == Level.REPLICATED for each in self._members.values()):
+            self._settled.set()
+
+    def _delete(self, member: _Member, run_uid: str, directories: tuple[str, ...], epoch: int) -> None:
+        for directory in directories:
+            member.held.pop(directory, None)
+
+    # -- reports ---------------------------------------------------------------------------------------
+
+    async def restore(self) -> None:
+        """Report all ranks as restored, and wait until the group may train."""
+        plan = self._plan
+        assert plan is not None
+        goes = [
+            self._coordinator.node_restored.remote(
+                plan.run_uid,
+                plan.session_key,
+                member.node_id,
+                tuple(RankRestore(rank=rank) for rank in self._here(member).ranks),
+            )
+            for member in self._members.values()
+        ]
+        assert all(await asyncio.gather(*goes))
+
+    async def save(self, step: int) -> float:
+        """Store a step and its copies on all nodes; return seconds until all know that it is replicated."""
+        plan = self._plan
+        assert plan is not None
+        attempt = make_attempt(
+            run_uid=plan.run_uid, epoch=plan.epoch, session=plan.session, step=step, attempt=0
+        )
+        self._settled.clear()
+        reports = []
+        for member in self._members.values():
+            member.level = None
+            here = self._here(member)
+            for node in (here, *self._holds[member.node_id]):
+                member.held.setdefault(attempt.directory, []).append(_fragment(attempt, node, plan))
+            reports.append(self._coordinator.node_stored.remote(stored(attempt, here, plan)))
+            reports += [
+                self._coordinator.replica_ended.remote(
+                    m.ReplicaEnded(
+                        attempt=attempt,
+                        node_index=here.node_index,
+                        holder=holder,
+                        error=None,
+                        epoch=plan.epoch,
+                    )
+                )
+                for holder in here.holders
+            ]
+        stored_s = time.monotonic()
+        await self._settled.wait()
+        await asyncio.gather(*reports)
+        return time.monotonic() - stored_s
+
+    async def train(self, seconds: float, step: int) -> None:
+        """Report the progress of all ranks, as agents do, for some time."""
+        plan, progress = self._plan, RankProgress(step=step, saved_step=step, step_s=1.0)
+        assert plan is not None
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            round_s = time.monotonic()
+            await asyncio.gather(
+                *(
+                    self._coordinator.ranks_progressed.remote(
+                        plan.run_uid,
+                        m.RanksProgressed(
+                            session_key=plan.session_key,
+                            ranks=dict.fromkeys(self._here(member).ranks, progress),
+                        ),
+                    )
+                    for member in self._members.values()
+                )
+            )
+            await asyncio.sleep(max(0.0, round_s + REPORT_S - time.monotonic()))
+
+    def _here(self, member: _Member) -> SessionNode:
+        assert member.here is not None
+        return member.here
+
+
+def _fragment(attempt: AttemptId, node: SessionNode, plan: SessionPlan) -> StoredFragment:
+    report = stored(attempt, node, plan)
+    return StoredFragment(
+        attempt=attempt,
+        node_index=node.node_index,
+        num_nodes=len(plan.nodes),
+        ranks=node.ranks,
+        files=report.files,
+        replicated=report.replicated,
+        metrics=report.metrics,
+    )
+
+
+# -- the coordinator -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What the coordinator's process has used since its start."""
+
+    cpu_s: float
+    rss_bytes: int
+    calls: int  # to agents
+    sent_bytes: int  # of arguments, while they were counted
+
+
+class _Method:
+    def __init__(self, agents: CrowdAgents, node: str, name: str) -> None:
+        self._agents, self._node, self._name = agents, node, name
+
+    def remote(self, *args: Any) -> Any:
+        agents = self._agents
+        agents.calls += 1
+        if agents.counts_bytes:
+            agents.sent_bytes += len(pickle.dumps(args))
+        return agents.crowds[self._node].call.remote(self._node, self._name, *args)
+
+
+class _Handle:
+    """An agent's handle for the coordinator; its calls go to a crowd."""
+
+    def __init__(self, agents: CrowdAgents, node: str) -> None:
+        self._agents, self._node = agents, node
+
+    def __getattr__(self, name: str) -> _Method:
+        return _Method(self._agents, self._node, name)
+
+
+class CrowdAgents(Agents):
+    """The agents that crowds play; `crowds` has the crowd of each node."""
+
+    crowds: dict[str, Any]
+    calls = sent_bytes = 0
+    counts_bytes = False
+
+    async def live_nodes(self) -> tuple[str, ...]:
+        return tuple(sorted(self.crowds))
+
+    async def find(self) -> tuple[()]:
+        return ()
+
+    def start(self, node: str) -> Any:
+        return _Handle(self, node)
+
+
+class FleetCoordinator(Coordinator):
+    """The coordinator of a cluster whose nodes are played by crowds."""
+
+    async def play(self, crowds: Sequence[tuple[Any, tuple[str, ...]]]) -> None:
+        engine = self.engine
+        self._agents = engine.agents = CrowdAgents(engine.agents.keys, engine.control_io)
+        self._agents.crowds = {node: crowd for crowd, nodes in crowds for node in nodes}
+        seen = m.NodesSeen(live=frozenset(self._agents.crowds))
+
+        async def nodes_seen(run: object) -> m.NodesSeen:
+            return seen
+
+        engine.nodes_seen = nodes_seen  # type: ignore[method-assign]
+
+    async def usage(self, counts_bytes: bool = False) -> Usage:
+        """Return what was used; count the bytes sent from now on, or do not."""
+        self._agents.counts_bytes = counts_bytes
+        return Usage(
+            cpu_s=time.process_time(),
+            rss_bytes=psutil.Process().memory_info().rss,
+            calls=self._agents.calls,
+            sent_bytes=self._agents.sent_bytes,
+        )
+
+
+# -- the fleet -------------------------------------------------------------------------------------------
+
+
+class Fleet:
+    """A run on `num_nodes` nodes, as the driver of the bench moves it."""
+
+    def __init__(self, num_nodes: int, folder: Path) -> None:
+        self.nodes = tuple(f"{index:056x}" for index in range(num_nodes))  # as long as Ray's ids
+        self.coordinator: Any = ray.remote(FleetCoordinator).options(num_cpus=0).remote()
+        crowd = ray.remote(Crowd).options(num_cpus=0)
+        parts = [self.nodes[at : at + CROWD_NODES] for at in range(0, num_nodes, CROWD_NODES)]
+        self.crowds: list[Any] = [crowd.remote(self.coordinator, part) for part in parts]
+        self._get(self.coordinator.play.remote(list(zip(self.crowds, parts, strict=True))))
+        options = RunOptions(retire_grace_s=0.0, scrub_bytes_per_s=0, remote_every=1_000_000, keep_last=2)
+        self.spec = RunSpec(name="fleet", storage_path=str(folder / "storage"), options=options)
+        self.owner, self.step = owner_here(by_job=True), 0
+        self._get(self.coordinator.open_run.remote(self.spec, self.owner))
+        self.open_group()
+        for _ in range(WARM_SAVES):
+            self.save()
+
+    def usage(self, *, counts_bytes: bool = False) -> Usage:
+        found: Usage = self._get(self.coordinator.usage.remote(counts_bytes))
+        return found
+
+    def open_group(self) -> None:
+        """Open a group on all nodes; return when it may train."""
+        width = RANKS_PER_NODE
+        nodes = tuple(
+            GroupNode(node_id=node, ranks=tuple(range(i * width, (i + 1) * width)))
+            for i, node in enumerate(self.nodes)
+        )
+        self._get(self.coordinator.open_group.remote(self.spec.key, nodes, "auto", self.owner))
+        self._get([crowd.restore.remote() for crowd in self.crowds])
+
+    def save(self) -> float:
+        """Save the next step; return the seconds from the last report to the last node's notice."""
+        self.step += 1
+        seconds: list[float] = self._get([crowd.save.remote(self.step) for crowd in self.crowds])
+        return min(seconds)
+
+    def train(self, seconds: float) -> None:
+        self._get([crowd.train.remote(seconds, self.step) for crowd in self.crowds])
+
+    def _get(self, calls: Any) -> Any:
+        return ray.get(calls, timeout=CALL_S)
+
+
+@contextmanager
+def fleet(num_nodes: int, context: Context) -> Iterator[Fleet]:
+    with context.temporary() as folder, local_ray(folder):
+        yield Fleet(num_nodes, folder)
+
+
+def rows(context: Context) -> Iterator[Row]:
+    """Measure a save, rest, and the opening of a group, at each size."""
+    sizes = QUICK_SIZES if context.quick else SIZES if context.num_nodes is None else (context.num_nodes,)
+    for size in sizes:
+        with fleet(size, context) as found:
+            yield from _rows_at(found, size, context)
+
+
+def _rows_at(fleet: Fleet, size: int, context: Context) -> Iterator[Row]:
+    what, is_limited = f"{size:,} nodes x {RANKS_PER_NODE} ranks", size == LIMITS_AT
+    latencies: list[float] = []
+
+    def limit(value: float) -> float | None:
+        return value if is_limited else None
+
+    def save() -> float:
+        before = fleet.usage()
+        latencies.append(fleet.save())
+        return fleet.usage().cpu_s - before.cpu_s
+
+    def rest() -> float:
+        seconds = 1.0 if context.quick else REST_S
+        before, began_s = fleet.usage(), time.monotonic()
+        fleet.train(seconds)
+        return (fleet.usage().cpu_s - before.cpu_s) / (time.monotonic() - began_s)
+
+    def opening() -> float:
+        before = fleet.usage()
+        fleet.open_group()
+        return fleet.usage().cpu_s - before.cpu_s
+
+    def opening_gb() -> float:
+        before = fleet.usage(counts_bytes=True)
+        fleet.open_group()
+        return (fleet.usage().sent_bytes - before.sent_bytes) / 1e9
+
+    def rss_gb() -> float:
+        return fleet.usage().rss_bytes / 1e9
+
+    repeat = context.repeat
+    yield measure(
+        f"fleet-save-{size}",
+        f"coordinator's CPU of a save, {what}",
+        "s",
+        save,
+        repeat=repeat,
+        limit=limit(CPU_LIMIT_S),
+    )
+    latest = iter(latencies)
+    yield measure(
+        f"fleet-commit-{size}",
+        f"a save: last report to last notice, {what}",
+        "s",
+        lambda: next(latest),
+        repeat=len(latencies),
+        limit=limit(COMMIT_LIMIT_S),
+        note="an upper bound: the crowds share the cores",
+    )
+    yield measure(
+        f"fleet-rest-{size}",
+        f"coordinator's CPU per second of training, {what}",
+        "s",
+        rest,
+        repeat=1,
+        limit=limit(REST_LIMIT),
+    )
+    yield measure(
+        f"fleet-open-{size}",
+        f"coordinator's CPU of a group's opening, {what}",
+        "s",
+        opening,
+        repeat=repeat,
+        limit=limit(OPEN_LIMIT_S),
+    )
+    yield measure(
+        f"fleet-open-bytes-{size}",
+        f"bytes sent for a group's opening, {what}",
+        "GB",
+        opening_gb,
+        repeat=1,
+        limit=limit(OPEN_LIMIT_GB),
+    )
+    yield measure(f"fleet-memory-{size}", f"coordinator's memory, {what}", "GB", rss_gb, repeat=1)
