@@ -19,27 +19,24 @@ from ray_ckpt.format.manifest import (
     encode_checkpoint,
 )
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file
+from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import CheckpointInfo, FileEntry
+
+FRAGMENTS_AT_A_TIME = 16  # reads of one description: its time is that of round trips to the store
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
 
 def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
     """Check the fragments on the storage path against the log's root digest, then write checkpoint.json."""
-    files: list[FileEntry] = []
-    for index in range(checkpoint.num_nodes):
-        name = fragment_file(index, checkpoint.num_nodes)
-        try:
-            data = remote.read_whole(checkpoint.directory, name, max_bytes=MAX_FRAGMENT_BYTES)
-        except FileNotFoundError:
-            if not remote.is_there():
-                raise  # for example a missing mount; the checkpoint may be intact
-            raise CorruptionError(f"{checkpoint.directory}/{name} is gone from the storage path.") from None
-        files += [
-            *decode_columns(data)[0].files,
-            FileEntry(name=name, size_bytes=len(data), digest=digest(data)),
-        ]
+    read = map_in_order(
+        lambda index: _read_files(remote, checkpoint, index),
+        range(checkpoint.num_nodes),
+        threads=min(FRAGMENTS_AT_A_TIME, checkpoint.num_nodes),
+        name="describe",
+    )
+    files = [entry for entries in read for entry in entries]
     if root_digest(files) != checkpoint.root_digest:
         raise CorruptionError(f"{checkpoint.directory} on the storage path is not what was committed.")
     _check_sizes(remote, checkpoint.directory, files)
@@ -52,6 +49,22 @@ def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
         root_digest=checkpoint.root_digest,
     )
     remote.put(checkpoint.directory, CHECKPOINT_JSON, encode_checkpoint(description))
+
+
+def _read_files(remote: RemoteTier, checkpoint: CheckpointInfo, index: int) -> tuple[FileEntry, ...]:
+    """Return the files that a node has stored: those that the node's fragment names, and the fragment.
+
+    CorruptionError if the fragment is gone or damaged, OSError if the store fails.
+    """
+    name = fragment_file(index, checkpoint.num_nodes)
+    try:
+        data = remote.read_whole(checkpoint.directory, name, max_bytes=MAX_FRAGMENT_BYTES)
+    except FileNotFoundError:
+        if not remote.is_there():
+            raise  # for example a missing mount; the checkpoint may be intact
+        raise CorruptionError(f"{checkpoint.directory}/{name} is gone from the storage path.") from None
+    entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
+    return *decode_columns(data)[0].files, entry
 
 
 def _check_sizes(remote: RemoteTier, directory: str, files: Sequence[FileEntry]) -> None:
