@@ -10,7 +10,7 @@ import importlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -28,31 +28,43 @@ MAX_REASON = 400  # characters of an error from Ray, or from another program at 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesNow:
-    """Live nodes, the draining nodes among them, and each node's failure domain ("" if not known)."""
+    """The live nodes of the cluster at `read_s` (monotonic), and the draining nodes among them."""
 
-    live: tuple[str, ...]
+    live: frozenset[str]
+    labels: Mapping[str, Mapping[str, str]]  # of live nodes; a node without labels is missing
     draining: frozenset[str]
-    left_s: Mapping[str, float]  # until a draining node is gone, if known
-    domains: Mapping[str, str]
+    gone_at_s: Mapping[str, float]  # Unix time at which a draining node is gone, if known
+    read_s: float
+    _domains: dict[str, Mapping[str, str]] = field(default_factory=dict, init=False, repr=False)
+
+    def domains(self, failure_domain: str) -> Mapping[str, str]:
+        """Return the failure domain of each live node, "" if it is not known; computed once.
+
+        `failure_domain` is a node label, "auto" (the first of FAILURE_DOMAIN_LABELS that a node has), or
+        "none".
+        """
+        if failure_domain not in self._domains:
+            keys = {"auto": FAILURE_DOMAIN_LABELS, "none": ()}.get(failure_domain, (failure_domain,))
+            domains = dict.fromkeys(self.live, "")
+            for node, labels in self.labels.items():
+                domains[node] = next((labels[key] for key in keys if labels.get(key)), "")
+            self._domains[failure_domain] = domains
+        return self._domains[failure_domain]
 
 
-def nodes_now(failure_domain: str) -> NodesNow:
-    """Return the live nodes of the cluster.
-
-    `failure_domain` is a node label, "auto" (the first of FAILURE_DOMAIN_LABELS that a node has), or "none".
-    """
-    alive = {node["NodeID"]: node.get("Labels") or {} for node in ray.nodes() if node["Alive"]}
-    keys = {"auto": FAILURE_DOMAIN_LABELS, "none": ()}.get(failure_domain, (failure_domain,))
-    domains = {
-        node: next((labels[key] for key in keys if labels.get(key)), "") for node, labels in alive.items()
-    }
+def nodes_now() -> NodesNow:
+    """Return the live nodes of the cluster."""
+    read_s = time.monotonic()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    live = frozenset(node["NodeID"] for node in nodes)
     deadlines_ms = ray_state.state.get_draining_nodes()  # Unix times in ms; 0: no deadline was given
-    draining = {node: ms for node, ms in deadlines_ms.items() if node in alive}
+    draining = {node: ms for node, ms in deadlines_ms.items() if node in live}
     return NodesNow(
-        live=tuple(sorted(alive)),
+        live=live,
+        labels={node["NodeID"]: labels for node in nodes if (labels := node.get("Labels"))},
         draining=frozenset(draining),
-        left_s={node: max(ms / 1000 - time.time(), 0.0) for node, ms in draining.items() if ms},
-        domains=domains,
+        gone_at_s={node: ms / 1000 for node, ms in draining.items() if ms},
+        read_s=read_s,
     )
 
 

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.agent.actor import NodeAgent
+from ray_ckpt.actors.coordinator.nodes import NodeList
 from ray_ckpt.actors.messages import AgentCard, ServiceCard
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.errors import CheckpointError, text_of
@@ -39,6 +40,7 @@ class Agents:
         self.keys = keys
         self.service = uuid.uuid4().hex
         self.cards: dict[str, AgentCard] = {}  # by node, of agents that have answered
+        self.cluster = NodeList(control_io)
         self._actors: dict[str, Any] = {}
         self._control_io = control_io
         self._is_closed = False
@@ -55,8 +57,7 @@ class Agents:
 
     async def live_nodes(self) -> tuple[str, ...]:
         """Return all live nodes of the cluster, with an agent or without, sorted."""
-        nodes = await in_thread(self._control_io, ray.nodes)
-        return tuple(sorted(node["NodeID"] for node in nodes if node["Alive"]))
+        return tuple(sorted((await self.cluster.now()).live))
 
     async def find(self) -> tuple[ServiceCard, ...]:
         """Find the agents of an earlier coordinator, and take over their keys and service."""

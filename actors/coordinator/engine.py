@@ -68,13 +68,6 @@ class Engine:
         finally:
             del run.waiting[token]
 
-    async def nodes_seen(self, run: Run) -> m.NodesSeen:
-        """Return the cluster's live nodes, with the failure domains of the run's options."""
-        nodes = await in_thread(self.control_io, ray_cluster.nodes_now, run.spec.options.failure_domain)
-        return m.NodesSeen(
-            live=frozenset(nodes.live), draining=nodes.draining, left_s=nodes.left_s, domains=nodes.domains
-        )
-
     async def is_alive(self, owner: str) -> bool:
         """Return whether a launcher is alive."""
         return await in_thread(self.control_io, ray_cluster.is_alive, owner)

@@ -17,6 +17,7 @@ import ray
 
 from ray_ckpt.actors import ray_cluster
 from ray_ckpt.actors.coordinator.agents import reason
+from ray_ckpt.actors.coordinator.nodes import seen_by
 from ray_ckpt.actors.coordinator.storage_work import delete_all, list_remote, write_description
 from ray_ckpt.actors.messages import OpenRun, PutAwayRun, SessionStart
 from ray_ckpt.actors.threads import in_thread
@@ -195,7 +196,8 @@ class RayPorts:
         self._engine.spawn(self._look())
 
     async def _look(self) -> None:
-        self._run.host.handle(await self._engine.nodes_seen(self._run))
+        nodes = await self._engine.agents.cluster.now()  # a node of the group may just have joined
+        self._run.host.handle(seen_by(nodes, self._run.spec.options))
 
     def look_for(self, owner: str) -> None:
         self._engine.spawn(self._look_for(owner))

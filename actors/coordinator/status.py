@@ -70,11 +70,11 @@ class StatusReader:
 
     async def drill_sources(self, run: Run) -> DrillSources:
         agents, machine = self._engine.agents, run.machine
-        nodes = await self._engine.nodes_seen(run)
+        nodes = await agents.cluster.recent()
         return DrillSources(
             live=live_checkpoints(machine.history, machine.view.holders, machine.plan),
             endpoints=agents.endpoints,
-            domains=nodes.domains,
+            domains=nodes.domains(run.spec.options.failure_domain),
             credentials=agents.keys.credentials(run.run_uid),
             storage=run.spec.storage,
             last_step=machine.view.last_step,

@@ -13,6 +13,7 @@ import ray
 from ray_ckpt.actors.coordinator.agents import AGENT_CALL_S
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.gauges import Gauges
+from ray_ckpt.actors.coordinator.nodes import seen_by
 from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.engine.idle_agents import IdleAgents
 
@@ -50,11 +51,11 @@ class ClusterWatch:
 
     async def _tick(self) -> None:
         engine = self._engine
+        nodes = await engine.agents.cluster.recent()
         for run in engine.runs:
-            seen = await engine.nodes_seen(run)
             disks, run.disks = run.disks, {}  # each reading of a disk is reported once
-            run.host.handle(replace(seen, disks=disks))
-        live = frozenset(await engine.agents.live_nodes())
+            run.host.handle(replace(seen_by(nodes, run.spec.options), disks=disks))
+        live = nodes.live
         for node in engine.agents.nodes - live:
             engine.agents.forget(node)
         engine.notices.expire(live, time.time())

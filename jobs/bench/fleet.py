@@ -12,6 +12,7 @@ import asyncio
 import pickle
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +27,9 @@ from jobs.bench.row import Row, measure
 from jobs.bench.training import local_ray
 from ray_ckpt.actors.coordinator.actor import Coordinator
 from ray_ckpt.actors.coordinator.agents import Agents
+from ray_ckpt.actors.coordinator.nodes import NodeList
 from ray_ckpt.actors.messages import AgentCard, OpenRun, RunSpec, SessionStart
-from ray_ckpt.actors.ray_cluster import owner_here
+from ray_ckpt.actors.ray_cluster import NodesNow, owner_here
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.values import (
@@ -250,15 +252,26 @@ class _Handle:
         return _Method(self._agents, self._node, name)
 
 
+class CrowdNodes(NodeList):
+    """The list of the nodes that crowds play, which Ray does not have."""
+
+    def __init__(self, control_io: Executor, live: frozenset[str]) -> None:
+        super().__init__(control_io)
+        self._nodes = NodesNow(live=live, labels={}, draining=frozenset(), gone_at_s={}, read_s=0.0)
+
+    async def recent(self) -> NodesNow:
+        return self._nodes
+
+    async def now(self) -> NodesNow:
+        return self._nodes
+
+
 class CrowdAgents(Agents):
     """The agents that crowds play; `crowds` has the crowd of each node."""
 
     crowds: dict[str, Any]
     calls = sent_bytes = 0
     counts_bytes = False
-
-    async def live_nodes(self) -> tuple[str, ...]:
-        return tuple(sorted(self.crowds))
 
     async def find(self) -> tuple[()]:
         return ()
@@ -274,12 +287,7 @@ class FleetCoordinator(Coordinator):
         engine = self.engine
         self._agents = engine.agents = CrowdAgents(engine.agents.keys, engine.control_io)
         self._agents.crowds = {node: crowd for crowd, nodes in crowds for node in nodes}
-        seen = m.NodesSeen(live=frozenset(self._agents.crowds))
-
-        async def nodes_seen(run: object) -> m.NodesSeen:
-            return seen
-
-        engine.nodes_seen = nodes_seen  # type: ignore[method-assign]
+        self._agents.cluster = CrowdNodes(engine.control_io, frozenset(self._agents.crowds))
 
     async def usage(self, counts_bytes: bool = False) -> Usage:
         """Return what was used; count the bytes sent from now on, or do not."""

@@ -42,7 +42,8 @@ class OpenedNodes:
         self._joining: set[str] = set()  # nodes on which the run is being opened since they joined
         self._is_released = False  # the launcher has ended the run, and the agents were notified
         self._seen = m.NodesSeen(live=frozenset())  # the cluster at the last look
-        self._sessions: dict[str, SessionKey | None] = {}  # node -> the session that its agent has
+        self._in_session: dict[SessionKey, set[str]] = {}  # nodes whose agents have a session
+        self._members: tuple[SessionPlan | None, frozenset[str]] = (None, frozenset())  # nodes of a plan
         self._renewing: set[str] = set()  # nodes to which the session at work was sent, without an answer
         self._rounds: dict[int, _Round] = {}
         self._num_rounds = 0
@@ -119,7 +120,12 @@ class OpenedNodes:
 
     def has_session(self, node: str, plan: SessionPlan | None) -> None:
         """Record the session that the agent of a node has."""
-        self._sessions[node] = plan.session_key if plan is not None else None
+        for key, nodes in list(self._in_session.items()):
+            nodes.discard(node)
+            if not nodes:
+                del self._in_session[key]
+        if plan is not None:
+            self._in_session.setdefault(plan.session_key, set()).add(node)
 
     def renew(self) -> None:
         """Send the session at work to new agents of its nodes.
@@ -129,8 +135,7 @@ class OpenedNodes:
         host, plan = self._host, self._host.machine.plan
         if plan is None or host.is_starting:
             return
-        members = {member.node_id for member in plan.nodes}
-        new = {node for node in members & self.opened if self._sessions.get(node) != plan.session_key}
+        new = (self._members_of(plan) & self.opened) - self._in_session.get(plan.session_key, set())
         for node in sorted(new - self._renewing):
             self._renewing.add(node)
             epoch = host.machine.epoch
@@ -212,9 +217,14 @@ class OpenedNodes:
 
     def _update_peers(self, node: str) -> None:
         """Send the address of a new agent to the nodes of the group."""
-        plan = self._host.machine.plan
-        members = {member.node_id for member in plan.nodes} if plan is not None else set()
-        self._host.send(sorted(members - {node}), UpdatePeers())
+        if (plan := self._host.machine.plan) is not None:
+            self._host.send(sorted(self._members_of(plan) - {node}), UpdatePeers())
+
+    def _members_of(self, plan: SessionPlan) -> frozenset[str]:
+        """Return the nodes of a plan, computed once per plan since every tick needs them."""
+        if self._members[0] is not plan:
+            self._members = (plan, frozenset(member.node_id for member in plan.nodes))
+        return self._members[1]
 
     def _now(self, live: frozenset[str], seen: m.NodesSeen) -> m.NodesSeen:
         """Return the cluster with the notices; the state of all nodes, since placement considers all."""

@@ -16,13 +16,13 @@ pytestmark = pytest.mark.cluster
 
 def test_ray_tells_of_nodes_their_labels_and_those_that_leave(cluster: LocalCluster) -> None:
     ids = {node.node_id for node in cluster.nodes.values()}
-    now = ray_state.nodes_now("ray.io/node-id")
-    assert ids <= set(now.live)
-    assert {node: now.domains[node] for node in ids} == {node: node for node in ids}, (
+    now = ray_state.nodes_now()
+    assert ids <= now.live
+    assert {node: now.domains("ray.io/node-id")[node] for node in ids} == {node: node for node in ids}, (
         "the label is the domain"
     )
-    assert now.draining == frozenset() and now.left_s == {}
-    assert set(ray_state.nodes_now("none").domains.values()) == {""}
+    assert now.draining == frozenset() and now.gone_at_s == {}
+    assert set(now.domains("none").values()) == {""}
 
 
 def test_ray_tells_whether_a_launcher_lives(cluster: LocalCluster) -> None:
