@@ -6,7 +6,8 @@ docs/operations/metrics.md). Every metric has the label `run`, the name of the r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -36,6 +37,18 @@ class Sample:
     metric: Metric
     value: float = 1.0
     labels: Mapping[str, str] = field(default_factory=dict)
+
+
+WORST_NODES = 10  # nodes with series of their own, in each gauge and run: series must not grow with the nodes
+
+
+def spread(metric: Metric, values: Iterable[float]) -> Iterator[Sample]:
+    """Yield the largest of `values`, and the value that 99 % of them do not exceed; nothing for no values."""
+    ranked = sorted(values)
+    if ranked:
+        yield Sample(metric=metric, value=ranked[-1], labels={"stat": "max"})
+        p99 = ranked[math.ceil(0.99 * len(ranked)) - 1]
+        yield Sample(metric=metric, value=p99, labels={"stat": "p99"})
 
 
 _SHORT = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -77,7 +90,19 @@ SAVED_STEP = Metric(
 )
 LAG_STEPS = Metric("lag_steps", "gauge", "Steps completed since the newest one at a level.", ("level",))
 LAG_SECONDS = Metric("lag_seconds", "gauge", "Seconds since the newest commit at a level.", ("level",))
-AT_RISK = Metric("steps_at_risk", "gauge", "Steps to repeat if this node died now; -1: all.", ("node",))
+AT_RISK = Metric(
+    "steps_at_risk",
+    "gauge",
+    "Steps to repeat if this node died now; -1: all. The ten worst nodes of the group.",
+    ("node",),
+)
+NODES_AT_RISK = Metric(
+    "nodes_steps_at_risk",
+    "gauge",
+    "The steps at risk of all nodes of the group; stat: max, or p99, which 99 % of the nodes do not exceed; "
+    "-1: all steps.",
+    ("stat",),
+)
 
 # Missing or damaged copies
 COPIES_MISSING = Metric("copies_missing", "gauge", "Copies of fragments that repair still has to make.")
@@ -88,11 +113,22 @@ DAMAGED = Metric(
     "storage_damaged", "gauge", "Live checkpoints whose copy on the storage path is known to be damaged."
 )
 DISK_FREE = Metric(
-    "disk_free_bytes", "gauge", "Free bytes on the file system of a node's staging folder.", ("node",)
+    "disk_free_bytes",
+    "gauge",
+    "Free bytes on the file system of a node's staging folder. The ten nodes with the smallest share above "
+    "the reserve.",
+    ("node",),
 )
 DISK_TOTAL = Metric("disk_total_bytes", "gauge", "Size of that file system.", ("node",))
 DISK_RESERVE = Metric(
     "disk_reserve_bytes", "gauge", "Bytes of it that are left unused (`reserve_bytes`).", ("node",)
+)
+
+NODES_DISK_USED = Metric(
+    "nodes_disk_used_ratio",
+    "gauge",
+    "Used share of the file systems of all nodes; stat: max, or p99, which 99 % of the nodes do not exceed.",
+    ("stat",),
 )
 
 # Failures

@@ -5,6 +5,7 @@ Nothing is changed. No tokens, keys or storage options appear in a view.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -133,11 +134,21 @@ def _disk(spec: RunSpec, disk: DiskSpace) -> DiskView:
 
 
 def disk_samples(disks: Mapping[str, DiskSpace], options: RunOptions) -> Iterator[Sample]:
-    for node, disk in disks.items():
-        labels = {"node": node}
+    """Yield the space of the nodes with the fullest disks, and the spread over all nodes."""
+
+    def fullness(node: str) -> tuple[bool, float, str]:
+        """Return a key that changes rarely, since alerts wait until a node has been full for minutes."""
+        disk = disks[node]
+        room = disk.free_bytes - options.reserve_bytes
+        return room >= 0, round(room / max(disk.total_bytes, 1), 2), node
+
+    for node in heapq.nsmallest(telemetry.WORST_NODES, disks, key=fullness):
+        disk, labels = disks[node], {"node": node}
         yield Sample(metric=telemetry.DISK_FREE, value=disk.free_bytes, labels=labels)
         yield Sample(metric=telemetry.DISK_TOTAL, value=disk.total_bytes, labels=labels)
         yield Sample(metric=telemetry.DISK_RESERVE, value=options.reserve_bytes, labels=labels)
+    used = (1 - disk.free_bytes / max(disk.total_bytes, 1) for disk in disks.values())
+    yield from telemetry.spread(telemetry.NODES_DISK_USED, used)
 
 
 def goodput_samples(history: RunHistory) -> tuple[Sample, ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ray_ckpt import telemetry as t
 from ray_ckpt.core.history import RunHistory
@@ -39,6 +42,16 @@ def gauges(
         yield t.Sample(metric=t.LAG_SECONDS, value=max(0.0, wall_s - since_s), labels=labels)
     if history.drilled_at_s is not None:
         yield t.Sample(metric=t.DRILLED_AT, value=history.drilled_at_s)
-    for node in exposure:
-        risk = node.steps_at_risk if node.step is not None else -1
-        yield t.Sample(metric=t.AT_RISK, value=risk, labels={"node": node.node_id})
+    yield from _at_risk({node.node_id: _risk(node) for node in exposure})
+
+
+def _risk(node: Exposure) -> float:
+    return node.steps_at_risk if node.step is not None else math.inf
+
+
+def _at_risk(risks: Mapping[str, float]) -> Iterator[t.Sample]:
+    """Yield the steps at risk of the worst nodes, and the spread over all nodes; -1 for all steps."""
+    worst = heapq.nlargest(t.WORST_NODES, risks.items(), key=lambda item: item[1])
+    nodes = (t.Sample(metric=t.AT_RISK, value=risk, labels={"node": node}) for node, risk in worst)
+    for sample in (*nodes, *t.spread(t.NODES_AT_RISK, risks.values())):
+        yield replace(sample, value=-1.0) if math.isinf(sample.value) else sample

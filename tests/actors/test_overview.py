@@ -6,12 +6,23 @@ import dataclasses
 import json
 from typing import Any
 
-from ray_ckpt.actors.coordinator.overview import Seen, run_view
+import pytest
+
+from ray_ckpt.actors.coordinator.overview import Seen, disk_samples, run_view
 from ray_ckpt.actors.messages import AgentCard, RunSpec, RunView, ServiceView
 from ray_ckpt.config import GIB, RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.values import DiskSpace, RankProgress
 from tests.core.driver import START_S, Harness, of
+
+
+def disk_series(disks: dict[str, DiskSpace], reserve_bytes: int = 10) -> dict[str, dict[str, float]]:
+    """Return the values of the metrics of disks, by metric and label."""
+    found: dict[str, dict[str, float]] = {}
+    for sample in disk_samples(disks, RunOptions(reserve_bytes=reserve_bytes)):
+        (label,) = sample.labels.values()
+        found.setdefault(sample.metric.name, {})[label] = sample.value
+    return found
 
 
 def view_of(run: Harness, **seen: Any) -> RunView:
@@ -117,3 +128,35 @@ def test_pinned_and_draining_checkpoints_are_needed() -> None:
     assert view_of(run).needed_in_cluster == (), "the pin is over"
     run.feed(m.DrainRequested(token="drain", attempt=attempt))
     assert view_of(run).needed_in_cluster == (10,)
+
+
+def test_each_disk_of_a_small_cluster_has_its_series() -> None:
+    disks = {f"n{k}": DiskSpace(free_bytes=100 - k, total_bytes=100) for k in range(10)}
+    found = disk_series(disks)
+    assert found["disk_free_bytes"] == {node: disk.free_bytes for node, disk in disks.items()}
+    assert found["disk_total_bytes"] == dict.fromkeys(disks, 100)
+    assert found["disk_reserve_bytes"] == dict.fromkeys(disks, 10)
+    assert found["nodes_disk_used_ratio"] == pytest.approx({"max": 0.09, "p99": 0.09})
+    assert disk_series({}) == {}
+
+
+def test_of_many_disks_the_fullest_have_series_and_the_same_ones_while_others_change_a_little() -> None:
+    """An alert waits until a node has been full for minutes: the node's series must not come and go."""
+    disks = {f"n{k:04d}": DiskSpace(free_bytes=5_000 + k % 7, total_bytes=10_000) for k in range(1_000)}
+    disks |= {f"n{k:04d}": DiskSpace(free_bytes=100 * k, total_bytes=10_000) for k in range(1, 6)}
+    found = disk_series(disks)
+    nodes = found["disk_free_bytes"].keys()
+    assert len(nodes) == 10 and nodes >= {f"n{k:04d}" for k in range(1, 6)}
+    assert nodes == found["disk_total_bytes"].keys() == found["disk_reserve_bytes"].keys()
+    assert found["nodes_disk_used_ratio"] == pytest.approx({"max": 0.99, "p99": 0.5})
+    moved = {
+        node: DiskSpace(free_bytes=disk.free_bytes - int(node[1:]) % 5, total_bytes=disk.total_bytes)
+        for node, disk in disks.items()
+    }
+    assert disk_series(moved)["disk_free_bytes"].keys() == nodes
+
+
+def test_a_disk_below_its_reserve_is_among_the_fullest_however_large_it_is() -> None:
+    disks = {f"a{k}": DiskSpace(free_bytes=1_500, total_bytes=10**6) for k in range(20)}
+    disks["z"] = DiskSpace(free_bytes=999, total_bytes=10**6)
+    assert "z" in disk_series(disks, reserve_bytes=1_000)["disk_free_bytes"]

@@ -54,6 +54,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "cause": ("process", "node"),
     "place": ("node", "remote"),
     "node": ("a", "b"),
+    "stat": ("max", "p99"),
 }
 ALERTS = "Alerts that fire"  # the panel
 RARE = {  # what a training of which nothing is lost, and nothing drilled, has none of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import urllib.request
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import ray
 
 from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors import ray_cluster as ray_state
+from ray_ckpt.actors.metrics import Meters
+from ray_ckpt.telemetry import AT_RISK, Sample
 
 pytestmark = pytest.mark.cluster
 
@@ -40,3 +43,27 @@ def test_ray_tells_whether_a_launcher_lives(cluster: LocalCluster) -> None:
         time.sleep(0.1)
     assert ray_state.is_alive(ray_state.owner_here(by_job=True))
     assert not ray_state.is_alive("job:ffffffff") and not ray_state.is_alive("actor:" + "0" * 32)
+
+
+@pytest.mark.slow
+def test_a_series_of_a_gauge_is_gone_soon_after_it_was_last_set(cluster: LocalCluster) -> None:
+    """So a node that is no longer among the worst needs no removal of its series."""
+    meters, end_s = Meters(), time.monotonic() + 90
+
+    def seen(*nodes: str) -> set[str]:
+        for node in nodes:
+            meters.record("vanish", Sample(metric=AT_RISK, labels={"node": node}))
+        return {
+            node
+            for endpoint in {f"{n['NodeManagerAddress']}:{n['MetricsExportPort']}" for n in ray.nodes()}
+            for line in urllib.request.urlopen(f"http://{endpoint}/metrics").read().decode().splitlines()
+            for node in ("stays", "goes")
+            if 'run="vanish"' in line and f'node="{node}"' in line
+        }
+
+    while seen("stays", "goes") != {"stays", "goes"}:
+        assert time.monotonic() < end_s
+        time.sleep(1)
+    while seen("stays") != {"stays"}:
+        assert time.monotonic() < end_s
+        time.sleep(1)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.gauges import gauges
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.format.records import Drilled
 from ray_ckpt.telemetry import Metric
-from ray_ckpt.types import AttemptId
+from ray_ckpt.types import AttemptId, Exposure
 from tests.core.driver import Harness
 
 
@@ -25,6 +26,17 @@ def counted(run: Harness, metric: Metric) -> Mapping[str, float]:
             (label,) = sample.labels.values()
             found[label] = found.get(label, 0.0) + sample.value
     return found
+
+
+def at_risk(*risks: int | None) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the series by node, and those over all nodes; None: all steps are at risk."""
+    exposure = [
+        Exposure(node_id=f"n{k:05d}", step=None if risk is None else 1, tier=None, steps_at_risk=risk or 0)
+        for k, risk in enumerate(risks)
+    ]
+    found = list(gauges(history=RunHistory(), is_active=True, last_step=1, wall_s=0.0, exposure=exposure))
+    nodes = {s.labels["node"]: s.value for s in found if s.metric is telemetry.AT_RISK}
+    return nodes, {s.labels["stat"]: s.value for s in found if s.metric is telemetry.NODES_AT_RISK}
 
 
 def durable(run: Harness, step: int) -> AttemptId:
@@ -119,3 +131,24 @@ def test_damage_goes_with_its_checkpoint() -> None:
     run.open("a", resume="never")
     durable(run, 20)
     assert run.checkpoint(attempt).state != "live" and gauge(run, telemetry.DAMAGED) == [0]
+
+
+def test_each_node_of_a_small_group_has_its_steps_at_risk() -> None:
+    nodes, spread = at_risk(*range(10))
+    assert nodes == {f"n{k:05d}": k for k in range(10)} and spread == {"max": 9, "p99": 9}
+    assert at_risk() == ({}, {})
+
+
+def test_of_many_nodes_only_the_worst_have_a_series_each() -> None:
+    nodes, spread = at_risk(*range(10_000))
+    assert nodes == {f"n{k:05d}": k for k in range(9_990, 10_000)}
+    assert spread == {"max": 9_999, "p99": 9_899}
+    nodes, _ = at_risk(7_000, *range(9_000))
+    assert len(nodes) == telemetry.WORST_NODES and "n00000" not in nodes
+
+
+def test_a_node_whose_death_would_cost_all_steps_is_worse_than_any_other() -> None:
+    nodes, spread = at_risk(*[10**9] * 20, None)
+    assert nodes["n00020"] == -1 and min(nodes.values()) == -1 and max(nodes.values()) == 10**9
+    assert spread == {"max": -1, "p99": -1}
+    assert at_risk(*[5] * 1_000, None)[1] == {"max": -1, "p99": 5}
