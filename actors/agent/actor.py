@@ -18,6 +18,7 @@ from ray_ckpt.actors.agent.effects import NodeEffects
 from ray_ckpt.actors.agent.files import held_fragment, scrub, upload
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.peer_files import PeerFiles
+from ray_ckpt.actors.agent.restoring import error_text
 from ray_ckpt.actors.agent.run import require
 from ray_ckpt.actors.agent.runs import NodeRuns
 from ray_ckpt.actors.agent.session import NodeSession
@@ -225,9 +226,15 @@ class NodeAgent:
             sent[attempt] = sent.get(attempt, 0) + pace.sent_bytes
         return sent
 
-    async def delete(self, run_uid: str, directories: tuple[str, ...], epoch: int) -> None:
-        order = n.DeleteOrdered(directories=directories, epoch=epoch)
-        await self._effects.obey(self._runs.get(run_uid), order)
+    async def delete(self, run_uid: str, directories: tuple[str, ...], epoch: int) -> dict[str, str]:
+        """Delete folders. Return the folders that are left, with the error of each."""
+        run, left = self._runs.get(run_uid), {}
+        for directory in directories:
+            try:
+                await self._effects.obey(run, n.DeleteOrdered(directories=(directory,), epoch=epoch))
+            except OSError as error:
+                left[directory] = error_text(error)
+        return left
 
     async def scrub(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> tuple[str, ...]:
         """Read this node's copy of a fragment and its files from the disk; move bad files to quarantine.

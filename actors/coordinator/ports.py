@@ -24,6 +24,7 @@ from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import Token
+from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.ports import (
     Answered,
     Call,
@@ -125,9 +126,11 @@ class RayPorts:
                 failure = Failure(text="its agent does not answer")
         except Exception as error:
             failure = _failure_of(error)
-            if call.work is None and not isinstance(call.order, OpenOnNode):
+            if isinstance(call.work, NodeDeletes | None) and not isinstance(call.order, OpenOnNode):
                 order = type(call.order).__name__
                 log.warning("node %s did not take %s: %s", call.node[:12], order, failure.text)
+        if value and isinstance(call.order, n.DeleteOrdered):
+            log.warning("node %s did not delete %s", call.node[:12], value)
         self._run.host.handle(Answered(to=call, value=value, failure=failure))
 
     # -- storage -------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from ray_ckpt.core.sessions import Sessions
 from ray_ckpt.format import records as r
 from ray_ckpt.types import CheckpointInfo, Level
 
+GATHER_S = 1.0  # short, as nodes may lack the room; creating a record takes some 0.1 s
+
 
 class Retirement:
     """Applier of the retention policies; deletes a checkpoint's bytes after its retirement is logged."""
@@ -24,6 +26,8 @@ class Retirement:
         self._context = context
         self._sessions, self._drains, self._maintenance = sessions, drains, maintenance
         self._deletions = Deletions()
+        self._logged: dict[str, CheckpointInfo] = {}  # retired in the log, to be deleted together
+        self._delete_by_s = 0.0  # longest wait of the oldest one for records of further retirements
         self.is_due = False
 
     def busy(self) -> set[str]:
@@ -48,17 +52,27 @@ class Retirement:
         return ()
 
     def logged(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
-        """Start to delete the bytes of a checkpoint whose retirement is in the log."""
-        context, attempt = self._context, checkpoint.id.attempt
-        self._drains.finish(attempt)
-        # Nodes without a complete fragment count too: a copy that was cut off leaves files.
-        places = context.holders.may_have(attempt).union(context.session_nodes())
-        yield from self._deletions.start(
-            checkpoint,
-            places & context.holders.live,
-            now_s=context.now_s,
-            grace_s=context.options.retire_grace_s,
-        )
+        """Delete the bytes of retired checkpoints together once no record of a retirement is pending."""
+        context = self._context
+        self._drains.finish(checkpoint.id.attempt)
+        if not self._logged:
+            self._delete_by_s = context.now_s + GATHER_S
+        self._logged[checkpoint.id.attempt] = checkpoint
+        if not any(isinstance(op, r.Retired) for op in context.ledger.pending):
+            yield from self._delete_logged()
+
+    def _delete_logged(self) -> Iterator[m.Effect]:
+        context, logged = self._context, self._logged
+        self._logged = {}
+        for attempt, checkpoint in logged.items():
+            # Nodes without a complete fragment count too: a copy that was cut off leaves files.
+            places = context.holders.may_have(attempt).union(context.session_nodes())
+            yield from self._deletions.start(
+                checkpoint,
+                places & context.holders.live,
+                now_s=context.now_s,
+                grace_s=context.options.retire_grace_s,
+            )
 
     def delete_ended(self, event: m.DeleteEnded) -> Iterable[m.Effect]:
         self._collected(self._deletions.ended(event))
@@ -71,12 +85,14 @@ class Retirement:
     def ticked(self) -> Iterator[m.Effect]:
         """Repeat deletions that failed, and deletions that an earlier coordinator did not finish."""
         context = self._context
+        if self._logged and context.now_s >= self._delete_by_s:  # the store is slow
+            yield from self._delete_logged()
         if not context.ledger.is_open or not self._deletions.is_due(context.now_s):
             return
-        collecting = {op.attempt for op in context.ledger.pending if isinstance(op, r.Collected)}
+        begun = {op.attempt for op in context.ledger.pending if isinstance(op, r.Collected)} | {*self._logged}
         checkpoints = context.history.checkpoints.values()
         yield from self._deletions.redo(
-            [c for c in checkpoints if c.state == "retired" and c.id.attempt not in collecting],
+            [c for c in checkpoints if c.state == "retired" and c.id.attempt not in begun],
             context.holders.live,
             now_s=context.now_s,
             grace_s=context.options.retire_grace_s,

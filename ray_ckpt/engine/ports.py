@@ -14,6 +14,7 @@ from ray_ckpt.config import Resume
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import GroupNode, SessionPlan, Token
+from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import GroupPart
 
@@ -50,11 +51,11 @@ AgentOrder: TypeAlias = n.Order | m.Drain | m.Scrub | OpenOnNode | ReleaseRun | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call to the agent of a node; `work` is the effect that the answer ends, None if no effect waits."""
+    """A call to the agent of a node; `work` is what the answer ends, None if nothing waits for it."""
 
     node: str
     order: AgentOrder
-    work: m.Effect | None = None
+    work: m.Effect | NodeDeletes | None = None
     bound_s: float = AGENT_CALL_S  # a call without an answer for this time has failed
 
 
@@ -74,7 +75,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """The answer to a call or to work on storage. A value without meaning for the host is None."""
+    """The answer to a call or to work on storage. A value without meaning for the host is None.
+
+    The value for a DeleteOrdered maps the folders that could not be deleted to the reasons.
+    """
 
     to: Call | StorageEffect
     value: object = None

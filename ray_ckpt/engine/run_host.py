@@ -17,6 +17,7 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.run_machine import CLOCK_S, RunMachine
 from ray_ckpt.core.values import Inventory, SessionPlan, Token
 from ray_ckpt.engine.answers import drain_bound_s, event_of
+from ray_ckpt.engine.deletes import NodeDeletes, folders_left, together
 from ray_ckpt.engine.groups import Groups
 from ray_ckpt.engine.launchers import LauncherWatch
 from ray_ckpt.engine.notices import Notices
@@ -111,7 +112,7 @@ class RunHost:
         """Let the machine handle an event, and carry out the effects."""
         self.ports.observe(event)
         self._was_open = self._was_open or self.machine.is_open
-        for effect in self.machine.handle(event):
+        for effect in together(self.machine.handle(event)):
             self._carry_out(effect)
         self.ports.measure(self.machine.take_samples())
 
@@ -161,7 +162,7 @@ class RunHost:
         for node in nodes:
             self.ports.call(Call(node=node, order=order))
 
-    def _carry_out(self, effect: m.Effect) -> None:
+    def _carry_out(self, effect: m.Effect | NodeDeletes) -> None:
         ports, epoch = self.ports, self.machine.epoch
         match effect:
             case m.Reply(token=token, value=value):
@@ -176,10 +177,6 @@ class RunHost:
             case m.Replicate(attempt=attempt, node_index=index, source=node, holder=holder):
                 copy = n.CopyOrdered(attempt=attempt, node_index=index, holder=holder, epoch=epoch)
                 self.send((node,), copy)
-            case m.DeleteLocalOrphans(node_id=node, directories=directories):
-                self.send((node,), n.DeleteOrdered(directories=directories, epoch=epoch))
-            case m.Evict(attempt=attempt, node_id=node):
-                self.send((node,), n.DeleteOrdered(directories=(attempt.directory,), epoch=epoch))
             case m.Supersede(nodes=nodes, session_key=session_key, error=problem):
                 self.send(nodes, n.SessionEnded(session_key=session_key, error=problem, epoch=epoch))
             case m.StartSession():
@@ -188,8 +185,10 @@ class RunHost:
                 ports.later(INVENTORY_AGAIN_S, InventoryDue(token=token))
             case m.PutAway():
                 self._put_away(effect)
-            case m.Delete(place=node) if node != m.REMOTE:
+            case NodeDeletes():
                 self._delete(effect)
+            case m.Evict() | m.DeleteLocalOrphans():
+                raise TypeError(f"{effect!r} is no order of its own, see `together`")
             case m.Drain(attempt=attempt, node_id=node):
                 checkpoint = self.machine.history.checkpoints[attempt.attempt]
                 bound_s = drain_bound_s(checkpoint, self.machine.options)
@@ -226,13 +225,13 @@ class RunHost:
         if not self._putting_away:
             self.handle(m.PutAwayEnded(error=None))
 
-    def _delete(self, effect: m.Delete) -> None:
-        """Delete a folder on a node; on a node without an agent it is an orphan for the next group."""
-        if effect.place in self.ports.agents():
-            order = n.DeleteOrdered(directories=(effect.directory,), epoch=self.machine.epoch)
-            self.ports.call(Call(node=effect.place, order=order, work=effect))
+    def _delete(self, work: NodeDeletes) -> None:
+        """Delete folders on a node; on a node without an agent they are orphans for the next group."""
+        if work.node in self.ports.agents():
+            order = n.DeleteOrdered(directories=work.directories, epoch=self.machine.epoch)
+            self.ports.call(Call(node=work.node, order=order, work=work))
         else:
-            self.handle(Answered(to=effect))
+            self.handle(*(Answered(to=delete) for delete in work.deletes))
 
     def _scrub(self, effect: m.Scrub) -> None:
         """Scrub a copy on its node; the nodes take turns to scrub what is on the storage path."""
@@ -258,11 +257,21 @@ class RunHost:
             case m.PutAway():
                 assert isinstance(to, Call)
                 self._was_put_away(to.node, failure)
+            case NodeDeletes() as work:
+                self._deleted(work, event)
             case m.Drain(node_id=node) if failure is not None and failure.is_dead:
                 self.ports.revive(node)  # perhaps no rank has noticed the death
                 self._end(event)
             case _:
                 self._end(event)
+
+    def _deleted(self, work: NodeDeletes, answer: Answered) -> None:
+        """End each deletion of an order; evicted folders that are left are orphans for the next group."""
+        failure = answer.failure.text if answer.failure is not None else None
+        left = folders_left(work, answer.value, failure)
+        for delete in work.deletes:
+            text = left.get(delete.directory)
+            self._end(Answered(to=delete, failure=Failure(text=text) if text is not None else None))
 
     def _end(self, answer: Answered) -> None:
         if (event := event_of(answer)) is not None:

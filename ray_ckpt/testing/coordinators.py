@@ -11,6 +11,7 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.ownership import check_claim
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.values import Inventory, SessionPlan, Token
+from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.groups import group_nodes
 from ray_ckpt.engine.notices import Notices
 from ray_ckpt.engine.ports import (
@@ -33,6 +34,7 @@ from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.errors import RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
+from ray_ckpt.format.names import attempt_of
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.testing.oracle import must
 from ray_ckpt.testing.parts import (
@@ -364,16 +366,38 @@ class Coordinators(StorageWork):
         """Deliver a call to an agent; the sender may get the answer."""
         call, sender = message.call, message.sender
         answer = Answered(to=call, failure=NO_ANSWER)
-        if fate != "lost":
+        if fate == "lost" and isinstance(call.order, n.DeleteOrdered) and self.clock % 2:
+            answer = self._deletes_some(call, call.order, sender)
+        elif fate != "lost":
             done = self.obeys(call, sender)
             answer = done if fate == "delivered" or _refusal(done) else answer
         process = self.coordinators.get(sender)
         if process is None or not process.is_up:
             return
-        if process.is_frozen or isinstance(call.work, m.Delete | m.PutAway):
+        if process.is_frozen or isinstance(call.work, NodeDeletes | m.PutAway):
             self.wire.append(Answer(sender, (answer,)))
         else:
             self._feed(sender, answer)
+
+    def _deletes_some(self, call: Call, order: n.DeleteOrdered, sender: str) -> Answered:
+        """Let an agent delete some folders of an order; the disk fails for the first one and others."""
+        node, process = self.nodes[call.node], self.coordinators.get(sender)
+        deleted = node.agent.machine.is_deleted if node.agent is not None else bool
+        left = {d for d in order.directories[::2] if d in node.disk.folders and not deleted(attempt_of(d))}
+        rest = tuple(directory for directory in order.directories if directory not in left)
+        done = self.obeys(replace(call, order=replace(order, directories=rest)), sender)
+        if done.failure is not None or node.agent is None:
+            return replace(done, to=call)
+        if process is not None:
+            process.left |= {(call.node, directory) for directory in left}
+        return replace(done, to=call, value=dict.fromkeys(sorted(left), "the disk failed"))
+
+    def _check_collected(self, process: Coordinator, attempt: str) -> None:
+        """Check that no node has reported that it could not delete a checkpoint that is called collected."""
+        directory = self.oracle.history.checkpoints[attempt].directory
+        nodes = [self.nodes[name] for name, left in sorted(process.left) if left == directory]
+        there = [x.name for x in nodes if x.agent is not None and x.name in process.host.nodes.opened]
+        must(not there, "P8", f"{directory} is called collected, and nodes {there} have not deleted it")
 
     def obeys(self, call: Call, sender: str) -> Answered:
         """Let the agent of a node handle a call, and return the agent's answer."""
@@ -382,7 +406,7 @@ class Coordinators(StorageWork):
         starts = isinstance(order, OpenOnNode | n.RunPutAway)
         if not node.is_alive:
             # Files of a node that is gone are gone with it.
-            return Answered(to=call, failure=None if isinstance(call.work, m.Delete) else NO_ANSWER)
+            return Answered(to=call, failure=None if isinstance(call.work, NodeDeletes) else NO_ANSWER)
         if starts:
             self._start_agent(node)
             if process is not None:
@@ -393,6 +417,10 @@ class Coordinators(StorageWork):
         refused = self._agent_does(node.name, event)
         if refused is not None:
             return Answered(to=call, failure=Failure(text="it obeys another", epoch=refused))
+        if process is not None and isinstance(order, OpenOnNode):  # its inventory has what is left
+            process.left = {left for left in process.left if left[0] != node.name}
+        if process is not None and isinstance(order, n.DeleteOrdered):
+            process.left -= {(node.name, directory) for directory in order.directories}
         return Answered(to=call, value=self._inventory(node.name) if isinstance(order, OpenOnNode) else None)
 
     def _inventory(self, name: str) -> Inventory:
@@ -430,6 +458,8 @@ class Coordinators(StorageWork):
             outcome, is_new = self.storage.create(message.record)
             if is_new and isinstance(message.record.op, r.Session):
                 self.check_rivals(self.coordinators[message.coordinator], message.record.op)
+            if is_new and isinstance(message.record.op, r.Collected):
+                self._check_collected(self.coordinators[message.coordinator], message.record.op.attempt)
             if is_new:
                 self.oracle.logged(message.record, self)
             outcome = "unknown" if fate == "unanswered" else outcome

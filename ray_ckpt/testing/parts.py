@@ -11,6 +11,7 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.values import Inventory, SessionPlan, StoredFragment, Token
+from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.idle_agents import IdleAgents
 from ray_ckpt.engine.ports import Call, HostEvent, StorageEffect
 from ray_ckpt.engine.run_host import RunHost
@@ -64,6 +65,7 @@ class Coordinator:
     waits_since_s: float | None = None  # start of the store's silence
     absent: set[str] = field(default_factory=set)  # nodes that ever did not answer when the run was opened
     idle: IdleAgents = field(default_factory=IdleAgents)
+    left: set[tuple[str, str]] = field(default_factory=set)  # (node, folder) that could not be deleted
 
     @property
     def machine(self) -> RunMachine:
@@ -174,7 +176,7 @@ class Work:
     @property
     def effect(self) -> m.Effect:
         effect = self.to.work if isinstance(self.to, Call) else self.to
-        assert effect is not None
+        assert effect is not None and not isinstance(effect, NodeDeletes)
         return effect
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.retirement import GATHER_S
 from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import (
     CollectiveError,
@@ -807,6 +808,34 @@ def test_retention_keeps_the_last_and_retires_only_what_the_log_says() -> None:
     deletes = of(run.confirm(), m.Delete)
     assert [d.place for d in deletes] == ["a", "b", m.REMOTE]
     assert {d.directory for d in deletes} == {first.directory}
+
+
+def many_to_retire(keep: int = 1) -> Harness:
+    """A run with 5 checkpoints, of which the next decision retires all but `keep`; records are held back."""
+    run = Harness("ab", keep_last=10)
+    run.open("ab")
+    for step in range(10, 60, 10):
+        run.save(step)
+    run.machine.options = replace(run.machine.options, keep_last=keep)
+    run.store_mode = "held"
+    run.save(60)
+    return run
+
+
+def test_checkpoints_that_are_retired_together_are_deleted_together() -> None:
+    run = many_to_retire()
+    found = []
+    while run.held:
+        deletes = of(run.confirm(hold_next=True), m.Delete)
+        found.append(len({delete.attempt for delete in deletes}))
+    assert [num for num in found if num] == [5] and len(found) > 5
+
+
+def test_a_slow_store_does_not_keep_what_is_retired_on_disk() -> None:
+    run = many_to_retire()
+    run.confirm(hold_next=True)  # the commit
+    assert not of(run.confirm(hold_next=True), m.Delete) and not of(run.tick(GATHER_S / 2), m.Delete)
+    assert len({delete.attempt for delete in of(run.tick(GATHER_S), m.Delete)}) == 1
 
 
 def test_a_checkpoint_is_collected_when_all_places_have_answered() -> None:

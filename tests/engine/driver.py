@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.node_messages import DeleteOrdered
 from ray_ckpt.core.values import Inventory, SessionPlan, Token
 from ray_ckpt.engine.notices import Notices
 from ray_ckpt.engine.ports import (
@@ -52,7 +53,9 @@ class Ports:
         if call.node in story.silent or type(call.order) in story.silent_orders:
             return
         failure = story.failures.get(call.node)
-        value = EMPTY if isinstance(call.order, OpenOnNode) and failure is None else None
+        value: object = EMPTY if isinstance(call.order, OpenOnNode) and failure is None else None
+        if isinstance(call.order, DeleteOrdered) and failure is None:
+            value = dict.fromkeys(story.stuck.intersection(call.order.directories), "the disk failed")
         story.host.handle(Answered(to=call, value=value, failure=failure))
 
     def agents(self) -> Set[str]:
@@ -100,7 +103,7 @@ class Ports:
         pass
 
     def observe(self, event: m.Event) -> None:
-        pass
+        self.story.seen_events.append(event)
 
     def measure(self, samples: tuple[Sample, ...]) -> None:
         pass
@@ -114,9 +117,11 @@ class Story:
         self.silent: set[str] = set()  # nodes whose agents do not answer yet
         self.silent_orders: set[type] = set()
         self.failures: dict[str, Failure] = {}  # nodes whose agents fail -> the failure
+        self.stuck: set[str] = set()  # folders that no agent can delete
         self.dead: set[str] = set()  # launchers that are dead
         self.unknown: set[str] = set()  # launchers for which the cluster does not answer
         self.now_s = 0.0
+        self.seen_events: list[m.Event] = []  # that the machine was to handle
         self.harness = Harness("".join(sorted(self.nodes)))
         self.ports = Ports(self)
         self.host = RunHost(self.harness.machine, self.ports, Notices())
@@ -152,11 +157,11 @@ class Story:
         self.host = RunHost(self.harness.machine, self.ports, Notices())
         self.host.handle(GroupFound(plan=plan))
 
-    def harness_effect(self, effect: m.Effect) -> None:
-        """Have the host carry out an effect as if the machine had returned it."""
+    def harness_effect(self, *effects: m.Effect) -> None:
+        """Have the host carry out effects as if the machine had returned them for one event."""
         machine, handle = self.host.machine, self.host.machine.handle
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(machine, "handle", lambda event: (effect,) if event is PLANTED else handle(event))
+            patch.setattr(machine, "handle", lambda event: effects if event is PLANTED else handle(event))
             self.host.handle(PLANTED)
 
     def calls(self, kind: type) -> list[Call]:
@@ -178,3 +183,11 @@ class Story:
             for x in self.ports.works
             if isinstance(x, m.Append) and isinstance(x.record.op, r.Ended)
         ]
+
+
+def trained() -> Story:
+    """Return a story with a group on the nodes a and b that trains."""
+    story = Story()
+    story.request("1")
+    story.restore("ab")
+    return story

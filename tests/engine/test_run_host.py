@@ -12,16 +12,9 @@ from ray_ckpt.engine.idle_agents import IdleAgents
 from ray_ckpt.engine.ports import AgentDied, Failure, OpenOnNode, ReleaseRun, RunOpened, UpdatePeers
 from ray_ckpt.engine.run_host import INVENTORY_AGAIN_S, TAKE_OVER_AGAIN_S
 from ray_ckpt.errors import ConfigError, StoragePathError, Unavailable
-from tests.engine.driver import NO_ANSWER, Story
+from tests.engine.driver import NO_ANSWER, Story, trained
 
 IDLE_S = RunOptions().agent_idle_s
-
-
-def trained() -> Story:
-    story = Story()
-    story.request("1")
-    story.restore("ab")
-    return story
 
 
 def test_a_group_gets_its_plan_when_all_nodes_have_it() -> None:

@@ -24,10 +24,11 @@ from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sweep import Sweeps
 from ray_ckpt.engine import launchers, stopping
+from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.groups import Groups
 from ray_ckpt.engine.launchers import LauncherWatch
 from ray_ckpt.engine.opened_nodes import OpenedNodes
-from ray_ckpt.engine.ports import LauncherSeen, PartRequested
+from ray_ckpt.engine.ports import Answered, LauncherSeen, PartRequested
 from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format import records as r
@@ -353,6 +354,16 @@ def a_service_stops_under_a_group(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stopping, "run_state", lambda machine, owner_lives: "idle")
 
 
+def one_answer_ends_all_deletes_of_an_order(patch: pytest.MonkeyPatch) -> None:
+    """A node has answered, so all folders of the order count as deleted, whatever it answered for each."""
+
+    def deleted(self: RunHost, work: NodeDeletes, answer: Answered) -> None:
+        for delete in work.deletes:
+            self._end(Answered(to=delete, failure=answer.failure))
+
+    patch.setattr(RunHost, "_deleted", deleted)
+
+
 SILENCES: tuple[tuple[Plant, str], ...] = (
     (wait_for_silent_holders, "nothing was committed|complete and is dropped"),
     (never_ask_another_holder, "has no copies"),
@@ -387,6 +398,7 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (a_service_stops_while_a_group_is_opened, "P7"),
     (a_service_stops_under_a_group, "P7"),
     (groups_open_before_the_group_at_work_is_found, "P7"),
+    (one_answer_ends_all_deletes_of_an_order, "P8"),
 )
 
 
