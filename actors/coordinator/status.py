@@ -11,6 +11,7 @@ import ray
 import ray_ckpt
 from ray_ckpt.actors import names
 from ray_ckpt.actors.coordinator.agents import CARD_S
+from ray_ckpt.actors.coordinator.disks import read_disk
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.overview import view_of
 from ray_ckpt.actors.coordinator.run import Run
@@ -19,7 +20,7 @@ from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core.loss_scenarios import live_checkpoints
 from ray_ckpt.storage.log_store import read_run
 
-MAX_REQUESTED = 64  # agents that one overview calls for their upload progress
+MAX_REQUESTED = 64  # agents that one overview calls for their upload progress, or their disks
 
 
 class StatusReader:
@@ -84,7 +85,15 @@ class StatusReader:
         owner = run.machine.view.owner
         lives = not owner or await self._engine.is_alive(owner)
         sent_bytes = await self._sent_bytes(run)
+        if run.machine.view.is_idle:
+            await self._read_disks(run)
         return view_of(run, self._engine.agents.nodes, owner_lives=lives, sent_bytes=sent_bytes)
+
+    async def _read_disks(self, run: Run) -> None:
+        """Read the disks of an idle run, which are read rarely otherwise, unless the run has many nodes."""
+        nodes = run.host.nodes.opened & self._engine.agents.nodes
+        if len(nodes) <= MAX_REQUESTED:
+            await asyncio.gather(*(read_disk(self._engine, run, node, CARD_S) for node in nodes))
 
     async def _sent_bytes(self, run: Run) -> dict[str, int]:
         """Return, by attempt, the bytes that unfinished uploads have sent; {} if too many nodes upload."""

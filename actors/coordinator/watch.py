@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from dataclasses import replace
 
-import ray
-
-from ray_ckpt.actors.coordinator.agents import AGENT_CALL_S
+from ray_ckpt.actors.coordinator.disks import DiskReadings
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.gauges import Gauges
 from ray_ckpt.actors.coordinator.nodes import seen_by
-from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.engine.idle_agents import IdleAgents
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
 TICK_S = 0.5  # between two ticks of each run machine
-LOOK_EVERY_S = 10.0  # between checks of the nodes' file systems
 
 
 class ClusterWatch:
@@ -30,7 +25,7 @@ class ClusterWatch:
         self._engine = engine
         self._gauges = Gauges(engine)
         self._idle = IdleAgents()
-        self._checked_s = 0.0  # when disks were last checked (monotonic)
+        self._disks = DiskReadings(engine)
         self._ticker: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -62,18 +57,4 @@ class ClusterWatch:
         idle = self._idle.take(engine.agents.nodes, [run.host for run in engine.runs], time.monotonic())
         engine.agents.end(idle, {run.run_uid: run.machine.epoch for run in engine.runs})
         self._gauges.set_due()
-        if time.monotonic() - self._checked_s > LOOK_EVERY_S:
-            self._checked_s = time.monotonic()
-            engine.spawn(self._check_disks())
-
-    async def _check_disks(self) -> None:
-        agents, runs = self._engine.agents.nodes, list(self._engine.runs)
-        for run in runs:
-            run.seen_disks = run.disks_of(agents)
-        open_on = ((run, node) for run in runs for node in run.host.nodes.opened & agents)
-        await asyncio.gather(*(self._check_disk(run, node) for run, node in open_on))
-
-    async def _check_disk(self, run: Run, node: str) -> None:
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
-            disk = self._engine.agents.call(node, "disk", run.run_uid)
-            run.disks[node] = run.seen_disks[node] = await asyncio.wait_for(disk, AGENT_CALL_S)
+        self._disks.begin_due(time.monotonic())

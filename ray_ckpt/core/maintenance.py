@@ -34,15 +34,21 @@ class Maintenance:
         self._scrubs = Scrubs()
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
         self._next_s = 0.0
-        self._disks: Mapping[str, DiskSpace] = {}  # by node; readings not used yet
+        self._disks: dict[str, DiskSpace] = {}  # by node; readings not used yet
+        self._crowded: set[str] = set()  # nodes with full disks and nothing to evict, by their last readings
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
         self._bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
-        self.is_crowded = False  # a disk is above its high watermark and has nothing to evict
+        self.found_crowded = False  # a reading that the last `decide` used is of a crowded disk
 
     @property
     def is_due(self) -> bool:
         """True if it is time to call `decide`."""
         return self._context.now_s >= self._next_s
+
+    @property
+    def is_crowded(self) -> bool:
+        """True if a disk is above its high watermark and has nothing to evict."""
+        return bool(self._crowded)
 
     @property
     def copies_missing(self) -> int:
@@ -103,8 +109,6 @@ class Maintenance:
             for node in sorted(context.holders.anywhere(attempt)):
                 yield self._evicted(attempt, node)
         disks, self._disks = self._disks, {}  # use each reading once: the next reading shows the effect
-        if disks:
-            self.is_crowded = False
         for node, disk in sorted(disks.items()):
             chosen = choose_evictions_for_space(
                 view,
@@ -119,7 +123,11 @@ class Maintenance:
             for attempt in chosen:
                 yield self._evicted(attempt, node)
             is_full = disk.total_bytes - disk.free_bytes > options.high_watermark * disk.total_bytes
-            self.is_crowded = self.is_crowded or (is_full and not chosen)
+            if is_full and not chosen:
+                self._crowded.add(node)
+            else:
+                self._crowded.discard(node)
+        self.found_crowded = not self._crowded.isdisjoint(disks)
 
     def _evicted(self, attempt: str, node: str) -> m.Evict:
         self._context.holders.remove_all(attempt, node)
@@ -170,14 +178,12 @@ class Maintenance:
         if parts := self._bad_remote.pop(attempt, None):
             self._context.measure(telemetry.REPAIRED, len(parts), place=m.REMOTE)
 
-    @property
-    def has_disks(self) -> bool:
-        """True if there are readings of disk space that `decide` has not used."""
-        return bool(self._disks)
-
     def disks_seen(self, disks: Mapping[str, DiskSpace]) -> None:
-        self._disks = disks
+        """Take readings of some disks; a disk without one is as it was."""
+        self._disks |= disks
 
     def nodes_changed(self, lost: frozenset[str]) -> None:
         self._repairs.lost(lost)
+        self._crowded -= lost
+        self._disks = {node: disk for node, disk in self._disks.items() if node not in lost}
         self._next_s = 0.0

@@ -297,9 +297,8 @@ class RunMachine:
                 yield from decision.decide(self)
 
     def _maintain(self) -> Iterator[m.Effect]:
-        has_disks = self._maintenance.has_disks
         yield from self._maintenance.decide(wall_s=self._context.wall_s, busy=self._retirement.busy())
-        if has_disks and self._maintenance.is_crowded and self._ledger.is_settled:
+        if self._maintenance.found_crowded and self._ledger.is_settled:
             self._retirement.decide()
         self._drain_schedule.start_again()
 

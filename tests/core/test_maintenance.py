@@ -222,6 +222,32 @@ def test_a_full_disk_without_durable_copies_makes_checkpoints_go_but_never_the_n
     assert {d.place for d in of(effects, m.Delete)} <= {"a", "b", "c", m.REMOTE}
 
 
+def test_a_full_disk_stays_full_until_it_is_read_again_whatever_is_read_of_others() -> None:
+    """In a large cluster each reading is of some nodes only."""
+    run = run_on("abc", remote_every=100, keep_last=2)
+    run.save(10)
+    see(run, c=FULL)
+    look(run)
+    see(run, b=ROOMY)
+    look(run)
+    run.save(20)
+    assert [c.step for c in run.machine.history.live()] == [20]
+    run.lose("c")
+    look(run)
+    run.save(30)
+    assert [c.step for c in run.machine.history.live()] == [20, 30]
+
+
+def test_readings_that_arrive_one_after_the_other_all_count() -> None:
+    run = run_on("ab", remote_every=1, keep_local=3)
+    for step in (10, 20, 30):
+        durable(run, step)
+    look(run)
+    see(run, a=FULL)
+    see(run, b=FULL)
+    assert {e.node_id for e in of(look(run), m.Evict)} == {"a", "b"}
+
+
 def test_room_on_a_disk_ends_the_pressure() -> None:
     run = run_on("ab", remote_every=100, keep_last=2)
     run.save(10)

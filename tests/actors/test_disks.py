@@ -1,0 +1,126 @@
+"""How often the coordinator reads the disks of its nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ray_ckpt.actors.coordinator.disks import IDLE_EVERY_S, LOOK_EVERY_S, MAX_AT_A_TICK, DiskReadings
+from ray_ckpt.actors.coordinator.engine import Engine
+from ray_ckpt.actors.coordinator.run import Run
+from ray_ckpt.actors.coordinator.status import StatusReader
+from ray_ckpt.actors.coordinator.watch import TICK_S
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.values import DiskSpace
+from tests.actors.test_overview import trained
+from tests.actors.test_shutdown import SPEC, make_engine, training
+from tests.core.driver import Harness
+
+SIZE = 10_000
+
+
+class Nodes:
+    """Agents of a run that answer how much of their disks is free, and readings for a while."""
+
+    def __init__(self, engine: Engine, *runs: Run, num_nodes: int) -> None:
+        self.names = [f"n{k:05d}" for k in range(num_nodes)]
+        self.free = dict.fromkeys(self.names, SIZE // 2)
+        self.readings = Counter[tuple[str, str]]()  # by run uid and node
+        self.most = 0  # readings of one tick
+        self._due, self._now_s = DiskReadings(engine), 1e6
+        for name in self.names:
+            engine.agents._actors[name] = SimpleNamespace(disk=SimpleNamespace(remote=self._disk_of(name)))
+        for run in runs:
+            run.host.nodes.opened = set(self.names)
+
+    def _disk_of(self, name: str) -> Callable[[str], Awaitable[DiskSpace]]:
+        async def disk(run_uid: str) -> DiskSpace:
+            self.readings[run_uid, name] += 1
+            return DiskSpace(free_bytes=self.free[name], total_bytes=SIZE)
+
+        return disk
+
+    async def wait(self, seconds: float) -> Counter[tuple[str, str]]:
+        """Return the readings of this time."""
+        self.readings.clear()
+        for _ in range(round(seconds / TICK_S)):
+            before = self.readings.total()
+            self._due.begin_due(self._now_s)
+            self._now_s += TICK_S
+            for _ in range(4):
+                await asyncio.sleep(0)
+            self.most = max(self.most, self.readings.total() - before)
+        return Counter(self.readings)
+
+
+def idle() -> Harness:
+    """Return a run whose group has ended without finishing it."""
+    run = trained()
+    run.feed(m.FinishRequested(token="end", ends_group=True, has_failed=True))
+    assert run.machine.view.is_idle
+    return run
+
+
+def test_in_a_small_cluster_each_disk_is_read_every_ten_seconds() -> None:
+    async def reads() -> None:
+        engine = make_engine()
+        run = training(engine)
+        nodes = Nodes(engine, run, num_nodes=10)
+        assert set((await nodes.wait(TICK_S)).values()) == {1}, "at once"
+        assert run.disks == run.seen_disks and run.disks.keys() == set(nodes.names)
+        await nodes.wait(LOOK_EVERY_S - TICK_S)
+        assert set((await nodes.wait(10 * LOOK_EVERY_S)).values()) == {10}
+        del engine.agents._actors["n00003"]
+        await nodes.wait(2 * LOOK_EVERY_S)
+        assert "n00003" not in run.seen_disks
+
+    asyncio.run(reads())
+
+
+def test_in_a_large_cluster_each_disk_has_its_turn_and_the_fullest_are_read_as_often_as_ever() -> None:
+    async def reads() -> None:
+        engine = make_engine()
+        run = training(engine)
+        nodes = Nodes(engine, run, num_nodes=1_000)
+        nodes.free["n00777"] = 1
+        first = await nodes.wait(1_000 * TICK_S / MAX_AT_A_TICK + LOOK_EVERY_S)
+        assert len(first) == 1_000 and nodes.most <= MAX_AT_A_TICK
+        later = await nodes.wait(10 * LOOK_EVERY_S)
+        assert later.total() <= MAX_AT_A_TICK * 10 * LOOK_EVERY_S / TICK_S
+        assert later[run.run_uid, "n00777"] >= 9 and len(later) == 1_000
+
+    asyncio.run(reads())
+
+
+def test_disks_of_an_idle_run_are_read_rarely_and_runs_share_the_readings() -> None:
+    async def reads() -> None:
+        engine = make_engine()
+        busy = training(engine)
+        quiet = training(engine, idle(), replace(SPEC, name="quiet"))
+        quiet.host.machine.history.run_uid = "quiet"
+        nodes = Nodes(engine, busy, quiet, num_nodes=3)
+        await nodes.wait(LOOK_EVERY_S)
+        found = await nodes.wait(2 * IDLE_EVERY_S)
+        assert {found["quiet", node] for node in nodes.names} == {2}
+        assert {found[busy.run_uid, node] for node in nodes.names} == {2 * IDLE_EVERY_S / LOOK_EVERY_S}
+
+    asyncio.run(reads())
+
+
+@pytest.mark.parametrize(("num_nodes", "num_read"), [(3, 3), (1_000, 0)])
+def test_status_reads_the_disks_of_an_idle_run_of_few_nodes(num_nodes: int, num_read: int) -> None:
+    async def reads() -> None:
+        engine = make_engine()
+        run = training(engine, idle())
+        nodes = Nodes(engine, run, num_nodes=num_nodes)
+        reader: Any = StatusReader(engine)
+        await reader._view(run)
+        assert nodes.readings.total() == len(run.seen_disks) == num_read
+
+    asyncio.run(reads())
