@@ -122,6 +122,23 @@ def test_agents_release_a_run_once_it_has_ended_however_late() -> None:
     assert [order.is_finished for _, order in story.sent(ReleaseRun)] == [True, True, False, False]
 
 
+@pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "training"])
+def test_nodes_get_no_calls_while_nothing_is_saved(is_idle: bool) -> None:
+    """Not from the run's host: in a large cluster each periodic message to a node costs a core."""
+    story = trained()
+    story.tick(1.0)
+    if is_idle:
+        story.host.handle(m.FinishRequested(token="end", ends_group=True, has_failed=True))
+        story.tick(1.0)
+        assert story.sent(ReleaseRun)
+    story.ports.calls.clear()
+    story.ports.looked_for.clear()
+    for _ in range(1_000):
+        story.tick(3.6)
+    assert not story.ports.calls
+    assert len(story.ports.looked_for) == (0 if is_idle else 333), "a check of the launcher, every third tick"
+
+
 def test_an_order_to_a_node_without_an_agent_fails_at_once() -> None:
     story = trained()
     delete = m.Delete(attempt="x", directory="x", place="gone")
