@@ -83,6 +83,10 @@ class FileEntry:
     digest: str
 
 
+RootOf: TypeAlias = Literal["fragments", "files"]
+"""The files that a root digest covers: the fragments, which list all others, or all files (older logs)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptId:
     """One attempt at a save, with a directory name that no other attempt uses.
@@ -190,6 +194,7 @@ class CheckpointInfo:
     replicate_s: float | None = None  # wait of the commit for copies after all nodes had stored their files
     drilled_at_s: float | None = None  # Unix time of the last recovery drill of this checkpoint
     drill: str = ""  # outcome of that drill
+    root_of: RootOf = "fragments"  # the files that `root_digest` covers
 
     @property
     def step(self) -> int:

@@ -159,8 +159,9 @@ def held_fragment(held: Holding) -> StoredFragment:
         attempt=fragment.attempt,
         node_index=fragment.node_index,
         num_nodes=fragment.num_nodes,
+        fragment=held.entry,
+        size_bytes=held.entry.size_bytes + sum(file.size_bytes for file in fragment.files),
         ranks=fragment.ranks,
-        files=(*fragment.files, held.entry),
         replicated=fragment.replicated,
         metrics=fragment.metrics,
     )

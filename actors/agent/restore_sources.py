@@ -191,7 +191,7 @@ class SourceFinder:
         memory, found = self._written(resume, None)
         with closing_on_error(memory):
             files = [file for version in found for file in version.files]
-            if root_digest(files) == resume.checkpoint.root_digest:
+            if root_digest(files, resume.checkpoint.root_of) == resume.checkpoint.root_digest:
                 return memory, {at: version.metadata for at, version in enumerate(found)}
         memory.close()
         memory, found = self._written(resume, self._chosen(resume))
@@ -238,7 +238,7 @@ class SourceFinder:
             name: {version.entry.digest: version.files for version in self._versions(resume, index)}
             for index, name in enumerate(names)
         }
-        chosen = choose_fragments(files, checkpoint.root_digest)
+        chosen = choose_fragments(files, checkpoint.root_digest, checkpoint.root_of)
         if chosen is None:
             raise CorruptionError(
                 f"The manifest of step {checkpoint.step} is not the one that was committed."

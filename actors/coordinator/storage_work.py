@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.values import UnfinishedUpload
 from ray_ckpt.errors import CorruptionError
-from ray_ckpt.format.digest import digest, root_digest
+from ray_ckpt.format.digest import digest, root_digest, root_files
 from ray_ckpt.format.manifest import (
     MAX_FRAGMENT_BYTES,
     CheckpointDescription,
@@ -37,7 +37,8 @@ def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
         name="describe",
     )
     files = [entry for entries in read for entry in entries]
-    if root_digest(files) != checkpoint.root_digest:
+    is_committed = root_digest(files, checkpoint.root_of) == checkpoint.root_digest
+    if not is_committed or len({file.name for file in files}) != len(files):
         raise CorruptionError(f"{checkpoint.directory} on the storage path is not what was committed.")
     _check_sizes(remote, checkpoint.directory, files)
     description = CheckpointDescription(
@@ -45,8 +46,9 @@ def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
         world_size=checkpoint.world_size,
         num_nodes=checkpoint.num_nodes,
         metrics=checkpoint.metrics,
-        files=tuple(sorted(files, key=lambda f: f.name)),
+        files=tuple(root_files(files, checkpoint.root_of)),
         root_digest=checkpoint.root_digest,
+        root_of=checkpoint.root_of,
     )
     remote.put(checkpoint.directory, CHECKPOINT_JSON, encode_checkpoint(description))
 

@@ -22,7 +22,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.run_machine import CLOCK_S, RunMachine
 from ray_ckpt.core.values import GroupNode, Inventory, RankProgress, SessionNode, SessionPlan, StoredFragment
-from ray_ckpt.format.names import fragment_file, make_attempt, shard_file, state_file
+from ray_ckpt.format.names import fragment_file, make_attempt
 from ray_ckpt.testing.schedules import NUM_EVENTS, play
 from ray_ckpt.types import AttemptId, FileEntry, Level, RankRestore
 
@@ -34,6 +34,7 @@ LIMIT_NODES = 1_000
 STEP_S = 1.0  # interval between saves; every rank reports its progress once a second
 WARM_SAVES = 5  # saves before the first sample; after them each commit retires a checkpoint
 FILE_BYTES = 1 << 20
+NUM_FILES = 2 * RANKS_PER_NODE + 1  # a shard and a state file of each rank, and the fragment
 NUM_MESSAGES = 1_000
 QUICK_MESSAGES = 50
 NUM_SCHEDULES = 50  # per sample; schedules differ
@@ -77,13 +78,17 @@ class Fleet:
         return used_ms + self._cpu_ms(restored, after_s=STEP_S / len(restored))
 
     def _inventories(self) -> dict[str, Inventory]:
-        """Return the inventory of each node: live fragments without file names, which only adoption reads."""
+        """Return the inventory of each node: its fragments of live checkpoints."""
         held: dict[str, list[StoredFragment]] = {node: [] for node in self.nodes}
         live, holders = self.machine.history.live(), self.machine.view.holders
         for checkpoint in live:
             for index, nodes in holders[checkpoint.id.attempt].items():
                 fragment = StoredFragment(
-                    attempt=checkpoint.id, node_index=index, num_nodes=checkpoint.num_nodes
+                    attempt=checkpoint.id,
+                    node_index=index,
+                    num_nodes=checkpoint.num_nodes,
+                    fragment=_fragment(checkpoint.id, index, checkpoint.num_nodes),
+                    size_bytes=NUM_FILES * FILE_BYTES,
                 )
                 for node in nodes:
                     held[node].append(fragment)
@@ -172,24 +177,20 @@ def _mixed(events: Sequence[m.Event], others: Sequence[m.Event]) -> list[m.Event
 
 
 def stored(attempt: AttemptId, node: SessionNode, plan: SessionPlan) -> m.NodeStored:
-    world, index = plan.world_size, node.node_index
-    names = [
-        *(shard_file(rank, world) for rank in node.ranks),
-        *(state_file(rank, world) for rank in node.ranks),
-        fragment_file(index, len(plan.nodes)),
-    ]
-    files = tuple(
-        FileEntry(name=name, size_bytes=FILE_BYTES, digest=f"{attempt.step:08x}{index:08x}{place:016x}")
-        for place, name in enumerate(names)
-    )
     return m.NodeStored(
         attempt=attempt,
-        node_index=index,
+        node_index=node.node_index,
         node_id=node.node_id,
-        files=files,
+        fragment=_fragment(attempt, node.node_index, len(plan.nodes)),
+        size_bytes=NUM_FILES * FILE_BYTES,
         replicated=("f" * 32,),
-        metrics={"loss": 1.0} if index == 0 else None,
+        metrics={"loss": 1.0} if node.node_index == 0 else None,
     )
+
+
+def _fragment(attempt: AttemptId, index: int, num_nodes: int) -> FileEntry:
+    name = fragment_file(index, num_nodes)
+    return FileEntry(name=name, size_bytes=FILE_BYTES, digest=f"{attempt.step:016x}{index:016x}")
 
 
 def stored_events(num_nodes: int) -> tuple[m.NodeStored, ...]:
@@ -245,7 +246,7 @@ def _rows_at(size: int, repeat: int) -> Iterator[Row]:
 
 
 def message_rows(context: Context) -> Iterator[Row]:
-    """Measure the cost of Ray per message to an async actor: an empty one, and a report of 17 files.
+    """Measure the cost of Ray per message to an async actor: an empty one, and the report of a stored save.
 
     All messages are sent at once and awaited.
     """
@@ -263,7 +264,7 @@ def message_rows(context: Context) -> Iterator[Row]:
         ray.get(listener.hear.remote(None))
         for name, what, messages in (
             ("message", "empty messages to an async actor", [None] * num),
-            ("message-stored", "NodeStored of 17 files", stored_events(num)),
+            ("message-stored", "NodeStored", stored_events(num)),
         ):
 
             def message_ms(messages: Sequence[object] = messages) -> float:

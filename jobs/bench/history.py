@@ -71,7 +71,7 @@ class LongLog:
         number = len(self.history.checkpoints) + 1
         step = number * EVERY_STEPS
         attempt = names.make_attempt(run_uid=RUN_UID, epoch=1, session=1, step=step, attempt=0)
-        commit = r.Commit(
+        commit = r.Commit2(
             session=1,
             step=step,
             attempt=attempt.attempt,

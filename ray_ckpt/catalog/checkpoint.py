@@ -29,7 +29,7 @@ from ray_ckpt.format.manifest import (
     rows_table,
 )
 from ray_ckpt.location import Location
-from ray_ckpt.storage.checkpoint_files import CheckpointFiles, files_on, is_fragment, readable
+from ray_ckpt.storage.checkpoint_files import CheckpointFiles, files_on, readable
 from ray_ckpt.storage.log_store import read_run
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.tier import RemoteTier
@@ -83,7 +83,7 @@ class CheckpointView:
     def each_fragment(self) -> Iterator[tuple[Fragment, FileEntry]]:
         """Yield each fragment with its file; memory holds one fragment and the bytes of a few others."""
         files = self.files()
-        listed = [f for f in self._description(files).files if is_fragment(f.name)]
+        listed = self._description(files).fragments
         read = map_in_order(
             partial(_fragment_bytes, files),
             listed,
@@ -172,7 +172,8 @@ class CheckpointView:
             description = decode_checkpoint(data)
         except FormatError as error:
             raise error.at(files.place(names.CHECKPOINT_JSON), _DAMAGED) from error
-        if (description.attempt, description.root_digest) != (self.info.id, self.info.root_digest):
+        committed = (self.info.id, self.info.root_of, self.info.root_digest)
+        if (description.attempt, description.root_of, description.root_digest) != committed:
             raise CorruptionError(
                 f"{files.place(names.CHECKPOINT_JSON)} does not match the commit in the log.",
                 hint=_DAMAGED,

@@ -180,7 +180,7 @@ def events_table(log: Sequence[records.LogRecord], history: RunHistory) -> pa.Ta
             "time": _times([r.time_s for r in log]),
             "epoch": pa.array([r.epoch for r in log], pa.int64()),
             "writer": pa.array([r.writer for r in log], pa.string()),
-            "op": pa.array([type(op).__name__.lower() for op in ops], pa.string()),
+            "op": pa.array(list(map(_op_name, ops)), pa.string()),
             "step": pa.array(steps, pa.int64()),
             "attempt": pa.array(attempts, pa.string()),
             "session": pa.array(sessions, pa.int64()),
@@ -188,6 +188,10 @@ def events_table(log: Sequence[records.LogRecord], history: RunHistory) -> pa.Ta
             "text": pa.array([_event_text(op, history) for op in ops], pa.string()),
         }
     )
+
+
+def _op_name(op: records.Op) -> str:
+    return "commit" if isinstance(op, records.Commit) else type(op).__name__.lower()
 
 
 def _event_text(op: records.Op, history: RunHistory) -> str:

@@ -20,6 +20,7 @@ from ray_ckpt.cli.output import (
     when_text,
 )
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.format.manifest import rows_table
 from ray_ckpt.texts import metrics_text
 
 
@@ -78,7 +79,9 @@ def _content_json(view: CheckpointView, slices: bool) -> dict[str, Any]:
     """Return the facts that only the files have."""
     import pyarrow.compute as pc
 
-    description, table = view.description(), view.slices()
+    found = tuple(view.each_fragment())
+    files = (file for fragment, own in found for file in (own, *fragment.files))
+    table = rows_table([fragment for fragment, _ in found])
     rows = table.filter(pc.equal(table["kind"], "slice"))
     grouped = rows.group_by("item", use_threads=False).aggregate(
         [("name", "count_distinct"), ("name", "count"), ("nbytes", "sum"), ("dtype", "distinct")]
@@ -95,7 +98,8 @@ def _content_json(view: CheckpointView, slices: bool) -> dict[str, Any]:
     ]
     content: dict[str, Any] = {
         "files": [
-            {"name": f.name, "size_bytes": f.size_bytes, "digest": f.digest} for f in description.files
+            {"name": f.name, "size_bytes": f.size_bytes, "digest": f.digest}
+            for f in sorted(files, key=lambda file: file.name)
         ],
         "items": sorted(items, key=lambda item: str(item["item"])),
     }

@@ -59,6 +59,7 @@ class Attempt:
     stored: dict[int, NodeStored] = field(default_factory=dict)
     awaited: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes that will get a copy
     copies: dict[int, set[str]] = field(default_factory=dict)  # node_index -> other nodes that hold a copy
+    versions: dict[int, set[FileEntry]] = field(default_factory=dict)  # node_index -> as nodes list it
     failed: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes whose copy failed
     stored_s: float = 0.0  # time at which the last node had stored its own files
     commit_s: float = 0.0  # time at which the commit record was decided
@@ -88,6 +89,11 @@ class Attempt:
             if waiting := set(self.nodes[index].holders) - ended:
                 self.awaited.setdefault(index, set()).update(waiting)
         self.stored[event.node_index] = event
+        self.list_version(event.node_index, event.fragment)
+
+    def list_version(self, node_index: int, fragment: FileEntry) -> None:
+        """Note the entry of a fragment on one of the nodes that hold it."""
+        self.versions.setdefault(node_index, set()).add(fragment)
 
     def replace(self, node_index: int, holder: str, live: Set[str]) -> str | None:
         """Note that a copy failed or was lost. Return the node to try next; None if no node is left."""
@@ -142,6 +148,11 @@ class Attempt:
         found = {name for stored in self.stored.values() for name in stored.replicated}
         return len(found) > len({name.rpartition(":")[0] for name in found})
 
+    @property
+    def differing(self) -> tuple[int, ...]:
+        """The indexes of fragments of which nodes list different bytes, so that no version is proven."""
+        return tuple(sorted(index for index, found in self.versions.items() if len(found) > 1))
+
     def counts(self) -> str:
         """Return the step counts if they differ, such as `10 on rank(s) 0, 1; 9 on rank(s) 2`; "" if not."""
         by_kind: dict[str, dict[int, list[str]]] = {}  # kind of count -> node_index -> values
@@ -172,14 +183,11 @@ class Attempt:
             age_s=now_s - self.started_s,
         )
 
-    def files(self) -> tuple[FileEntry, ...]:
-        return tuple(f for stored in self.stored.values() for f in stored.files)
-
     def root(self) -> str:
-        return root_digest(self.files())
+        return root_digest(stored.fragment for stored in self.stored.values())
 
     def size_bytes(self) -> int:
-        return sum(f.size_bytes for f in self.files())
+        return sum(stored.size_bytes for stored in self.stored.values())
 
     def facts(self) -> SaveFacts:
         """Return the mesh and the slowest nodes' times; a time is None if a node has not reported it."""

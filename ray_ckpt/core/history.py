@@ -290,6 +290,7 @@ def _committed(op: Commit, record: LogRecord, run_uid: str, session: SessionInfo
         num_nodes=op.num_nodes,
         size_bytes=op.size_bytes,
         root_digest=op.root_digest,
+        root_of=op.root_of,
         committed_at_s=record.time_s,
         metrics=op.metrics,
         replicas=op.replicas,

@@ -93,12 +93,16 @@ class GroupRecovered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStored:
-    """A node has fsynced the files of its ranks and its fragment file (the last entry of `files`)."""
+    """A node has fsynced the files of its ranks and its fragment, which lists them.
+
+    `size_bytes` is the size of the fragment and all files that it lists.
+    """
 
     attempt: AttemptId
     node_index: int
     node_id: str
-    files: tuple[FileEntry, ...]
+    fragment: FileEntry
+    size_bytes: int
     replicated: tuple[str, ...]  # `<name>:<value>` of content that all ranks share; one value for each name
     metrics: Mapping[str, float] | None  # from the node of rank 0
     epoch: int | None = None  # the epoch that the node obeyed; None: this coordinator found the files

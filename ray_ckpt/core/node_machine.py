@@ -228,11 +228,13 @@ class NodeMachine:
         """Report a save that is complete on this node, and send its copies; repeating this is harmless."""
         if save.fragment is None:
             return
+        files = (save.fragment, *(f for rank in here.ranks for f in save.written[rank].files))
         yield n.ReportStored(
             epoch=self.epoch,
             attempt=save.attempt,
             node_index=here.node_index,
-            files=(*(f for rank in here.ranks for f in save.written[rank].files), save.fragment),
+            fragment=save.fragment,
+            size_bytes=sum(file.size_bytes for file in files),
             replicated=tuple(sorted(save.replicated)),
             metrics=save.metrics,
         )

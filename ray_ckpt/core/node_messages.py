@@ -196,7 +196,8 @@ class ReportStored:
     epoch: int  # the epoch that this node obeys now
     attempt: AttemptId
     node_index: int
-    files: tuple[FileEntry, ...]
+    fragment: FileEntry
+    size_bytes: int  # of the fragment and all files that it lists
     replicated: tuple[str, ...]
     metrics: Mapping[str, float] | None
 

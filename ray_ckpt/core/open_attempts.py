@@ -124,7 +124,7 @@ class OpenAttempts:
         attempt.commit_s = self._context.now_s
         facts = attempt.facts()
         self._context.ledger.append(
-            r.Commit(
+            r.Commit2(
                 session=attempt.id.session,
                 step=attempt.id.step,
                 attempt=attempt.id.attempt,
@@ -160,6 +160,9 @@ class OpenAttempts:
                 "DTensors with a placement (fully_shard, parallelize_module), or one copy would be kept.",
                 step=step,
             )
+        if differing := attempt.differing:
+            which = ", ".join(map(str, differing[:5]))
+            return Unavailable(f"Step {step}: nodes hold different versions of fragment(s) {which}.")
         if self._is_overtaken(attempt):
             return _overtaken(step)
         return _on_no_node(step) if copies < 0 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
@@ -75,15 +76,16 @@ class Saves:
         if current is None:
             return
         session = (current.opened_by, current.session)
-        parts: dict[AttemptId, dict[int, tuple[str, StoredFragment]]] = {}
+        parts: dict[AttemptId, dict[int, list[tuple[str, StoredFragment]]]] = {}
         for node in sorted(inventories):
             for held in inventories[node].fragments:
                 mine = (held.attempt.epoch, held.attempt.session) == session
                 if mine and self._attempts.is_unknown(held.attempt):
-                    parts.setdefault(held.attempt, {}).setdefault(held.node_index, (node, held))
-        complete = [a for a, found in parts.items() if len(found) == found[min(found)][1].num_nodes]
+                    parts.setdefault(held.attempt, {}).setdefault(held.node_index, []).append((node, held))
+        complete = [a for a, found in parts.items() if len(found) == found[min(found)][0][1].num_nodes]
         for attempt in sorted(complete, key=lambda a: a.step)[-MAX_WAITING_COMMITS:]:
-            found = [parts[attempt][index] for index in sorted(parts[attempt])]
+            copies = [parts[attempt][index] for index in sorted(parts[attempt])]
+            found = [held[0] for held in copies]
             nodes = tuple(
                 SessionNode(node_id=node, node_index=held.node_index, ranks=held.ranks, holders=())
                 for node, held in found
@@ -91,6 +93,8 @@ class Saves:
             recovered = Attempt(id=attempt, nodes=nodes, started_s=context.now_s)
             for node, held in found:
                 recovered.store(_stored(held, node), context.now_s)
+            for _, held in chain.from_iterable(copies):
+                recovered.list_version(held.node_index, held.fragment)
             self._attempts.add(recovered)
             yield from self._attempts.commit(recovered)
             if recovered.is_committing:
@@ -110,8 +114,10 @@ class Saves:
         held.sort(key=lambda found: found[1].attempt.step)
         for node, copy in held:
             attempt = self._attempts.get(copy.attempt.attempt)
-            if attempt is not None and node != plan.nodes[copy.node_index].node_id:
-                attempt.arrive(copy.node_index, node)
+            if attempt is not None:
+                attempt.list_version(copy.node_index, copy.fragment)
+                if node != plan.nodes[copy.node_index].node_id:
+                    attempt.arrive(copy.node_index, node)
         found: dict[str, Attempt] = {}
         for node, part in held:
             attempt = self._attempts.get(part.attempt.attempt)
@@ -311,7 +317,8 @@ def _stored(held: StoredFragment, node: str) -> m.NodeStored:
         attempt=held.attempt,
         node_index=held.node_index,
         node_id=node,
-        files=held.files,
+        fragment=held.fragment,
+        size_bytes=held.size_bytes,
         replicated=held.replicated,
         metrics=held.metrics,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import chain
 
 from ray_ckpt import telemetry
 from ray_ckpt.config import resume_step
@@ -336,19 +335,19 @@ class Sessions:
     def _committed(self, checkpoint: CheckpointInfo) -> tuple[str, ...]:
         """Return the digests of a checkpoint's fragments, if the inventories of all nodes prove them.
 
-        With the files that nodes list for these fragments, they give the root digest of the commit. Several
-        versions of a fragment prove nothing.
+        They give the root digest of the commit, unless an older version has computed it from all files.
+        Several versions of a fragment prove nothing.
         """
-        found: dict[int, set[tuple[FileEntry, ...]]] = {}
+        found: dict[int, set[FileEntry]] = {}
         for inventory in self._inventories.values():
             for held in inventory.fragments:
-                if held.attempt.attempt == checkpoint.id.attempt and held.files:
-                    found.setdefault(held.node_index, set()).add(held.files)
+                if held.attempt.attempt == checkpoint.id.attempt:
+                    found.setdefault(held.node_index, set()).add(held.fragment)
         if found.keys() != set(range(checkpoint.num_nodes)) or any(len(f) > 1 for f in found.values()):
             return ()
-        files = [next(iter(found[index])) for index in range(checkpoint.num_nodes)]
-        is_proven = root_digest(chain.from_iterable(files)) == checkpoint.root_digest
-        return tuple(entries[-1].digest for entries in files) if is_proven else ()
+        fragments = [next(iter(found[index])) for index in range(checkpoint.num_nodes)]
+        is_proven = root_digest(fragments, checkpoint.root_of) == checkpoint.root_digest
+        return tuple(fragment.digest for fragment in fragments) if is_proven else ()
 
     # -- restored ------------------------------------------------------------------------------------
 

@@ -29,8 +29,9 @@ class StoredFragment:
     attempt: AttemptId
     node_index: int
     num_nodes: int
+    fragment: FileEntry
+    size_bytes: int  # of the fragment and all files that it lists
     ranks: tuple[int, ...] = ()
-    files: tuple[FileEntry, ...] = ()  # the fragment file is the last one
     replicated: tuple[str, ...] = ()
     metrics: Mapping[str, float] | None = None
 

@@ -71,13 +71,17 @@ def dumps_sealed(
     return dumps({**document, "digest": body}, what=what, max_bytes=max_bytes, indent=indent)
 
 
-def loads_sealed(data: bytes, *, what: str, max_bytes: int, indent: int | None = None) -> dict[str, Any]:
+def loads_sealed(
+    data: bytes, *, what: str, max_bytes: int, indent: int | None = None, newest: int | None = None
+) -> dict[str, Any]:
     """Return the document of `dumps_sealed` without `digest`, after a check of the format version.
+
+    The version is at most `newest`, else FORMAT_VERSION.
 
     Raise FormatError unless `data` are exactly the bytes that `dumps_sealed` writes for the document.
     """
     document = mapping(loads(data, what=what, max_bytes=max_bytes), what)
-    check_version(document.get("format"), what)
+    check_version(document.get("format"), what, newest)
     return _unsealed(document, data, what=what, max_bytes=max_bytes, indent=indent)
 
 
@@ -149,11 +153,11 @@ def _values_bytes(data: bytes) -> int:
     return found
 
 
-def check_version(value: object, what: str) -> None:
+def check_version(value: object, what: str, newest: int | None = None) -> None:
     """Raise NewerFormat if format `value` is newer than this code; FormatError if it is no version."""
-    version = integer(value, f"{what}: format", low=1)
-    if version > FORMAT_VERSION:
-        found = f"it is in format {version}, and this one reads up to format {FORMAT_VERSION}"
+    version, newest = integer(value, f"{what}: format", low=1), newest or FORMAT_VERSION
+    if version > newest:
+        found = f"it is in format {version}, and this one reads up to format {newest}"
         raise newer(what, found, format=version)
 
 

@@ -1,7 +1,7 @@
 """The manifest: the slice and the digest of each byte range of each file.
 
-Each node writes one fragment, a Parquet file that any tool can query; `checkpoint.json` lists every file of a
-checkpoint with its digest, so that a copied directory stays verifiable. Both are checked completely when read
+Each node writes one fragment, a Parquet file that any tool can query; `checkpoint.json` lists the fragments
+with their digests, so that a copied directory stays verifiable. Both are checked completely when read
 and when written: a file that a reader would refuse is never stored.
 """
 
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from ray_ckpt.errors import FormatError, NewerFormat
 from ray_ckpt.format import jsontext, parquet
-from ray_ckpt.format.digest import root_digest
+from ray_ckpt.format.digest import FRAGMENT_PREFIX, root_digest
 from ray_ckpt.format.names import (
     CHECKPOINT_JSON,
     MAX_RANKS,
@@ -31,11 +31,12 @@ from ray_ckpt.format.names import (
 from ray_ckpt.format.row_columns import are_sound, rows_of
 from ray_ckpt.format.shard import MAX_HEADER_BYTES, check_slice
 from ray_ckpt.format.tree import MAX_TREE_BYTES
-from ray_ckpt.types import AttemptId, FileEntry, Fragment, FragmentMetadata, ManifestRow, Slice
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, FragmentMetadata, ManifestRow, RootOf, Slice
 
 MAX_FRAGMENT_BYTES = 64 * 2**20  # bounds a reader's memory; a million rows take about 40 MB
 MAX_ROWS = 1_000_000  # rows of one fragment: eight ranks with 125,000 slices each
 MAX_DESCRIPTION_BYTES = 64 * 2**20  # size of checkpoint.json: about 300,000 files
+DESCRIPTION_VERSION = 2  # of checkpoint.json with the fragments; 1: with all files
 _MAX_BYTES = {"state": MAX_TREE_BYTES, "header": 8 + MAX_HEADER_BYTES}  # size of the bytes of a row, by kind
 MAX_CHOICES = 64  # combinations to try if fragments differ between holders, which is rare
 METADATA_KEY = b"ray_ckpt"
@@ -71,7 +72,7 @@ FragmentVersion: TypeAlias = tuple[FileEntry, Fragment]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDescription:
-    """Content of `checkpoint.json`; `files` are all other files of the directory, sorted by name."""
+    """Content of `checkpoint.json`; `files` are those that `root_digest` covers, sorted by name."""
 
     attempt: AttemptId
     world_size: int
@@ -79,6 +80,18 @@ class CheckpointDescription:
     metrics: Mapping[str, float]
     files: tuple[FileEntry, ...]
     root_digest: str
+    root_of: RootOf = "fragments"
+
+    @property
+    def fragments(self) -> tuple[FileEntry, ...]:
+        return tuple(file for file in self.files if file.name.startswith(FRAGMENT_PREFIX))
+
+    @property
+    def data_files(self) -> tuple[FileEntry, ...] | None:
+        """The shards and state files; None if the fragments alone list them."""
+        if self.root_of == "fragments":
+            return None
+        return tuple(file for file in self.files if not file.name.startswith(FRAGMENT_PREFIX))
 
 
 # Fragments
@@ -219,7 +232,7 @@ def version_files(version: FragmentVersion) -> tuple[FileEntry, ...]:
 
 
 def choose_fragments(
-    versions: Mapping[str, Mapping[str, Sequence[FileEntry]]], expected: str
+    versions: Mapping[str, Mapping[str, Sequence[FileEntry]]], expected: str, of: RootOf
 ) -> dict[str, str] | None:
     """Return a digest for each fragment name, so that all files together have the root digest `expected`.
 
@@ -229,7 +242,8 @@ def choose_fragments(
     found = sorted(versions)
     for choice in islice(product(*(versions[name] for name in found)), MAX_CHOICES):
         chosen = dict(zip(found, choice, strict=True))
-        if root_digest([file for name in found for file in versions[name][chosen[name]]]) == expected:
+        files = (file for name in found for file in versions[name][chosen[name]])
+        if root_digest(files, of) == expected:
             return chosen
     return None
 
@@ -240,12 +254,14 @@ def choose_fragments(
 def encode_checkpoint(description: CheckpointDescription) -> bytes:
     """Return the bytes of `checkpoint.json`; equal descriptions give equal bytes. Raise FormatError."""
     _check_description(description)
+    is_old = description.root_of == "files"
     document = {
         **_attempt_json(description.attempt),
+        "format": jsontext.FORMAT_VERSION if is_old else DESCRIPTION_VERSION,
         "world_size": description.world_size,
         "num_nodes": description.num_nodes,
         "metrics": jsontext.metrics_json(description.metrics),
-        "files": _files_json(description.files),
+        description.root_of: _files_json(description.files),
         "root_digest": description.root_digest,
     }
     return jsontext.dumps_sealed(document, what=CHECKPOINT_JSON, max_bytes=MAX_DESCRIPTION_BYTES, indent=1)
@@ -253,14 +269,18 @@ def encode_checkpoint(description: CheckpointDescription) -> bytes:
 
 def decode_checkpoint(data: bytes) -> CheckpointDescription:
     """Return the content of `checkpoint.json`. Raise FormatError if any byte was changed."""
-    document = jsontext.loads_sealed(data, what=CHECKPOINT_JSON, max_bytes=MAX_DESCRIPTION_BYTES, indent=1)
+    document = jsontext.loads_sealed(
+        data, what=CHECKPOINT_JSON, max_bytes=MAX_DESCRIPTION_BYTES, indent=1, newest=DESCRIPTION_VERSION
+    )
+    root_of: RootOf = "files" if document["format"] == jsontext.FORMAT_VERSION else "fragments"
     description = CheckpointDescription(
         attempt=_attempt(document),
         world_size=jsontext.integer(document.get("world_size"), "world_size"),
         num_nodes=jsontext.integer(document.get("num_nodes"), "num_nodes"),
         metrics=jsontext.metrics(document.get("metrics"), "metrics"),
-        files=_files(document.get("files")),
+        files=_files(document.get(root_of)),
         root_digest=jsontext.hex_digest(document.get("root_digest"), "root_digest"),
+        root_of=root_of,
     )
     _check_description(description)
     return description
@@ -399,13 +419,15 @@ def _check_description(description: CheckpointDescription) -> None:
     names = [file.name for file in files]
     if names != sorted(names) or CHECKPOINT_JSON in names:
         raise FormatError(f"{CHECKPOINT_JSON} must list the other files in the order of their names.")
-    fragments = {name for name in names if name.startswith("manifest-")}
+    fragments = {file.name for file in description.fragments}
     if len(fragments) != description.num_nodes or fragments != {
         fragment_file(index, description.num_nodes) for index in range(description.num_nodes)
     }:
         raise FormatError(f"{CHECKPOINT_JSON} does not list the {description.num_nodes} fragments.")
-    if root_digest(files) != description.root_digest:
-        raise FormatError(f"{CHECKPOINT_JSON}: the root digest is not that of the files.")
+    if description.root_of == "fragments" and len(files) != len(fragments):
+        raise FormatError(f"{CHECKPOINT_JSON} lists other files than fragments.")
+    if root_digest(files, description.root_of) != description.root_digest:
+        raise FormatError(f"{CHECKPOINT_JSON}: the root digest is not that of its {description.root_of}.")
 
 
 def _check_metadata(fragment: FragmentMetadata) -> None:

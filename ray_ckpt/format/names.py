@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ray_ckpt.errors import ConfigError, FormatError
-from ray_ckpt.format.digest import digest
+from ray_ckpt.format.digest import FRAGMENT_PREFIX, digest
 from ray_ckpt.types import AttemptId
 
 CHECKPOINT_JSON = "checkpoint.json"
@@ -90,7 +90,7 @@ def is_shard_name(name: str) -> bool:
 
 def is_data_name(name: str) -> bool:
     """Return whether a file of this name holds saved state, and no metadata."""
-    return is_file_name(name) and name != CHECKPOINT_JSON and not name.startswith("manifest-")
+    return is_file_name(name) and name != CHECKPOINT_JSON and not name.startswith(FRAGMENT_PREFIX)
 
 
 def check_directory(name: str) -> str:

@@ -12,12 +12,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import partial
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import Any, ClassVar, TypeAlias, TypeVar, get_args
 
 from ray_ckpt.errors import ConfigError, FormatError
 from ray_ckpt.format import jsontext
 from ray_ckpt.format.names import MAX_RANKS, check_run_name, check_run_uid
-from ray_ckpt.types import END_CAUSES, EndCause, Level
+from ray_ckpt.types import END_CAUSES, EndCause, Level, RootOf
 
 MAX_RECORD_BYTES = 2**20  # size of a record, bounds a reader's memory; a commit takes about 500 bytes
 MAX_SEQ = 10**20 - 1  # the limit of 20 digits in file names
@@ -69,7 +69,12 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """A checkpoint exists from this record on, at `level`, with `replicas` copies on other nodes."""
+    """A checkpoint exists from this record on, at `level`, with `replicas` copies on other nodes.
+
+    Only older versions write this op: `root_digest` covers all files (`root_of`).
+    """
+
+    root_of: ClassVar[RootOf] = "files"
 
     session: int
     step: int
@@ -86,6 +91,13 @@ class Commit:
     capture_s: float | None = None
     local_s: float | None = None
     replicate_s: float | None = None  # after `local_s`, until the level was reached or the wait ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit2(Commit):
+    """A `Commit` whose `root_digest` covers the fragments. Older versions refuse this op as a newer one."""
+
+    root_of: ClassVar[RootOf] = "fragments"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +217,7 @@ Op: TypeAlias = (
     | Epoch
     | Session
     | Commit
+    | Commit2
     | Promote
     | Lost
     | Retired

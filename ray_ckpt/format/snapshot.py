@@ -15,7 +15,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import accumulate, islice, pairwise
 from math import nan
 from operator import attrgetter
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +25,7 @@ from ray_ckpt.format import jsontext, parquet
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.names import MAX_RANKS
 from ray_ckpt.format.records import FIELDS, MAX_STEP, MAX_TIME_S, optional, read_time
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RootOf, SessionEnd, SessionInfo
 
 MAX_CHECKPOINTS = 1_000_000  # in one log: one checkpoint a minute for two years
 MAX_SNAPSHOT_BYTES = 256 * 2**20  # bounds a reader's memory; a million checkpoints take about 60 MB
@@ -45,6 +45,7 @@ COLUMNS = pa.schema(
         pa.field("num_nodes", pa.int64()),
         pa.field("size_bytes", pa.int64()),
         pa.field("root_digest", pa.string()),
+        pa.field("root_of", pa.string()),
         pa.field("committed_at_s", pa.float64()),
         pa.field("verified_at_s", pa.float64()),
         pa.field("durable_at_s", pa.float64()),
@@ -71,7 +72,12 @@ _SECONDS = (
     "replicate_s",
     "drilled_at_s",
 )
-_LATER: Mapping[str, float | str | None] = {**dict.fromkeys(_SECONDS), "mesh": "", "drill": ""}
+_LATER: Mapping[str, float | str | None] = {
+    **dict.fromkeys(_SECONDS),
+    "mesh": "",
+    "drill": "",
+    "root_of": "files",
+}
 """Columns that older snapshots lack, with their default values."""
 
 _PLAIN = tuple(field.name for field in COLUMNS if field.type != _NUMBERS)
@@ -85,6 +91,7 @@ _KINDS = {name: _LETTERS[COLUMNS.field(name).type] for name in _PLAIN} | {
 
 _NULLABLE = {"verified_at_s", *_SECONDS}
 _STATES = {"live", "lost", "retired", "collected"}
+_ROOTS = set(get_args(RootOf))
 _LEVELS = {level.label: level for level in Level}
 _HEX = re.compile(r"[0-9a-f]*")
 _RANGES = (
@@ -199,6 +206,7 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
     _check_hex(columns["attempt"], "attempt", 16)
     _check_hex(columns["root_digest"], "root_digest", 32)
     _check_all(map(_STATES.__contains__, set(columns["state"])), "state")
+    _check_all(map(_ROOTS.__contains__, set(columns["root_of"])), "root_of")
     _check_all(map(_LEVELS.__contains__, set(columns["level"])), "level")
     _check_all((value is not None for value in columns["metrics.value"]), "metric")
     for name in ("committed_at_s", "verified_at_s", *_SECONDS, "pins.value"):

@@ -36,10 +36,6 @@ def readable(location: Location) -> Iterator[None]:
         raise StoragePathError(message, hint=hint, path=str(location)) from error
 
 
-def is_fragment(name: str) -> bool:
-    return name.startswith("manifest-")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFile:
     """A saved file: the uncompressed size, and a function that reads ascending ranges (offset, nbytes)."""

@@ -190,9 +190,9 @@ class Nodes:
                 self._agent_does(node.name, n.ShardWritten(attempt=attempt, rank=rank, files=files, rows=()))
             case n.WriteFragment(fragment=fragment):
                 held = fragment_on_disk(fragment)
-                node.disk.put(held)
+                node.disk.put(held, tuple(file.name for file in fragment.files))
                 self._arrived(node, (held.attempt.attempt, held.node_index))
-                self._agent_does(node.name, n.FragmentWritten(attempt=held.attempt, entry=held.files[-1]))
+                self._agent_does(node.name, n.FragmentWritten(attempt=held.attempt, entry=held.fragment))
             case n.SendCopy() as work:
                 self._send(node, message, work, fate)
             case n.CheckPeer(peer=peer):
@@ -253,10 +253,11 @@ class Nodes:
             return "the peer does not answer"
         if holder.agent.machine.is_deleted(copy[0]):
             return "it is being deleted there"
-        holder.disk.write(held.attempt.directory, *(file.name for file in held.files[:-1]))
+        listed = source.disk.listed[copy]
+        holder.disk.write(held.attempt.directory, *listed)
         if fate == "lost":
             return "the peer went away"
-        holder.disk.put(held)
+        holder.disk.put(held, listed)
         self._arrived(holder, copy)
         return None if fate == "delivered" else "the peer did not answer"
 
@@ -290,7 +291,8 @@ def _report_of(name: str, effect: n.ReportStored | n.ReportCopied | n.ReportRefu
                 attempt=effect.attempt,
                 node_index=effect.node_index,
                 node_id=name,
-                files=effect.files,
+                fragment=effect.fragment,
+                size_bytes=effect.size_bytes,
                 replicated=effect.replicated,
                 metrics=effect.metrics,
                 epoch=effect.epoch,

@@ -19,12 +19,13 @@ from ray_ckpt.engine.launchers import OWNER_DEAD_S
 from ray_ckpt.errors import CheckpointError, FormatError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
+from ray_ckpt.format.manifest import choose_fragments
 from ray_ckpt.format.names import attempt_of
 from ray_ckpt.format.records import LogRecord, encode_record
 from ray_ckpt.storage.log_store import read_run
 from ray_ckpt.testing.parts import Launcher, TakenInventory
 from ray_ckpt.testing.stores import START_S, Copy, Disk, Storage
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level
 
 if TYPE_CHECKING:
     from ray_ckpt.testing.nodes import Nodes
@@ -60,7 +61,8 @@ class Oracle:
     num_commits: int = 0
     plans: dict[str, SessionPlan] = field(default_factory=dict)  # attempt -> plan of the ranks that saved
     attempts: dict[str, AttemptId] = field(default_factory=dict)  # attempts saved by ranks
-    stored_on: dict[Copy, set[str]] = field(default_factory=dict)  # disks that ever had the copy fsynced
+    # fragment -> version of its file, as written or altered since -> disks that ever had it fsynced
+    stored_on: dict[Copy, dict[FileEntry, set[str]]] = field(default_factory=dict)
     failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost a fragment
     damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) without an intact source
     # (coordinator, attempt) -> fragments reported to the coordinator, each with a node
@@ -112,7 +114,7 @@ class Oracle:
                 if level is Level.DURABLE and checkpoint.state == "live":
                     must(world.storage.holds(checkpoint), "P1", f"{op} is not on the storage path")
                 for index in range(checkpoint.num_nodes) if level is Level.REPLICATED else ():
-                    disks = self.stored_on.get((name, index), set())
+                    disks = set().union(*self.stored_on.get((name, index), {}).values())
                     must(len(disks) > copies, "P2", f"{op}: fragment {index} was on {sorted(disks)} only")
             case r.Pin(attempt=name, owner=owner):
                 self.pins.add((name, owner))
@@ -187,10 +189,16 @@ class Oracle:
         must(self._is_logged(plan), "P3", f"{op} was saved in another session, {plan.session_key}")
         steps = [c.step for c in self.history.checkpoints.values() if c.id.session == op.session]
         must(not steps or max(steps) < op.step, "P3", f"{op} comes after step {max(steps, default=0)}")
-        for index in range(op.num_nodes):
-            disks = self.stored_on.get((op.attempt, index), set())
-            must(bool(disks), "P1", f"{op}: fragment {index} was never fsynced")
-            must(len(disks) > op.replicas, "P2", f"{op}: fragment {index} was on {sorted(disks)} only")
+        versions = [self.stored_on.get((op.attempt, index), {}) for index in range(op.num_nodes)]
+        for index, found in enumerate(versions):
+            must(bool(found), "P1", f"{op}: fragment {index} was never fsynced")
+        names = [next(iter(found)).name for found in versions]
+        known = {name: {v.digest: (v,) for v in found} for name, found in zip(names, versions, strict=True)}
+        chosen = choose_fragments(known, op.root_digest, op.root_of)
+        must(chosen is not None, "P1", f"{op} is of fragments that nobody has stored")
+        for name, found in zip(names, versions, strict=True):
+            disks = next(disks for v, disks in found.items() if chosen and v.digest == chosen[name])
+            must(len(disks) > op.replicas, "P2", f"{op}: {name} was on {sorted(disks)} only")
 
     def _check_retired(self, op: r.Retired, checkpoint: CheckpointInfo, record: LogRecord) -> None:
         lineage, live = self.history.lineage(), self.history.live()
@@ -354,13 +362,14 @@ class Oracle:
 
     def stored(self, disk: Disk, copy: Copy) -> None:
         """Record a copy that is complete and fsynced."""
-        self.stored_on.setdefault(copy, set()).add(disk.name)
+        version = disk.fragments[copy].fragment
+        self.stored_on.setdefault(copy, {}).setdefault(version, set()).add(disk.name)
         self.stale = True
 
     def destroyed(self, disk: Disk) -> None:
         self.stale = True
-        for (attempt, _), disks in self.stored_on.items():
-            if disk.name in disks:
+        for (attempt, _), versions in self.stored_on.items():
+            if any(disk.name in disks for disks in versions.values()):
                 self.failed.setdefault(attempt, set()).add(disk.name)
 
     def corrupted(self, disk: Disk, copy: Copy) -> None:

@@ -211,13 +211,13 @@ def file_entry(attempt: AttemptId, name: str) -> FileEntry:
 
 def fragment_on_disk(fragment: Fragment) -> StoredFragment:
     """Return the entry of a written fragment in an inventory."""
-    own = file_entry(fragment.attempt, fragment_file(fragment.node_index, fragment.num_nodes))
     return StoredFragment(
         attempt=fragment.attempt,
         node_index=fragment.node_index,
         num_nodes=fragment.num_nodes,
+        fragment=file_entry(fragment.attempt, fragment_file(fragment.node_index, fragment.num_nodes)),
+        size_bytes=FILE_BYTES * (1 + len(fragment.files)),
         ranks=fragment.ranks,
-        files=(*fragment.files, own),
         replicated=fragment.replicated,
         metrics=fragment.metrics,
     )

@@ -101,6 +101,7 @@ class Schedule:
             self.ranks_die: 1,
             self.driver_comes: 1,
             self.bytes_corrupted: 1,
+            self.fragment_altered: chance.choice([0, 0, 2]),
             self.clock_jumps: 1,
             self.node_drains: 1,
             self.run_finishes: 1,
@@ -446,6 +447,17 @@ class Schedule:
         name, copy = self.chance.choice(there)
         self.world.corrupt(name, copy)
         return f"{copy} on {name} rots"
+
+    def fragment_altered(self) -> str | None:
+        """Alter a fragment of an attempt that is not in the log."""
+        logged = self.world.oracle.history.checkpoints
+        nodes = [node for node in self.world.nodes.values() if node.is_alive]
+        there = [(x.name, copy) for x in nodes for copy in x.disk.fragments if copy[0] not in logged]
+        if not there:
+            return None
+        name, copy = self.chance.choice(there)
+        self.world.corrupt(name, copy, alters=True)
+        return f"{copy} on {name} is altered"
 
 
 def _options(chance: random.Random, *, keep_local_at_end: bool) -> RunOptions:

@@ -189,11 +189,14 @@ class World(Coordinators):
             process.agents.discard(name)
             self.wire.append(Answer(process.name, (AgentDied(node=name),)))
 
-    def corrupt(self, name: str, copy: Copy) -> None:
-        """Damage bytes of a copy."""
+    def corrupt(self, name: str, copy: Copy, *, alters: bool = False) -> None:
+        """Damage bytes of a copy; `alters`: of the fragment, which inventories then list with them."""
         self.clock += 1
         disk = self.nodes[name].disk
         disk.rotten.add(copy)
+        if alters:
+            disk.alter(copy)
+            self.oracle.stored(disk, copy)
         self.oracle.corrupted(disk, copy)
 
     # -- events: launchers and ranks -------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from ray_ckpt.core.messages import DeleteOrphans, LogOpened, RemoteListed
@@ -26,6 +26,7 @@ class Disk:
     name: str
     folders: dict[str, set[str]] = field(default_factory=dict)  # directory -> files
     fragments: dict[Copy, StoredFragment] = field(default_factory=dict)
+    listed: dict[Copy, tuple[str, ...]] = field(default_factory=dict)  # the files that a fragment lists
     since: dict[Copy, int] = field(default_factory=dict)  # number of the event that completed the copy
     rotten: set[Copy] = field(default_factory=set)  # copies with damaged bytes; only a read finds the damage
     epoch: int = 0
@@ -34,10 +35,11 @@ class Disk:
     def write(self, directory: str, *files: str) -> None:
         self.folders.setdefault(directory, set()).update(files)
 
-    def put(self, held: StoredFragment) -> None:
-        """Add the file of a fragment; the files of the fragment's ranks are written separately."""
-        self.write(held.attempt.directory, held.files[-1].name)
-        self.fragments[held.attempt.attempt, held.node_index] = held
+    def put(self, held: StoredFragment, listed: tuple[str, ...]) -> None:
+        """Add the file of a fragment; the files that it lists are written separately."""
+        copy = held.attempt.attempt, held.node_index
+        self.write(held.attempt.directory, held.fragment.name)
+        self.fragments[copy], self.listed[copy] = held, listed
 
     def has(self, copy: Copy) -> bool:
         """Return True if the fragment and all files that it names are on this disk, damaged or not."""
@@ -45,10 +47,16 @@ class Disk:
         if held is None:
             return False
         folder = self.folders[held.attempt.directory]
-        return all(file.name in folder for file in held.files)
+        return folder.issuperset((held.fragment.name, *self.listed[copy]))
 
     def has_intact(self, copy: Copy) -> bool:
         return copy not in self.rotten and self.has(copy)
+
+    def alter(self, copy: Copy) -> None:
+        """Change bytes of a fragment that no check of the fragment alone covers."""
+        held = self.fragments[copy]
+        other = replace(held.fragment, digest=digest(f"{self.name}/{held.fragment.digest}".encode()))
+        self.fragments[copy] = replace(held, fragment=other)
 
     def delete(self, directory: str) -> None:
         self.folders.pop(directory, None)
@@ -58,17 +66,17 @@ class Disk:
     def quarantine(self, copy: Copy) -> None:
         """Remove one fragment; the files of its ranks stay."""
         held = self.fragments[copy]
-        self.folders[held.attempt.directory].discard(held.files[-1].name)
+        self.folders[held.attempt.directory].discard(held.fragment.name)
         self._forget(copy)
 
     def _forget(self, copy: Copy) -> None:
-        del self.fragments[copy]
+        del self.fragments[copy], self.listed[copy]
         self.since.pop(copy, None)
         self.rotten.discard(copy)
 
     def destroy(self) -> None:
         self.is_destroyed = True
-        self.folders, self.fragments, self.since, self.rotten = {}, {}, {}, set()
+        self.folders, self.fragments, self.listed, self.since, self.rotten = {}, {}, {}, {}, set()
 
     def space(self, total_bytes: int) -> DiskSpace:
         used = FILE_BYTES * sum(len(files) for files in self.folders.values())

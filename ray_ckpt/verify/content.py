@@ -17,8 +17,7 @@ from typing import TypeVar
 from ray_ckpt.errors import CorruptionError, FormatError, NewerFormat
 from ray_ckpt.format import names
 from ray_ckpt.format.blocks import BlockCutter, BlocksEnded
-from ray_ckpt.format.digest import Digester, digest
-from ray_ckpt.format.digest import root_digest as digest_of_files
+from ray_ckpt.format.digest import FRAGMENT_PREFIX, Digester, digest, root_digests
 from ray_ckpt.format.manifest import (
     MAX_DESCRIPTION_BYTES,
     MAX_FRAGMENT_BYTES,
@@ -28,7 +27,7 @@ from ray_ckpt.format.manifest import (
     uncovered,
 )
 from ray_ckpt.location import StoragePath
-from ray_ckpt.storage.checkpoint_files import CheckpointFiles, SavedFiles, files_at, is_fragment
+from ray_ckpt.storage.checkpoint_files import CheckpointFiles, SavedFiles, files_at
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow, ProgressCallback
 
@@ -95,6 +94,18 @@ def is_complete(fragments: Mapping[str, Fragment]) -> bool:
     return bool(fragments) and len(fragments) == next(iter(fragments.values())).num_nodes
 
 
+def data_files(description: CheckpointDescription | None) -> dict[str, FileEntry] | None:
+    """Return the shards and state files by name; None unless `checkpoint.json` lists them (format 1)."""
+    if description is None or description.data_files is None:
+        return None
+    return {file.name: file for file in description.data_files}
+
+
+def lists_all(description: CheckpointDescription | None, fragments: Mapping[str, Fragment]) -> bool:
+    """Return True if all files are known, from `checkpoint.json` or from a fragment of every node."""
+    return data_files(description) is not None or is_complete(fragments)
+
+
 def check_tensors(fragments: Mapping[str, Fragment]) -> Iterator[Damage]:
     """Report each tensor that is not covered exactly once, if no fragment is missing."""
     if is_complete(fragments):
@@ -135,7 +146,7 @@ def verify_files(
     check.read_files(description, fragments)
     check.check_root(description, root_digest)
     if description is not None or fragments:
-        check.check_unlisted()
+        check.check_unlisted(is_whole=lists_all(description, fragments))
     return VerifyReport(
         where=str(files.location),
         num_files=len(check.found),
@@ -202,8 +213,8 @@ class Verification:
     def read_fragments(self, description: CheckpointDescription | None) -> dict[str, Fragment]:
         """Read the intact fragments, by file name."""
         if description is not None:
-            return self.read_named([(f.name, f) for f in description.files if is_fragment(f.name)])
-        there = [name for name in self._names_there() if is_fragment(name)]
+            return self.read_named([(f.name, f) for f in description.fragments])
+        there = [name for name in self._names_there() if name.startswith(FRAGMENT_PREFIX)]
         read = self.read_named([(name, None) for name in there])
         num_nodes = next((f.num_nodes for f in read.values()), 0)
         expected = (names.fragment_file(i, num_nodes) for i in range(num_nodes))
@@ -223,11 +234,12 @@ class Verification:
         self, description: CheckpointDescription | None, fragments: Mapping[str, Fragment]
     ) -> None:
         """Compare shards and state files with their rows in a fragment, or else with their digest."""
-        listed = {f.name: f for f in description.files if not is_fragment(f.name)} if description else {}
+        described = data_files(description)
+        listed = dict(described or {})
         rows: dict[str, list[ManifestRow]] = {}
         for name, fragment in fragments.items():
             for entry in fragment.files:
-                if entry.name in rows or (description and listed.get(entry.name) != entry):
+                if entry.name in rows or (described is not None and described.get(entry.name) != entry):
                     self.report(name, "files", f"It lists {entry.name} differently from the others.")
                 listed.setdefault(entry.name, entry)
                 rows.setdefault(entry.name, [])
@@ -247,19 +259,23 @@ class Verification:
         """Compare the files with those committed in the log, unless other damage explains a difference."""
         files = [f for f in self.found.values() if f.name != names.CHECKPOINT_JSON]
         if description is not None:
-            actual = description.root_digest
+            actual: tuple[str, ...] = (description.root_digest,)
         elif all(damage.file == names.CHECKPOINT_JSON for damage in self.damages):
-            actual = digest_of_files(files)
+            actual = root_digests(files)
         else:
             return
-        if expected is not None and actual != expected:
-            self.report(names.CHECKPOINT_JSON, "root digest", f"It is {actual}; the log has {expected}.")
+        if expected is not None and expected not in actual:
+            self.report(names.CHECKPOINT_JSON, "root digest", f"It is {actual[0]}; the log has {expected}.")
 
-    def check_unlisted(self) -> None:
-        """Report files that a standard safetensors reader would treat as part of the checkpoint."""
+    def check_unlisted(self, *, is_whole: bool) -> None:
+        """Report files that a standard safetensors reader would treat as part of the checkpoint.
+
+        `is_whole`: all files of the checkpoint are known, because no fragment that lists some is missing.
+        """
+        detail = "It is not part of this checkpoint." if is_whole else "No readable fragment lists it."
         for name in self._names_there():
             if name not in self.expected and (names.is_file_name(name) or name.endswith(".safetensors")):
-                self.report(name, "unlisted", "It is not part of this checkpoint.")
+                self.report(name, "unlisted", detail)
 
     # -- threads -----------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ def _check(live: LiveCheckpoint, access: ReadAccess, progress: ProgressCallback)
     for holder in holders:
         if not versions.keys() >= set(wanted):
             holder.check.refuse_newer()
-    chosen = _choose(versions, info.root_digest)
+    chosen = _choose(versions, info)
     for count in _each(lambda holder: holder.check_files(chosen), holders):
         progress(count)
     fragments = {name: fragment for name, (_, fragment) in chosen.items()}
@@ -120,14 +120,15 @@ def _each(look: Callable[[_HolderCheck], R], holders: Sequence[_HolderCheck]) ->
 
 
 def _choose(
-    versions: Mapping[str, Mapping[str, FragmentVersion]], expected: str
+    versions: Mapping[str, Mapping[str, FragmentVersion]], info: CheckpointInfo
 ) -> dict[str, FragmentVersion]:
     """Choose the versions of fragments that together give the root digest, or else the first of each."""
     files = {
         name: {digest: version_files(version) for digest, version in found.items()}
         for name, found in versions.items()
     }
-    chosen = choose_fragments(files, expected) or {name: next(iter(found)) for name, found in files.items()}
+    chosen = choose_fragments(files, info.root_digest, info.root_of)
+    chosen = chosen or {name: next(iter(found)) for name, found in files.items()}
     return {name: versions[name][digest] for name, digest in chosen.items()}
 
 
@@ -223,14 +224,16 @@ class _StorageCheck(_HolderCheck):
 
     def _read_fragments(self) -> dict[str, Fragment]:
         description = self.check.read_description()
+        listed: dict[str, FileEntry] = {}
         if description is not None:
             self.check.check_root(description, self._root_digest)
-        listed = {entry.name: entry for entry in description.files} if description is not None else {}
+        if description is not None and description.root_digest == self._root_digest:
+            listed = {entry.name: entry for entry in description.fragments}
         return self.check.read_named([(name, listed.get(name)) for name in self.fragments])
 
     def check_files(self, chosen: Mapping[str, FragmentVersion]) -> int:
         count = super().check_files(chosen)
-        self.check.check_unlisted()
+        self.check.check_unlisted(is_whole=len(chosen) == len(self.fragments))
         return count
 
 

@@ -280,7 +280,8 @@ class _CheckpointReading:
             entries += self._read_fragment(index)
             if len(self._lost) > MAX_PROBLEMS:  # the log may name a million nodes
                 break
-        is_other = not self._lost and root_digest(entries) != self._left.checkpoint.root_digest
+        checkpoint = self._left.checkpoint
+        is_other = not self._lost and root_digest(entries, checkpoint.root_of) != checkpoint.root_digest
         if is_other and self._committed is None and (chosen := self._choose()) is not None:
             return _CheckpointReading(self._left, self._access, self._progress, chosen).read(result)
         damage = [*self._lost, *self._reader.damage]
@@ -400,7 +401,8 @@ class _CheckpointReading:
             }
             for index in range(len(self._left.holders))
         }
-        return choose_fragments(versions, self._left.checkpoint.root_digest)
+        checkpoint = self._left.checkpoint
+        return choose_fragments(versions, checkpoint.root_digest, checkpoint.root_of)
 
     def _note(self, note: str) -> None:
         """Note a bad copy of a fragment, once."""

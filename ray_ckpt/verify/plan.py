@@ -15,10 +15,9 @@ from math import prod
 
 from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format import names
-from ray_ckpt.format.digest import Digester
-from ray_ckpt.format.digest import root_digest as digest_of_files
+from ray_ckpt.format.digest import Digester, root_digests
 from ray_ckpt.format.manifest import CheckpointDescription, by_tensor
-from ray_ckpt.storage.checkpoint_files import CheckpointFiles, is_fragment
+from ray_ckpt.storage.checkpoint_files import CheckpointFiles
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow, ProgressCallback
 from ray_ckpt.verify.content import (
     Checked,
@@ -26,7 +25,9 @@ from ray_ckpt.verify.content import (
     Verification,
     check_group,
     check_tensors,
+    data_files,
     is_complete,
+    lists_all,
 )
 
 
@@ -128,7 +129,7 @@ def verify_plan(
     is_restorable = not gaps and check.is_restorable(description, fragments, root_digest)
     check.damages += check_listed(description, fragments, check.found, root_digest)
     if description is not None or fragments:
-        check.check_unlisted()
+        check.check_unlisted(is_whole=lists_all(description, fragments))
     return plan_report(
         fragments,
         where=str(files.location),
@@ -177,14 +178,14 @@ def check_listed(
     found: Mapping[str, FileEntry],
     expected: str | None,
 ) -> Iterator[Damage]:
-    """Check that all fragments, with the entries in `found`, together list the committed files."""
+    """Check that all fragments, with the entries in `found`, are those that were committed."""
     if not is_complete(fragments):
         return
     entries = [entry for fragment in fragments.values() for entry in fragment.files]
-    actual = digest_of_files([*entries, *(found[name] for name in fragments)])
+    actual = root_digests([*entries, *(found[name] for name in fragments)])
     for root, who in ((expected, "the log"), (description and description.root_digest, "it")):
-        if root is not None and root != actual:
-            detail = f"The fragments list files of the root digest {actual}; {who} has {root}."
+        if root is not None and (root not in actual or expected not in (None, root)):
+            detail = f"The fragments have the root digest {actual[0]}; {who} has {root}."
             yield Damage(file=names.CHECKPOINT_JSON, where="root digest", detail=detail)
             return
 
@@ -198,7 +199,7 @@ class PlanVerification(Verification):
         """Read the intact fragments by file name, compared with `root_digest`, or else with `description`."""
         if description is None or root_digest is None:
             return self.read_fragments(description)
-        listed = [entry for entry in description.files if is_fragment(entry.name)]
+        listed = description.fragments
         read = self.read_named([(entry.name, None) for entry in listed])
         for entry in listed:
             if entry.name in read and self.found[entry.name] != entry:
@@ -227,7 +228,7 @@ class PlanVerification(Verification):
     ) -> None:
         """Check that each data file exists with the right size, and that each shard has the saved header."""
         headers = {r.file: r for f in fragments.values() for r in f.rows if r.kind == "header"}
-        listed = {f.name: f for f in description.files if not is_fragment(f.name)} if description else {}
+        listed = data_files(description) or {}
         listed |= {file.name: file for fragment in fragments.values() for file in fragment.files}
         wanted = [(entry, headers.get(name)) for name, entry in sorted(listed.items())]
         for checked in self._each(self._check_outline, wanted):

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import zstandard
@@ -19,14 +20,14 @@ from ray_ckpt.catalog.catalog import Catalog, Damage, find_runs, verify_director
 from ray_ckpt.catalog.tables import MAX_HTML_ROWS
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, StoragePathError
 from ray_ckpt.format import names, records, zstd
-from ray_ckpt.format.digest import digest, root_digest
+from ray_ckpt.format.digest import digest, root_digest, root_files
 from ray_ckpt.format.manifest import decode_checkpoint, decode_fragment, encode_checkpoint, encode_fragment
 from ray_ckpt.location import Location, locate
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles
 from ray_ckpt.storage.log_store import trim_log
 from ray_ckpt.storage.remote.file_store import Blocks, PosixFiles
 from ray_ckpt.storage.remote.tier import open_store
-from ray_ckpt.types import AttemptId, FileEntry, Level
+from ray_ckpt.types import AttemptId, FileEntry, Level, RootOf
 from ray_ckpt.verify.content import verify_files
 from tests.servers.stores import bucket_url
 from tests.servers.strict_store import DropAfter, Fault, Match, Status, StrictStore, Truncate
@@ -49,11 +50,26 @@ def branched(tmp_path: Path) -> SampleRun:
     )
 
 
+@pytest.fixture(params=get_args(RootOf))
+def root_of(request: pytest.FixtureRequest) -> RootOf:
+    found: RootOf = request.param
+    return found
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, root_of: RootOf) -> Path:
     """An intact checkpoint, alone."""
     attempt = names.make_attempt(run_uid="ab" * 16, session=1, step=7, attempt=0)
-    return make_checkpoint(attempt, rows=64).write(tmp_path / attempt.directory)
+    return make_checkpoint(attempt, rows=64, root_of=root_of).write(tmp_path / attempt.directory)
+
+
+def with_unlisted(name: str, where: str, root_of: RootOf) -> list[tuple[str, str]]:
+    """The findings for one bad file; if it is a fragment, only older versions list its files elsewhere."""
+    is_unread = name == FRAGMENT and root_of == "fragments"
+    return [
+        (name, where),
+        *([(SHARD, "unlisted"), (names.state_file(1, 2), "unlisted")] if is_unread else []),
+    ]
 
 
 def flip(path: Path, position: int) -> None:
@@ -317,7 +333,7 @@ def test_a_durable_checkpoint_shows_its_manifest(branched: SampleRun) -> None:
     saved = branched.checkpoints[50]
     assert view.path == branched.directory(50) and view.where == str(view.path)
     assert view.fragments() == saved.fragments
-    assert view.description().files == tuple(sorted(saved.entries, key=lambda f: f.name))
+    assert view.description().files == tuple(root_files(saved.entries, "fragments"))
     table = view.slices()
     assert table.num_rows == sum(len(f.rows) for f in saved.fragments)
     seen: list[int] = []
@@ -381,7 +397,7 @@ def test_an_intact_directory_is_fine_wherever_it_lies(folder: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", [*KINDS, names.CHECKPOINT_JSON])
-def test_a_flipped_byte_is_found_where_it_is(folder: Path, name: str, seed: int) -> None:
+def test_a_flipped_byte_is_found_where_it_is(folder: Path, name: str, seed: int, root_of: RootOf) -> None:
     path = folder / name
     pristine = path.read_bytes()
     rows = decode_fragment((folder / FRAGMENT).read_bytes()).rows
@@ -391,7 +407,7 @@ def test_a_flipped_byte_is_found_where_it_is(folder: Path, name: str, seed: int)
         flip(path, position)
         damages = verify_directory(folder).damages
         path.write_bytes(pristine)
-        assert [d.file for d in damages] == [name], position
+        assert [d.file for d in damages] == [file for file, _ in with_unlisted(name, "", root_of)], position
         if name == SHARD:
             hit = next(r for r in rows if r.file == name and 0 <= position - r.byte_offset < r.nbytes)
             assert damages[0].where == hit.label
@@ -425,25 +441,27 @@ def test_blocks_need_not_end_where_slices_do(folder: Path, block_bytes: int) -> 
 
 
 @pytest.mark.parametrize("name", [*KINDS, names.CHECKPOINT_JSON])
-def test_a_missing_file_is_found(folder: Path, name: str) -> None:
+def test_a_missing_file_is_found(folder: Path, name: str, root_of: RootOf) -> None:
     (folder / name).unlink()
-    assert found(folder) == [(name, "missing")]
+    assert found(folder) == with_unlisted(name, "missing", root_of)
 
 
-def test_a_folder_or_a_dangling_link_is_no_file(folder: Path) -> None:
+def test_a_folder_or_a_dangling_link_is_no_file(folder: Path, root_of: RootOf) -> None:
     (folder / SHARD).unlink()
     (folder / SHARD).mkdir()
     (folder / FRAGMENT).unlink()
     (folder / FRAGMENT).symlink_to(folder / "nothing")
-    assert found(folder) == [(FRAGMENT, "missing"), (SHARD, "missing")]
+    other = (SHARD, "missing") if root_of == "files" else (names.state_file(1, 2), "unlisted")
+    assert found(folder) == [(FRAGMENT, "missing"), other]
 
 
 @pytest.mark.parametrize("name", [*KINDS, names.CHECKPOINT_JSON])
 @pytest.mark.parametrize("change", [-1, -150, 1])
-def test_a_file_of_another_size_is_found(folder: Path, name: str, change: int) -> None:
+def test_a_file_of_another_size_is_found(folder: Path, name: str, change: int, root_of: RootOf) -> None:
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[:change] if change < 0 else data + b"\0")
-    assert found(folder) == [(name, "content" if name == names.CHECKPOINT_JSON else "size")]
+    where = "content" if name == names.CHECKPOINT_JSON else "size"
+    assert found(folder) == with_unlisted(name, where, root_of)
 
 
 def test_truncation_names_what_is_cut_off(folder: Path) -> None:
@@ -489,10 +507,12 @@ def test_a_shard_that_nobody_lists_is_found(folder: Path) -> None:
     assert found(folder) == [("model.safetensors", "unlisted"), (extra, "unlisted")]
 
 
-def test_damaged_data_is_found_without_the_fragment_that_describes_it(folder: Path) -> None:
+def test_damaged_data_is_found_without_the_fragment_that_describes_it(folder: Path, root_of: RootOf) -> None:
+    """By its digest, if checkpoint.json lists that, or else as a file that no fragment lists."""
     (folder / FRAGMENT).unlink()
     flip(folder / SHARD, 5000)
-    assert found(folder) == [(FRAGMENT, "missing"), (SHARD, "digest")]
+    where = "digest" if root_of == "files" else "unlisted"
+    assert found(folder)[:2] == [(FRAGMENT, "missing"), (SHARD, where)]
 
 
 def test_damaged_data_is_found_without_checkpoint_json(folder: Path) -> None:
@@ -529,9 +549,10 @@ def compressed(folder: Path) -> Path:
 
 
 def test_a_compressed_checkpoint_is_verified_as_it_was_saved(
-    tmp_path: Path, folder: Path, compressed: Path
+    tmp_path: Path, folder: Path, compressed: Path, root_of: RootOf
 ) -> None:
-    plain = make_checkpoint(names.make_attempt(run_uid="ab" * 16, session=1, step=7, attempt=0), rows=64)
+    attempt = names.make_attempt(run_uid="ab" * 16, session=1, step=7, attempt=0)
+    plain = make_checkpoint(attempt, rows=64, root_of=root_of)
     assert replace(verify_directory(compressed), where="") == replace(
         verify_directory(plain.write(tmp_path / "plain")), where=""
     )
@@ -581,7 +602,7 @@ def reseal(folder: Path) -> None:
     """checkpoint.json anew, for the fragments as they are."""
     old = decode_checkpoint((folder / names.CHECKPOINT_JSON).read_bytes())
     entries = tuple(_entry(folder / f.name) for f in old.files if (folder / f.name).exists())
-    new = replace(old, files=entries, root_digest=root_digest(entries))
+    new = replace(old, files=entries, root_digest=root_digest(entries, old.root_of))
     (folder / names.CHECKPOINT_JSON).write_bytes(encode_checkpoint(new))
 
 
@@ -612,7 +633,7 @@ def test_a_fragment_of_another_checkpoint_is_found(folder: Path) -> None:
     assert found(folder) == [(FRAGMENT, "attempt")]
 
 
-def test_ranks_and_files_that_no_fragment_has_are_found(folder: Path) -> None:
+def test_ranks_and_files_that_no_fragment_has_are_found(folder: Path, root_of: RootOf) -> None:
     fragment = decode_fragment((folder / FRAGMENT).read_bytes())
     fragment = replace(
         fragment,
@@ -622,7 +643,8 @@ def test_ranks_and_files_that_no_fragment_has_are_found(folder: Path) -> None:
     )
     (folder / FRAGMENT).write_bytes(encode_fragment(fragment))
     reseal(folder)
-    assert found(folder) == [("manifest-*.parquet", "ranks"), ("state-00001-of-00002.json", "files")]
+    where = "files" if root_of == "files" else "unlisted"
+    assert found(folder) == [("manifest-*.parquet", "ranks"), (names.state_file(1, 2), where)]
 
 
 def test_a_digest_of_a_row_that_is_wrong_is_found(folder: Path) -> None:

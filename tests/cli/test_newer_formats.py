@@ -14,7 +14,7 @@ from ray_ckpt import Catalog
 from ray_ckpt.catalog.catalog import verify_directory
 from ray_ckpt.cli import main
 from ray_ckpt.errors import NewerFormat
-from ray_ckpt.format import jsontext, names, records
+from ray_ckpt.format import jsontext, manifest, names, records
 from ray_ckpt.format.tree import encode_tree
 from ray_ckpt.storage.local.scrub import verify_fragment
 from tests.support.sample_run import RunLog, SampleRun, write_run
@@ -92,12 +92,13 @@ def with_newer_fragments(tmp_path: Path, monkeypatch: Patch) -> SampleRun:
 
 
 def newer_in(encoder: str, tmp_path: Path, monkeypatch: Patch) -> SampleRun:
-    """A run whose `encoder` writes format 2."""
+    """A run whose `encoder` writes the next format."""
     encode: Callable[[object], bytes] = getattr(sample, encoder)
 
     def encode_newer(value: object) -> bytes:
         with monkeypatch.context() as patch:
             patch.setattr(jsontext, "FORMAT_VERSION", 2)
+            patch.setattr(manifest, "DESCRIPTION_VERSION", 3)
             return encode(value)
 
     with monkeypatch.context() as patch:

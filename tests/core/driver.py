@@ -26,6 +26,7 @@ from ray_ckpt.format.names import fragment_file, make_attempt, record_file, shar
 from ray_ckpt.format.records import encode_record
 from ray_ckpt.storage.log_store import CreateResult, MemoryLogStore, read_log
 from ray_ckpt.testing.parts import file_entry, fragment_on_disk
+from ray_ckpt.testing.stores import FILE_BYTES
 from ray_ckpt.types import AttemptId, CheckpointInfo, RankRestore
 
 RUN = "gpt"
@@ -253,23 +254,21 @@ class Harness:
             attempt=attempt,
             node_index=here.node_index,
             node_id=node,
-            files=held.files,
+            fragment=held.fragment,
+            size_bytes=held.size_bytes,
             replicated=tuple(replicated),
             metrics={"loss": 1.0 / attempt.step} if 0 in here.ranks else None,
         )
 
     def _held(self, attempt: AttemptId, node: SessionNode) -> StoredFragment:
         num = len(self.plan.nodes)
-        names = [
-            *(shard_file(k, self.plan.world_size) for k in node.ranks),
-            fragment_file(node.node_index, num),
-        ]
         return StoredFragment(
             attempt=attempt,
             node_index=node.node_index,
             num_nodes=num,
+            fragment=file_entry(attempt, fragment_file(node.node_index, num)),
+            size_bytes=FILE_BYTES * (1 + len(node.ranks)),
             ranks=node.ranks,
-            files=tuple(file_entry(attempt, name) for name in names),
             replicated=("same",),
             metrics={"loss": 1.0 / attempt.step} if 0 in node.ranks else None,
         )
@@ -529,13 +528,14 @@ class Cluster(Harness):
             case n.WriteFragment(fragment=fragment):
                 held = fragment_on_disk(fragment)
                 self.disks[node].put(held)
-                self.wire.append(ToNode(node, n.FragmentWritten(attempt=held.attempt, entry=held.files[-1])))
+                self.wire.append(ToNode(node, n.FragmentWritten(attempt=held.attempt, entry=held.fragment)))
             case n.ReportStored():
                 stored = m.NodeStored(
                     attempt=effect.attempt,
                     node_index=effect.node_index,
                     node_id=node,
-                    files=effect.files,
+                    fragment=effect.fragment,
+                    size_bytes=effect.size_bytes,
                     replicated=effect.replicated,
                     metrics=effect.metrics,
                     epoch=effect.epoch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 
 import pytest
@@ -353,3 +353,14 @@ def test_live_and_lineage_follow_their_definitions(seed: int) -> None:
         branch = history.checkpoints.get(session.resumed_from or "")
         session, last_seq = (history.sessions[branch.id.session], branch.seq) if branch else (None, 0)
     assert list(history.lineage()) == sorted(lineage, key=lambda c: c.seq)
+
+
+def test_each_commit_keeps_the_kind_of_its_root_digest() -> None:
+    """A run goes on in a newer version: its older root digests are those of all files."""
+    known = commit(20)
+    newer = r.Commit2(**{field.name: getattr(known, field.name) for field in fields(known)})
+    history = begun(commit(10), newer).history
+    kinds = {checkpoint.step: checkpoint.root_of for checkpoint in history.live()}
+    assert kinds == {10: "files", 20: "fragments"}
+    again = RunHistory.from_snapshot(decode_snapshot(encode_snapshot(history.to_snapshot(0.0))))
+    assert again.checkpoints == history.checkpoints

@@ -58,14 +58,14 @@ def test_a_complete_attempt_is_committed_before_the_next_group_chooses(restarted
     commit, session = [op for op in run.records[:-1] if not isinstance(op, r.Ended)][-2:]
     assert isinstance(session, r.Session) and session.resumed_from == attempt.attempt
     assert isinstance(commit, r.Commit)
-    assert commit.root_digest == root_digest(files_of(run, attempt)), "as if all had been heard in time"
+    assert commit.root_digest == root_digest(fragments_of(run, attempt)), "as if all had been heard in time"
     assert (commit.session, commit.level, commit.replicas) == (1, Level.LOCAL, 0)
     assert (commit.world_size, commit.num_nodes, commit.size_bytes) == (2, 2, 400)
 
 
-def files_of(run: Harness, attempt: AttemptId) -> list[FileEntry]:
-    fragments = [held for disk in run.disks.values() for held in disk.fragments.values()]
-    return [file for held in fragments if held.attempt == attempt for file in held.files]
+def fragments_of(run: Harness, attempt: AttemptId) -> list[FileEntry]:
+    held = [held for disk in run.disks.values() for held in disk.fragments.values()]
+    return [each.fragment for each in held if each.attempt == attempt]
 
 
 def test_copies_count_for_the_level_and_stand_in_for_a_dead_node() -> None:
@@ -261,3 +261,65 @@ def test_what_a_node_that_comes_late_has_of_another_session_stays_out() -> None:
     run.open("ab")
     run.feed(m.NodesJoined(inventories=disks))
     assert commits(run) == [10]
+
+
+# -- fragments of which nodes hold different bytes -----------------------------------------------------
+
+
+def alter(run: Harness, node: str, attempt: AttemptId, index: int) -> None:
+    """Change the fragment on a node in bytes that it can be read without."""
+    disk, copy = run.disks[node], (attempt.attempt, index)
+    held = disk.fragments[copy]
+    disk.fragments[copy] = replace(held, fragment=replace(held.fragment, digest="f" * 32))
+
+
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_an_attempt_is_not_recovered_if_nodes_hold_different_versions_of_a_fragment(node: str) -> None:
+    """Nobody knows which one was written, and no version has as many copies as there are holders."""
+    run = trained()
+    attempt = hold(run, 20, copies=BOTH_WAYS)
+    alter(run, node, attempt, 0)
+    run.start_coordinator()
+    effects = run.open("ab")
+    assert commits(run) == [10] and resumed_step(run) == 10
+    outcome = next(o for o in of(effects, m.NotifyOutcome) if o.attempt == attempt)
+    assert "different versions of fragment(s) 0" in str(outcome.error) and outcome.nodes == ("a", "b")
+
+
+def test_one_version_that_is_left_is_recovered_as_it_is() -> None:
+    run = trained()
+    attempt = hold(run, 20, copies=BOTH_WAYS)
+    alter(run, "b", attempt, 0)
+    run.lose("a")
+    run.start_coordinator()
+    run.open("b")
+    commit = next(op for op in run.records if isinstance(op, r.Commit) and op.step == 20)
+    assert (commit.root_of, commit.replicas) == ("fragments", 0)
+    assert commit.root_digest == root_digest(fragments_of(run, attempt))
+
+
+def test_a_report_that_differs_from_what_was_found_is_not_committed() -> None:
+    run = trained()
+    plan, attempt = run.plan, run.attempt(20)
+    reports = [run.stored(attempt, node) for node in "ab"]
+    for source, holder in BOTH_WAYS:
+        run.copied(attempt, source, holder)
+    alter(run, "b", attempt, 0)  # the copy of the fragment of a
+    run.disks["a"].delete(attempt.attempt)  # a is only heard later
+    run.start_coordinator()
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    effects = run.feed(*reports, *(run.copied(attempt, source, holder) for source, holder in BOTH_WAYS))
+    assert commits(run) == [10]
+    assert any("different versions" in str(o.error) for o in of(effects, m.NotifyOutcome))
+
+
+def test_a_node_that_joins_with_another_version_stops_the_commit() -> None:
+    run = trained("abc")
+    attempt = run.attempt(20)
+    run.feed(run.stored(attempt, "a"), run.stored(attempt, "b"), run.copied(attempt, "a", "b"))
+    run.disks["c"].put(run.disks["a"].fragments[attempt.attempt, 0])
+    alter(run, "c", attempt, 0)
+    run.feed(m.NodesJoined(inventories={"c": run.disks["c"].inventory()}))
+    effects = run.feed(run.copied(attempt, "b", "a"))
+    assert commits(run) == [10]
+    assert any("different versions" in str(o.error) for o in of(effects, m.NotifyOutcome))

@@ -20,8 +20,9 @@ from ray_ckpt.errors import (
 )
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import root_digest
-from ray_ckpt.format.names import make_attempt, record_file
-from ray_ckpt.types import AttemptId, Level
+from ray_ckpt.format.names import fragment_file, make_attempt, record_file, shard_file
+from ray_ckpt.testing.parts import file_entry
+from ray_ckpt.types import AttemptId, Level, RootOf
 from tests.core.driver import RUN, RUN_UID, SERVICE, Cluster, Harness, of, one, ops
 
 
@@ -181,8 +182,7 @@ def test_a_commit_waits_for_every_node_and_every_replica() -> None:
     effects = run.feed(run.copied(attempt, "b", "a"))
     assert [type(e) for e in effects] == [m.Append, m.NotifyOutcome]
     (op,) = ops(effects)
-    files = (*stored_a.files, *stored_b.files)
-    assert op == r.Commit(
+    assert op == r.Commit2(
         session=1,
         step=10,
         attempt=attempt.attempt,
@@ -190,8 +190,8 @@ def test_a_commit_waits_for_every_node_and_every_replica() -> None:
         replicas=1,
         world_size=2,
         num_nodes=2,
-        size_bytes=sum(f.size_bytes for f in files),
-        root_digest=root_digest(files),
+        size_bytes=stored_a.size_bytes + stored_b.size_bytes,
+        root_digest=root_digest((stored_a.fragment, stored_b.fragment)),
         metrics={"loss": 0.1},
         replicate_s=0.0,
     )
@@ -514,7 +514,7 @@ def test_a_commit_in_flight_outlives_its_group() -> None:
     run.save(10)
     run.feed(run.group("ab"))
     effects = run.confirm()
-    assert [type(op) for op in run.records[-3:]] == [r.Commit, r.Ended, r.Session]
+    assert [type(op) for op in run.records[-3:]] == [r.Commit2, r.Ended, r.Session]
     assert [(p.attempt, p.level) for p in of(effects, m.NotifyOutcome)] == [(attempt, Level.REPLICATED)]
 
 
@@ -552,19 +552,35 @@ def test_a_plan_has_the_digests_of_the_committed_fragments_if_inventories_prove_
     run.open("ab")
     run.save(10)
     attempt = run.attempt(10)
-    digests = tuple(run.stored(attempt, node).files[-1].digest for node in "ab")
+    digests = tuple(run.stored(attempt, node).fragment.digest for node in "ab")
     resume = one(run.feed(run.group("ab")), m.StartSession).plan.resume
     assert resume is not None and resume.fragments == digests
     run.feed(*(run.restored(node) for node in "ab"))
 
     group = run.group("ab")
     here = group.inventories["a"]
-    other = [replace(f, files=(*f.files[:-1], replace(f.files[-1], digest="f" * 32))) for f in here.fragments]
+    other = [replace(f, fragment=replace(f.fragment, digest="f" * 32)) for f in here.fragments]
     found = {"a": replace(here, fragments=tuple(other))}
     resume = one(
         run.feed(replace(group, inventories={**group.inventories, **found})), m.StartSession
     ).plan.resume
     assert resume is not None and resume.fragments == (), "a node has another version"
+
+
+def test_fragments_are_not_proven_by_a_root_digest_of_all_files() -> None:
+    """Nodes list their fragments only. The restore then reads all of them, and compares their files too."""
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    known = run.machine.history.checkpoints
+    (name,) = known
+    fragments = [held.fragment for held in run.disks["a"].fragments.values()]
+    files = [*fragments, file_entry(known[name].id, shard_file(0, 2))]
+    for root_of, proven in (("files", 0), ("fragments", 2)):
+        of_that: RootOf = "files" if root_of == "files" else "fragments"
+        known[name] = replace(known[name], root_of=of_that, root_digest=root_digest(files, of_that))
+        resume = one(run.feed(run.group("ab")), m.StartSession).plan.resume
+        assert resume is not None and len(resume.fragments) == proven
 
 
 def test_a_group_on_other_nodes_restores_from_peers() -> None:
@@ -1052,7 +1068,8 @@ def test_an_attempt_of_another_run_is_not_taken() -> None:
         attempt=AttemptId(run_uid="0" * 32, session=1, step=10, attempt=foreign.attempt),
         node_index=0,
         node_id="a",
-        files=(),
+        fragment=file_entry(foreign, fragment_file(0, 2)),
+        size_bytes=200,
         replicated=("same",),
         metrics=None,
     )

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ckpt.errors import FormatError
+from ray_ckpt.errors import FormatError, NewerFormat
 from ray_ckpt.format import manifest
-from ray_ckpt.format.digest import digest, root_digest
-from ray_ckpt.format.jsontext import dumps_sealed
+from ray_ckpt.format.digest import digest, root_digest, root_files
+from ray_ckpt.format.jsontext import dumps_sealed, loads_sealed
 from ray_ckpt.format.manifest import (
     CheckpointDescription,
     check_coverage,
@@ -32,7 +32,7 @@ from ray_ckpt.format.manifest import (
 )
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, shard_file, state_file
 from ray_ckpt.format.shard import build_layout
-from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow, Slice
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow, RootOf, Slice
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 UID = "0123456789abcdef" * 2
@@ -98,20 +98,30 @@ FRAGMENT = fragment_of(
 
 
 def description_of(fragment: Fragment) -> CheckpointDescription:
+    """As older versions described a checkpoint: with all its files."""
     data = encode_fragment(fragment)
     entry = FileEntry(name=fragment_file(0, 1), size_bytes=len(data), digest=digest(data))
-    files = tuple(sorted((*fragment.files, entry), key=lambda file: file.name))
+    files = tuple(root_files((*fragment.files, entry), "files"))
     return CheckpointDescription(
         attempt=fragment.attempt,
         world_size=fragment.world_size,
         num_nodes=1,
         metrics={"loss": 0.25, "worst": math.inf},
         files=files,
-        root_digest=root_digest(files),
+        root_digest=root_digest(files, "files"),
+        root_of="files",
     )
 
 
-DESCRIPTION = description_of(FRAGMENT)
+OLDER = description_of(FRAGMENT)
+FRAGMENTS = tuple(
+    FileEntry(name=fragment_file(index, 2), size_bytes=3000 + index, digest=digest(b"%d" % index))
+    for index in range(2)
+)
+DESCRIPTION = replace(
+    OLDER, num_nodes=2, files=FRAGMENTS, root_digest=root_digest(FRAGMENTS), root_of="fragments"
+)
+DESCRIPTIONS = pytest.mark.parametrize("description", [DESCRIPTION, OLDER], ids=["2", "1"])
 
 
 @st.composite
@@ -314,11 +324,14 @@ def test_flipped_fragments_are_found(first: int) -> None:
         data[index] ^= 1 << bit
 
 
-def test_the_golden_fragment_and_description_are_read_forever() -> None:
+@pytest.mark.parametrize(
+    ("name", "root_of"), [("checkpoint-1.json", "files"), ("checkpoint-2.json", "fragments")]
+)
+def test_the_golden_fragment_and_descriptions_are_read_forever(name: str, root_of: RootOf) -> None:
     assert decode_fragment((GOLDEN / "manifest-1.parquet").read_bytes()) == FRAGMENT
-    golden = (GOLDEN / "checkpoint-1.json").read_bytes()
+    golden = (GOLDEN / name).read_bytes()
     description = decode_checkpoint(golden)
-    assert description.attempt == ATTEMPT
+    assert (description.attempt, description.root_of) == (ATTEMPT, root_of)
     assert description.metrics == DESCRIPTION.metrics
     assert encode_checkpoint(description) == golden
 
@@ -326,18 +339,33 @@ def test_the_golden_fragment_and_description_are_read_forever() -> None:
 # checkpoint.json
 
 
-def test_descriptions_round_trip() -> None:
-    data = encode_checkpoint(DESCRIPTION)
-    assert decode_checkpoint(data) == DESCRIPTION
-    assert data.endswith(b"}\n") and json.loads(data)["format"] == 1
-    shuffled = replace(DESCRIPTION, metrics=dict(sorted(DESCRIPTION.metrics.items(), reverse=True)))
+@DESCRIPTIONS
+def test_descriptions_round_trip(description: CheckpointDescription) -> None:
+    data = encode_checkpoint(description)
+    assert decode_checkpoint(data) == description
+    assert data.endswith(b"}\n")
+    shuffled = replace(description, metrics=dict(sorted(description.metrics.items(), reverse=True)))
     assert encode_checkpoint(shuffled) == data
-    nan = decode_checkpoint(encode_checkpoint(replace(DESCRIPTION, metrics={"loss": math.nan})))
+    nan = decode_checkpoint(encode_checkpoint(replace(description, metrics={"loss": math.nan})))
     assert math.isnan(nan.metrics["loss"])
 
 
-def test_every_flip_and_truncation_of_a_description_is_found() -> None:
-    data = bytearray(encode_checkpoint(DESCRIPTION))
+def test_a_description_lists_the_files_of_its_root_digest() -> None:
+    new, old = (json.loads(encode_checkpoint(each)) for each in (DESCRIPTION, OLDER))
+    assert (new["format"], [name for name, _, _ in new["fragments"]]) == (2, [f.name for f in FRAGMENTS])
+    assert "files" not in new and "fragments" not in old
+    assert (old["format"], len(old["files"])) == (1, 1 + len(FRAGMENT.files))
+    assert old["root_digest"] != new["root_digest"]
+
+
+def test_a_version_that_knows_only_lists_of_all_files_calls_a_description_newer() -> None:
+    with pytest.raises(NewerFormat, match=r"checkpoint.json is of a newer version; .* in format 2"):
+        loads_sealed(encode_checkpoint(DESCRIPTION), what=CHECKPOINT_JSON, max_bytes=2**20, indent=1)
+
+
+@DESCRIPTIONS
+def test_every_flip_and_truncation_of_a_description_is_found(description: CheckpointDescription) -> None:
+    data = bytearray(encode_checkpoint(description))
     for size in range(len(data)):
         with pytest.raises(FormatError, match=CHECKPOINT_JSON):
             decode_checkpoint(bytes(data[:size]))
@@ -349,24 +377,39 @@ def test_every_flip_and_truncation_of_a_description_is_found() -> None:
             data[index] ^= 1 << bit
 
 
-def with_files(*files: FileEntry) -> CheckpointDescription:
-    return replace(DESCRIPTION, files=files, root_digest=root_digest(files))
+def with_files(old: CheckpointDescription, *files: FileEntry) -> CheckpointDescription:
+    return replace(old, files=files, root_digest=root_digest(files, old.root_of))
+
+
+def false_ones(true: CheckpointDescription) -> list[CheckpointDescription]:
+    return [
+        replace(true, root_digest=UID),
+        replace(true, world_size=0),
+        replace(true, num_nodes=3),
+        replace(true, metrics={"a": "b"}),  # type: ignore[dict-item]
+        replace(true, attempt=replace(ATTEMPT, attempt="..")),
+        with_files(true, *reversed(true.files)),
+        with_files(true, *true.files[1:]),
+        with_files(true, *true.files, true.files[-1]),
+        with_files(true, FileEntry(name=CHECKPOINT_JSON, size_bytes=1, digest=UID), *true.files),
+        with_files(true, *true.files, FileEntry(name="../z", size_bytes=1, digest=UID)),
+        with_files(true, *true.files, FileEntry(name="state-7-of-8.json", size_bytes=-1, digest=UID)),
+        with_files(true, *true.files[:-1], FileEntry(name=fragment_file(1, 9), size_bytes=1, digest=UID)),
+    ]
+
+
+OTHER_FILE = FileEntry(name="state-7-of-8.json", size_bytes=1, digest=UID)
 
 
 @pytest.mark.parametrize(
     "description",
     [
-        replace(DESCRIPTION, root_digest=UID),
-        replace(DESCRIPTION, world_size=0),
-        replace(DESCRIPTION, num_nodes=2),
-        replace(DESCRIPTION, metrics={"a": "b"}),  # type: ignore[dict-item]
-        replace(DESCRIPTION, attempt=replace(ATTEMPT, attempt="..")),
-        with_files(*reversed(DESCRIPTION.files)),
-        with_files(*DESCRIPTION.files[1:]),
-        with_files(*DESCRIPTION.files, DESCRIPTION.files[-1]),
-        with_files(FileEntry(name=CHECKPOINT_JSON, size_bytes=1, digest=UID), *DESCRIPTION.files),
-        with_files(*DESCRIPTION.files, FileEntry(name="../z", size_bytes=1, digest=UID)),
-        with_files(*DESCRIPTION.files, FileEntry(name="state-7-of-8.json", size_bytes=-1, digest=UID)),
+        *false_ones(DESCRIPTION),
+        with_files(DESCRIPTION, *DESCRIPTION.files, OTHER_FILE),
+        *false_ones(OLDER),
+        replace(OLDER, root_of="fragments"),
+        replace(OLDER, root_digest=root_digest(OLDER.files, "fragments")),
+        replace(OLDER, root_digest=root_digest(OLDER.files, "fragments"), root_of="fragments"),
     ],
 )
 def test_a_false_description_is_neither_written_nor_read(

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ray_ckpt.format.records import (
     Annotated,
     Collected,
     Commit,
+    Commit2,
     Create,
     Drilled,
     Ended,
@@ -54,7 +55,9 @@ COMMIT = Commit(
     root_digest=DIGEST,
     metrics={"loss": 0.25, "best": -math.inf},
 )
+COMMIT2 = Commit2(**{field.name: getattr(COMMIT, field.name) for field in fields(COMMIT)})
 EACH_OP: tuple[Op, ...] = (
+    COMMIT2,
     Create(run_uid=DIGEST, run_name="gpt-1", format=1),
     Epoch(service="s"),
     Session(session=1, service="s", after=None, resumed_from=None, world_size=2, num_nodes=1, owner="me"),
@@ -109,18 +112,21 @@ ops: st.SearchStrategy[Op] = st.one_of(
         owner=words,
         retention=words,
     ),
-    st.builds(
-        Commit,
-        session=sizes,
-        step=st.integers(0, 10**12 - 1),
-        attempt=attempts,
-        level=levels,
-        replicas=counts,
-        world_size=counts,
-        num_nodes=counts,
-        size_bytes=sizes,
-        root_digest=digests,
-        metrics=st.dictionaries(words, st.floats(allow_nan=False), max_size=3),
+    *(
+        st.builds(
+            kind,
+            session=sizes,
+            step=st.integers(0, 10**12 - 1),
+            attempt=attempts,
+            level=levels,
+            replicas=counts,
+            world_size=counts,
+            num_nodes=counts,
+            size_bytes=sizes,
+            root_digest=digests,
+            metrics=st.dictionaries(words, st.floats(allow_nan=False), max_size=3),
+        )
+        for kind in (Commit, Commit2)
     ),
     st.builds(Promote, attempt=attempts, level=levels, replicas=counts),
     st.builds(Lost, attempt=attempts, reason=words),
@@ -170,6 +176,20 @@ def test_the_golden_records_are_read_forever() -> None:
     assert decode_record(first) == decode_record(data) == RECORD
     assert encode_record(RECORD) == data
     assert first == jsontext.dumps(unsealed(RECORD), what="it", max_bytes=2**20)
+    newer = (GOLDEN / "record-1-commit2.json").read_bytes()
+    assert decode_record(newer) == replace(RECORD, op=COMMIT2)
+    assert encode_record(replace(RECORD, op=COMMIT2)) == newer
+
+
+def test_a_commit_names_the_files_of_its_root_digest_by_its_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that knows only the older op must not take one root digest for the other."""
+    old, new = (encode_record(replace(RECORD, op=op)) for op in (COMMIT, COMMIT2))
+    assert (json.loads(old)["op"], json.loads(new)["op"]) == ("commit", "commit2")
+    assert (COMMIT.root_of, COMMIT2.root_of) == ("files", "fragments")
+    assert decode_record(old).op != decode_record(new).op
+    monkeypatch.delitem(records.OPS, "commit2")
+    with pytest.raises(NewerFormat, match=r"of a newer version; update ray_ckpt.*'commit2'"):
+        decode_record(new)
 
 
 def test_unknown_fields_are_tolerated_and_unknown_ops_are_not() -> None:

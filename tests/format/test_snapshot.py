@@ -23,7 +23,7 @@ from ray_ckpt.format.jsontext import dumps_sealed
 from ray_ckpt.format.snapshot import COLUMNS, LogSnapshot, decode_snapshot, encode_snapshot
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionInfo
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "snapshot-1.parquet"
+GOLDEN = Path(__file__).parent.parent / "golden"
 UID = "ab" * 16
 
 
@@ -82,8 +82,8 @@ SNAPSHOT = LogSnapshot(
         ),
     ),
     checkpoints=(
-        checkpoint(3, state="collected", metrics={}),
-        checkpoint(5, state="retired", verified_at_s=1.71e9),
+        checkpoint(3, state="collected", metrics={}, root_of="files"),
+        checkpoint(5, state="retired", verified_at_s=1.71e9, root_of="files"),
         checkpoint(7, level=Level.DURABLE, pins={"eval": None, "paper, née \n": 1.8e9}),
         checkpoint(9, state="lost", metrics={"best": -math.inf, "naïve\n": 2.0}),
         checkpoint(21, session=2, epoch=2, step=0, level=Level.LOCAL, replicas=0),
@@ -118,7 +118,10 @@ def test_nan_metrics_come_back() -> None:
 
 
 def test_the_golden_snapshot_is_read_forever() -> None:
-    assert decode_snapshot(GOLDEN.read_bytes()) == SNAPSHOT
+    """Before the column `root_of`, root digests were those of all files."""
+    assert decode_snapshot((GOLDEN / "snapshot-1-root-of.parquet").read_bytes()) == SNAPSHOT
+    older = tuple(replace(known, root_of="files") for known in SNAPSHOT.checkpoints)
+    assert decode_snapshot((GOLDEN / "snapshot-1.parquet").read_bytes()) == changed(older)
 
 
 def test_any_tool_can_read_the_table() -> None:
@@ -178,6 +181,7 @@ def test_any_bytes_are_a_format_error(data: bytes) -> None:
         changed((checkpoint(0),)),
         changed((checkpoint(3, step=10**12),)),
         changed((checkpoint(3, state="asleep"),)),
+        changed((checkpoint(3, root_of="file"),)),
         changed((checkpoint(3, root_digest="x" * 32),)),
         changed((checkpoint(3, root_digest="A" * 32),)),
         changed((checkpoint(3, root_digest="a" * 31 + "\n"),)),

@@ -17,12 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ray_ckpt.format import names
-from ray_ckpt.format.digest import digest, root_digest
-from ray_ckpt.format.manifest import CheckpointDescription, encode_checkpoint, encode_fragment
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.train.pointers import POINTER_FILE, Pointer
-from ray_ckpt.types import FileEntry, Fragment, ManifestRow
+from ray_ckpt.types import FileEntry, Fragment, ManifestRow, RootOf
 from tests.format.test_parquet import BOMBS
-from tests.support.sample_run import START_S, RunLog, SampleCheckpoint, compress_shards, make_checkpoint
+from tests.support.sample_run import (
+    START_S,
+    RunLog,
+    SampleCheckpoint,
+    compress_shards,
+    describe,
+    make_checkpoint,
+)
 
 STEPS = (10, 20, 30)
 LIE_AT = 30  # the newest, which commands take
@@ -48,13 +55,13 @@ class Mutation:
     is_sound: bool = False
 
 
-def build(storage: Path, change: Change = lambda saved: saved) -> Path:
+def build(storage: Path, change: Change = lambda saved: saved, *, root_of: RootOf = "fragments") -> Path:
     """Write the run `gpt` with three durable checkpoints and a pointer; `change` gives the newest."""
     log = RunLog(folder=storage / "gpt")
     log.create()
     log.session(1, after=None, world_size=2, num_nodes=2)
     for step in STEPS:
-        saved = make_checkpoint(log.attempt(1, step), metrics={"loss": 4.0 / step})
+        saved = make_checkpoint(log.attempt(1, step), metrics={"loss": 4.0 / step}, root_of=root_of)
         saved = change(saved) if step == LIE_AT else saved
         log.commit(saved)
         log.drain(saved)
@@ -72,13 +79,13 @@ def compress(run: Path) -> None:
         compress_shards(folder)
 
 
-def mutate(run: Path, seed: int) -> Mutation:
+def mutate(run: Path, seed: int, root_of: RootOf = "fragments") -> Mutation:
     """Mutate one file of the run, which `build` has written."""
     rng = random.Random(seed)
     if rng.random() < 0.2:
         kind = rng.choice(sorted(LIES))
         shutil.rmtree(run)
-        build(run.parent, LIES[kind](rng))
+        build(run.parent, LIES[kind](rng), root_of=root_of)
         if rng.random() < 0.3:
             compress(run)
         file = STATE if kind.startswith("state") else SHARD
@@ -292,17 +299,10 @@ def _resealed(
         told.get(name, FileEntry(name=name, size_bytes=len(found), digest=digest(found)))
         for name, found in sorted(files.items())
     )
-    description = CheckpointDescription(
-        attempt=saved.attempt,
-        world_size=2,
-        num_nodes=2,
-        metrics=saved.metrics,
-        files=entries,
-        root_digest=root_digest(entries),
-    )
-    files[names.CHECKPOINT_JSON] = encode_checkpoint(description)
     known = {field.name: getattr(saved, field.name) for field in dataclasses.fields(saved)}
-    return _Lie(**{**known, "files": files, "fragments": tuple(fragments), "told": entries})
+    lie = _Lie(**{**known, "files": files, "fragments": tuple(fragments), "told": entries})
+    files[names.CHECKPOINT_JSON] = describe(lie)
+    return lie
 
 
 def _relabeled(fragment: Fragment, file: str, data: bytes, num_rows: int | None) -> Fragment:

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ray_ckpt.types import RootOf
 from tests.hostile.mutations import Mutation, build, compress, mutate
 from tests.hostile.readers import MAX_S, READERS, Answer, ask
 
 MAX_GROWN_BYTES = 500 * 10**6  # above the interpreter
 COMPRESSED_OF = 4  # every so many seeds the shards are compressed
+OLD_OF = 3  # every so many seeds the run is as older versions wrote it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,41 +34,43 @@ class Player:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known: dict[tuple[str, bool], Answer] = {}  # of the undamaged run, compressed or not
+        self._known: dict[tuple[str, bool, RootOf], Answer] = {}  # of the undamaged run of that kind
         self.slowest_s, self.largest_bytes, self.num_answers, self.num_errors = 0.0, 0, 0, 0
 
     def play(self, seed: int, readers: Sequence[str] = READERS) -> list[Violation]:
         """The violations of a seed by these readers."""
         is_compressed = seed % COMPRESSED_OF == 0
-        self._know(readers, is_compressed)
-        run = self._fresh(is_compressed)
-        mutation = mutate(run, seed)
+        root_of: RootOf = "files" if seed % OLD_OF == 0 else "fragments"
+        self._know(readers, is_compressed, root_of)
+        run = self._fresh(is_compressed, root_of)
+        mutation = mutate(run, seed, root_of)
         found = []
         for answer in ask(run, readers):
             self.num_answers += 1
             self.num_errors += answer.code != 0
             self.slowest_s = max(self.slowest_s, answer.seconds)
             self.largest_bytes = max(self.largest_bytes, answer.grown_bytes)
-            if problem := _problem(answer, self._known[answer.reader, is_compressed], mutation):
+            if problem := _problem(answer, self._known[answer.reader, is_compressed, root_of], mutation):
                 found.append(Violation(seed=seed, mutation=mutation, reader=answer.reader, problem=problem))
         return found
 
-    def _fresh(self, is_compressed: bool) -> Path:
+    def _fresh(self, is_compressed: bool, root_of: RootOf) -> Path:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()
-        run = build(self._folder)
+        run = build(self._folder, root_of=root_of)
         if is_compressed:
             compress(run)
         return run
 
-    def _know(self, readers: Sequence[str], is_compressed: bool) -> None:
+    def _know(self, readers: Sequence[str], is_compressed: bool, root_of: RootOf) -> None:
         """Ask the undamaged run, once for each reader."""
-        missing = [reader for reader in readers if (reader, is_compressed) not in self._known]
+        kind = (is_compressed, root_of)
+        missing = [reader for reader in readers if (reader, *kind) not in self._known]
         if not missing:
             return
-        for answer in ask(self._fresh(is_compressed), missing):
+        for answer in ask(self._fresh(*kind), missing):
             assert not answer.problem and answer.code == (2 if answer.reader == "rollback" else 0), answer
-            self._known[answer.reader, is_compressed] = answer
+            self._known[answer.reader, *kind] = answer
 
 
 def _problem(answer: Answer, whole: Answer, mutation: Mutation) -> str:

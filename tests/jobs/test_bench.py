@@ -210,7 +210,7 @@ class TestOwnRows:
         assert all(c.replicas == 1 for c in fleet.machine.history.lineage())
         fleet.open_group()
         assert fleet.plan.resume is not None and fleet.plan.resume.checkpoint.step == 2
-        assert len(coordinator.stored_events(3)[0].files) == 17
+        assert coordinator.stored_events(3)[0].size_bytes == 17 * coordinator.FILE_BYTES
 
     def test_a_long_log_is_listed_and_retained(self, context: Context) -> None:
         listed, table = history.catalog_rows(context, num_checkpoints=50, num_records=10)

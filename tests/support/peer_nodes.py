@@ -14,7 +14,7 @@ from ray_ckpt.format.names import fragment_file, make_attempt
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.server import PeerServer
-from ray_ckpt.types import CheckpointInfo, Level
+from ray_ckpt.types import CheckpointInfo, Level, RootOf
 from ray_ckpt.verify.drill import ReadAccess
 from tests.support.sample_run import SampleCheckpoint, make_checkpoint
 from tests.transport.peers import KEYS, UID, Folder
@@ -60,8 +60,9 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         yield nodes
 
 
-def sample(step: int) -> SampleCheckpoint:
-    return make_checkpoint(make_attempt(run_uid=UID, session=1, step=step, attempt=0), rows=64)
+def sample(step: int, root_of: RootOf = "fragments") -> SampleCheckpoint:
+    attempt = make_attempt(run_uid=UID, session=1, step=step, attempt=0)
+    return make_checkpoint(attempt, rows=64, root_of=root_of)
 
 
 def live(
@@ -78,6 +79,7 @@ def live(
         num_nodes=saved.num_nodes,
         size_bytes=saved.size_bytes,
         root_digest=saved.root_digest,
+        root_of=saved.root_of,
         committed_at_s=0.0,
         metrics={},
         replicas=1,

@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_ckpt.format import names, records, zstd
-from ray_ckpt.format.digest import digest, root_digest
+from ray_ckpt.format.digest import digest, root_digest, root_files
 from ray_ckpt.format.manifest import CheckpointDescription, encode_checkpoint, encode_fragment
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.format.tree import TensorRef, encode_tree
 from ray_ckpt.storage.local.files import temporary_name
 from ray_ckpt.storage.log_store import CreateResult, PosixLogStore, read_run, write_snapshot
 from ray_ckpt.storage.remote.file_store import FileStore
-from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, Slice
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, RootOf, Slice
 
 START_S = 1_790_000_000.0  # the time of record 0
 RECORD_S = 30.0  # between one record and the next
@@ -42,6 +42,7 @@ class SampleCheckpoint:
     tensors: Mapping[str, Array]
     fragments: tuple[Fragment, ...]
     files: Mapping[str, bytes]  # all, checkpoint.json included
+    root_of: RootOf = "fragments"
 
     @property
     def entries(self) -> tuple[FileEntry, ...]:
@@ -50,7 +51,7 @@ class SampleCheckpoint:
 
     @property
     def root_digest(self) -> str:
-        return root_digest(self.entries)
+        return root_digest(self.entries, self.root_of)
 
     @property
     def size_bytes(self) -> int:
@@ -153,8 +154,9 @@ class RunLog:
         return names.make_attempt(run_uid=self.run_uid, session=session, step=step, attempt=number)
 
     def commit(self, saved: SampleCheckpoint, *, replicas: int = 1) -> None:
+        op = records.Commit if saved.root_of == "files" else records.Commit2
         self.append(
-            records.Commit(
+            op(
                 session=saved.attempt.session,
                 step=saved.attempt.step,
                 attempt=saved.attempt.attempt,
@@ -190,12 +192,14 @@ def write_run(
     world_size: int = 2,
     num_nodes: int = 2,
     rows: int = 8,
+    root_of: RootOf = "fragments",
 ) -> SampleRun:
     """Write the run `name` below `storage`: a commit for each of `steps`, those in `durable` drained as well.
 
     With `resume_at` a second session resumes from that step and commits `resumed_steps`; it leaves the steps
     after `resume_at` off the lineage. Then come the records that `lost`, `retired` and `collected` (each of
     them retired first) ask for. `rows` scales the tensors: a checkpoint has about 100 * rows bytes of them.
+    With `root_of="files"` the run is as older versions wrote it.
     """
     log = RunLog(folder=storage / name)
     log.create()
@@ -206,7 +210,12 @@ def write_run(
             attempt = log.attempt(session, step)
             metrics = {"loss": 4.0 / step**0.5, "lr": 1e-3}
             saved[step] = make_checkpoint(
-                attempt, world_size=world_size, num_nodes=num_nodes, metrics=metrics, rows=rows
+                attempt,
+                world_size=world_size,
+                num_nodes=num_nodes,
+                metrics=metrics,
+                rows=rows,
+                root_of=root_of,
             )
             log.commit(saved[step], replicas=replicas)
             if step in durable:
@@ -239,6 +248,7 @@ def make_checkpoint(
     num_nodes: int = 2,
     metrics: Mapping[str, float] | None = None,
     rows: int = 8,
+    root_of: RootOf = "fragments",
 ) -> SampleCheckpoint:
     """A training state of `world_size` ranks on `num_nodes` nodes: tensors cut by rows and by columns, whole
     ones, a scalar, an empty one and one per rank. The bytes follow from the attempt's step.
@@ -248,7 +258,7 @@ def make_checkpoint(
         RankState(slices=_slices(tensors, rank, world_size), items=_items(tensors, attempt.step, rank))
         for rank in range(world_size)
     ]
-    return assemble(attempt, ranks, num_nodes=num_nodes, metrics=metrics, tensors=tensors)
+    return assemble(attempt, ranks, num_nodes=num_nodes, metrics=metrics, tensors=tensors, root_of=root_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +277,7 @@ def assemble(
     num_nodes: int = 1,
     metrics: Mapping[str, float] | None = None,
     tensors: Mapping[str, Array] | None = None,
+    root_of: RootOf = "fragments",
 ) -> SampleCheckpoint:
     """The files of a checkpoint that `ranks` saved, as many on each node as on the others, or nearly."""
     world_size = len(ranks)
@@ -297,17 +308,7 @@ def assemble(
         )
         fragments.append(fragment)
         files |= own | {names.fragment_file(node, num_nodes): encode_fragment(fragment)}
-    entries = tuple(_entry(name, data) for name, data in sorted(files.items()))
-    description = CheckpointDescription(
-        attempt=attempt,
-        world_size=world_size,
-        num_nodes=num_nodes,
-        metrics=metrics or {},
-        files=entries,
-        root_digest=root_digest(entries),
-    )
-    files[names.CHECKPOINT_JSON] = encode_checkpoint(description)
-    return SampleCheckpoint(
+    made = SampleCheckpoint(
         attempt=attempt,
         world_size=world_size,
         num_nodes=num_nodes,
@@ -315,6 +316,24 @@ def assemble(
         tensors=tensors or {},
         fragments=tuple(fragments),
         files=files,
+        root_of=root_of,
+    )
+    files[names.CHECKPOINT_JSON] = describe(made)
+    return made
+
+
+def describe(saved: SampleCheckpoint) -> bytes:
+    """checkpoint.json for its other files."""
+    return encode_checkpoint(
+        CheckpointDescription(
+            attempt=saved.attempt,
+            world_size=saved.world_size,
+            num_nodes=saved.num_nodes,
+            metrics=saved.metrics,
+            files=tuple(root_files(saved.entries, saved.root_of)),
+            root_digest=saved.root_digest,
+            root_of=saved.root_of,
+        )
     )
 
 

@@ -112,7 +112,7 @@ def _save(
     metrics = {"loss": loss}
     saved = assemble(log.attempt(session, step), ranks, num_nodes=2, metrics=metrics)
     seconds = 0.01 * (1 + step % 3)  # somebody's measurements
-    commit = records.Commit(
+    commit = records.Commit2(
         session=session,
         step=step,
         attempt=saved.attempt.attempt,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -20,7 +21,7 @@ from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport import client
 from ray_ckpt.transport.wire import FileName
-from ray_ckpt.types import Level
+from ray_ckpt.types import Level, RootOf
 from ray_ckpt.verify.copies import num_copies, verify_copies
 from ray_ckpt.verify.drill import ReadAccess
 from ray_ckpt.verify.plan import PlanReport
@@ -33,9 +34,10 @@ FRAGMENT = fragment_file(0, 2)
 NODE_A, NODE_B = f"node {A[:12]}", f"node {B[:12]}"
 
 
-@pytest.fixture
-def saved() -> SampleCheckpoint:
-    return make_checkpoint(make_attempt(run_uid=UID, session=1, step=10, attempt=0), rows=4096)
+@pytest.fixture(params=get_args(RootOf))
+def saved(request: pytest.FixtureRequest) -> SampleCheckpoint:
+    attempt = make_attempt(run_uid=UID, session=1, step=10, attempt=0)
+    return make_checkpoint(attempt, rows=4096, root_of=request.param)
 
 
 def look(nodes: Nodes, known: LiveCheckpoint, reach: ReadAccess | None = None) -> PlanReport:
@@ -173,7 +175,7 @@ def test_a_folder_of_the_storage_path_that_lists_other_files_is_reported(
     description = decode_checkpoint((stored / CHECKPOINT_JSON).read_bytes())
     *others, last = description.files
     files = (*others, replace(last, digest="0" * 32))
-    other = replace(description, files=files, root_digest=root_digest(files))
+    other = replace(description, files=files, root_digest=root_digest(files, saved.root_of))
     (stored / CHECKPOINT_JSON).write_bytes(encode_checkpoint(other))
     (stored / shard_file(3, 4)).write_bytes(b"")
     report = look(nodes, durable)

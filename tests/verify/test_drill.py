@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import Mock
 
 import pyarrow.flight as flight
@@ -28,7 +28,7 @@ from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.transport import client
 from ray_ckpt.transport.client import CALL_BASE_S, SLOWEST_BYTES_PER_S
 from ray_ckpt.transport.sending import BURST_S, MAX_SHARING, Limiter
-from ray_ckpt.types import Level, ManifestRow
+from ray_ckpt.types import Level, ManifestRow, RootOf
 from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, ReadAccess, choose, drill, dry_run
 from tests.servers.stores import bucket_url
 from tests.servers.strict_store import StrictStore
@@ -37,9 +37,9 @@ from tests.support.sample_run import SampleCheckpoint, SampleRun, copy_to, make_
 from tests.transport.peers import UID
 
 
-@pytest.fixture
-def saved() -> SampleCheckpoint:
-    return sample(10)
+@pytest.fixture(params=get_args(RootOf))
+def saved(request: pytest.FixtureRequest) -> SampleCheckpoint:
+    return sample(10, request.param)
 
 
 LOSE_A, LOSE_B = lose_node(A, [A]), lose_node(B, [B])
