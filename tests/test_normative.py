@@ -18,7 +18,7 @@ from ray_ckpt.format import jsontext, manifest, names, records, shard, snapshot,
 from ray_ckpt.format import save_signal as agreed
 from ray_ckpt.format.zstd import FRAME_BYTES, MAX_FRAMES, MAX_STORED_BYTES
 from ray_ckpt.storage.local.staging import MAX_MARK_BYTES, MAX_QUARANTINED, Staging
-from ray_ckpt.types import ARENA_PAGE_BYTES, SessionEnd, SessionInfo
+from ray_ckpt.types import ARENA_PAGE_BYTES, RootOf, SessionEnd, SessionInfo
 from tests.support.code_blocks import ROOT
 from tests.support.sample_run import write_run
 
@@ -94,10 +94,14 @@ def test_the_format_has_every_column_and_field_of_a_fragment(tmp_path: Path) -> 
 
 
 def test_the_format_has_every_field_of_a_description(tmp_path: Path) -> None:
-    data = (write_run(tmp_path).directory(10) / names.CHECKPOINT_JSON).read_bytes()
-    document = jsontext.loads_sealed(data, what="", max_bytes=len(data), indent=1)
     rows = {name for cells in tables(section(FORMAT, 6), "Field |") for name in ticked(cells[0])}
-    assert rows == document.keys() | {"digest"}
+    kinds: tuple[RootOf, ...] = get_args(RootOf)
+    for root_of, version in zip(kinds, (manifest.DESCRIPTION_VERSION, 1), strict=True):
+        folder = write_run(tmp_path / root_of, root_of=root_of).directory(10)
+        data = (folder / names.CHECKPOINT_JSON).read_bytes()
+        document = jsontext.loads_sealed(data, what="", max_bytes=len(data), indent=1, newest=version)
+        assert document["format"] == version
+        assert rows - set(kinds) | {root_of} == document.keys() | {"digest"}
 
 
 @pytest.mark.parametrize(

@@ -210,8 +210,9 @@ def _fragment(attempt: AttemptId, node: SessionNode, plan: SessionPlan) -> Store
         attempt=attempt,
         node_index=node.node_index,
         num_nodes=len(plan.nodes),
+        fragment=report.fragment,
+        size_bytes=report.size_bytes,
         ranks=node.ranks,
-        files=report.files,
         replicated=report.replicated,
         metrics=report.metrics,
     )
