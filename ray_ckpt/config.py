@@ -18,6 +18,8 @@ STAGING_ENV = "RAY_CKPT_STAGING"  # folders, separated by colons
 ADDRESS_ENV = "RAY_CKPT_ADDRESS"  # address at which peers reach the node; default: the one that Ray uses
 PORTS_ENV = "RAY_CKPT_PORTS"  # range `first-last`, for a firewall; default: any port
 # Variable in the environment in which the coordinator of the service starts.
+RELAY_NODES_ENV = "RAY_CKPT_RELAY_NODES"  # read where the service starts
+RELAY_NODES = 64  # a coordinator answers a message in 0.5 ms, so 64 groups of 64 nodes in 32 ms
 ENCRYPT_ENV = "RAY_CKPT_ENCRYPT"  # 0: no TLS between nodes, for a trusted network
 MIB = 1 << 20
 GIB = 1 << 30
@@ -63,6 +65,16 @@ def is_encrypted() -> bool:
     if value not in ("0", "1"):
         raise ConfigError(f"{ENCRYPT_ENV} is {value!r}.", hint="Set it to 1 (the default) or 0.")
     return value == "1"
+
+
+def relay_nodes() -> int:
+    """Return the number of nodes whose messages one agent relays; 0: agents relay no messages."""
+    text = os.environ.get(RELAY_NODES_ENV, str(RELAY_NODES))
+    if re.fullmatch(r"\d{1,3}", text) is None or int(text) == 1:
+        raise ConfigError(
+            f"{RELAY_NODES_ENV} is {text!r}.", hint="Set it to a number from 2 to 999, or to 0."
+        )
+    return int(text)
 
 
 def transport_ports() -> range | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_ckpt.actors.coordinator.agents import reason
+from ray_ckpt.actors.failures import reason
 from ray_ckpt.errors import Unavailable, named_text, text_of
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import ray
 
@@ -18,11 +19,22 @@ from ray_ckpt.actors.agent.effects import NodeEffects
 from ray_ckpt.actors.agent.files import held_fragment, scrub, upload
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.peer_files import PeerFiles
+from ray_ckpt.actors.agent.relay import OrderRelay
 from ray_ckpt.actors.agent.restoring import error_text
 from ray_ckpt.actors.agent.run import require
 from ray_ckpt.actors.agent.runs import NodeRuns
 from ray_ckpt.actors.agent.session import NodeSession
-from ray_ckpt.actors.messages import AgentCard, OpenRun, PutAwayRun, RunSpec, ServiceCard, SessionStart
+from ray_ckpt.actors.messages import (
+    AgentCard,
+    GatheredReport,
+    OpenRun,
+    PassedAnswer,
+    PassedOrder,
+    PutAwayRun,
+    RunSpec,
+    ServiceCard,
+    SessionStart,
+)
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.config import ADDRESS_ENV, transport_ports
 from ray_ckpt.core import node_messages as n
@@ -60,6 +72,7 @@ class NodeAgent:
         self._node = Node(node_id, keys)
         self._runs = NodeRuns(self._node)
         self._effects = NodeEffects(self._node, self._runs.open)
+        self._orders = OrderRelay()
         self._server: PeerServer | None = None
         self._problem: ConfigError | None = None  # error in this node's environment, raised by `card`
         try:
@@ -92,6 +105,14 @@ class NodeAgent:
                 await self._effects.obey(self._runs.get(run_uid), n.EpochSeen(epoch=epoch))
         log.info("nothing here is needed any more; this agent ends")
         asyncio.get_running_loop().call_later(EXIT_AFTER_S, os._exit, 0)
+
+    async def pass_on(self, batch: str, orders: tuple[PassedOrder, ...]) -> tuple[PassedAnswer, ...]:
+        """Pass on orders to other agents, or return further answers to the orders of an earlier call."""
+        return await self._orders.pass_on(batch, orders)
+
+    async def gather(self, report: GatheredReport) -> Any:
+        """Send a report of another agent to the coordinator, together with others; return the answer."""
+        return await self._node.reports.gather(report)
 
     # -- the coordinator's calls: runs and sessions ------------------------------------------------------
 
@@ -142,20 +163,22 @@ class NodeAgent:
         return DiskSpace(free_bytes=staging.free_bytes(), total_bytes=staging.total_bytes())
 
     async def start_session(self, start: SessionStart) -> None:
-        run = self._runs.get(start.plan.run_uid)
-        order = n.SessionStarted(plan=start.plan, node_id=self._node.node_id, epoch=start.epoch)
+        plan, endpoints = start.unpack()
+        run = self._runs.get(plan.run_uid)
         ended = run.machine.plan
+        order = n.SessionStarted(plan=plan, node_id=self._node.node_id, epoch=start.epoch)
         await self._effects.obey(run, order)
-        if run.machine.plan is not start.plan:
+        if run.machine.plan is not plan:
             return  # a late message about a session that has ended
-        is_new = ended is None or ended.session_key < start.plan.session_key
+        self._node.route.use(start.relay)
+        is_new = ended is None or ended.session_key < plan.session_key
         if ended is not None and is_new:
             error = RunSuperseded("A newer training group has opened this run.")
             await run.end_session(ended.session, error)
         if run.machine.here is None:  # no rank of the group is on this node to restore from memory
             run.memory.close_arenas()
         run.use(start.spec)
-        run.endpoints, run.is_over, run.is_finished = dict(start.endpoints), False, False
+        run.endpoints, run.is_over, run.is_finished = endpoints, False, False
         if is_new:
             run.memory.show(0)
         if run.session is not None:
@@ -173,9 +196,9 @@ class NodeAgent:
         order = n.SessionEnded(session_key=session_key, error=error, epoch=epoch)
         await self._effects.obey(self._runs.get(run_uid), order)
 
-    async def update_peers(self, run_uid: str, endpoints: Mapping[str, str]) -> None:
-        """Take new addresses of other agents."""
-        self._runs.get(run_uid).endpoints |= dict(endpoints)
+    async def update_peer(self, run_uid: str, node: str, endpoint: str) -> None:
+        """Take the new address of another agent."""
+        self._runs.get(run_uid).endpoints[node] = endpoint
 
     async def release_run(self, run_uid: str, is_finished: bool) -> None:
         """Free the memory of a run that is over; the run's checkpoints stay on disk for now."""

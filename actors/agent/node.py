@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import ray
@@ -13,8 +15,12 @@ import ray
 from ray_ckpt import telemetry
 from ray_ckpt.actors import names
 from ray_ckpt.actors.agent.priority import ActiveCopies, limit_heaps, yield_to_training
+from ray_ckpt.actors.agent.relay import ReportRelay
+from ray_ckpt.actors.failures import reason
+from ray_ckpt.actors.messages import GatheredAnswer, GatheredReport
 from ray_ckpt.actors.metrics import Meters
 from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.engine.relays import REPORT_S, ReportRoute
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.preemption.cloud import CloudNotices
 from ray_ckpt.telemetry import Sample
@@ -27,6 +33,10 @@ STREAM_THREADS = 64  # one per rank of a node, since a stream keeps its thread a
 PEER_THREADS = 4  # concurrent copies to peers
 PROBE_THREADS = 2  # concurrent probes of silent peers; few, since a copy has few holders
 REMOTE_THREADS = 4  # concurrent checks and scrubs on storage paths
+
+
+REPORTS = frozenset({"node_stored", "replica_ended", "save_refused", "ranks_progressed", "ranks_restored"})
+WAITING = frozenset({"ranks_met", "node_restored"})  # reports whose answer depends on other nodes
 
 
 class Node:
@@ -47,6 +57,9 @@ class Node:
         self._meters = Meters()
         self._tasks: set[asyncio.Task[None]] = set()
         self._coordinator: Any = None
+        self.route = ReportRoute()
+        self.reports = ReportRelay(self._send_gathered)
+        self._relay: tuple[str, Any] | None = None  # the relay's node and handle
 
     def credentials(self, run_uid: str) -> Credentials:
         return self.keys.credentials(run_uid)
@@ -61,7 +74,42 @@ class Node:
         task.add_done_callback(self._tasks.discard)
 
     async def request(self, method: str, *args: Any) -> Any:
-        """Call the coordinator and return its result. Unavailable if the coordinator does not answer."""
+        """Call the coordinator and return its result. Unavailable if the coordinator does not answer.
+
+        The call goes through this node's relay, if it has one and its calls are reports; see
+        `ray_ckpt.engine.relays`.
+        """
+        waits = method in WAITING
+        if (waits or method in REPORTS) and (relay := self.route.via(time.monotonic())):
+            report = GatheredReport(method=method, arguments=args, waits=waits)
+            try:
+                return await asyncio.wait_for(self._through(relay, report), None if waits else REPORT_S)
+            except CheckpointError:
+                raise
+            except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
+                if isinstance(error, ray.exceptions.RayTaskError) and isinstance(
+                    error.cause, CheckpointError
+                ):
+                    raise error.cause from None
+                log.warning("relay %s does not answer: %s", relay[:12], reason(error))
+                self.route.failed(time.monotonic())
+        return await self._request(method, *args)
+
+    async def _through(self, relay: str, report: GatheredReport) -> Any:
+        if relay == self.node_id:
+            return await self.reports.gather(report)
+        if self._relay is None or self._relay[0] != relay:
+            name = names.agent_name(relay)
+            handle = await in_thread(self._cloud_io, partial(ray.get_actor, name, namespace=names.NAMESPACE))
+            self._relay = (relay, handle)
+        return await self._relay[1].gather.remote(report)
+
+    async def _send_gathered(self, reports: tuple[GatheredReport, ...]) -> tuple[GatheredAnswer, ...]:
+        answers: tuple[GatheredAnswer, ...] = await self._request("gathered", reports)
+        return answers
+
+    async def _request(self, method: str, *args: Any) -> Any:
+        """Call the coordinator without a relay."""
         for _ in range(2):  # the second try has a new handle, for a coordinator that was restarted
             if self._coordinator is None:
                 try:

@@ -23,7 +23,15 @@ from ray_ckpt.actors.coordinator.recovery import Recovery
 from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.coordinator.status import StatusReader
 from ray_ckpt.actors.coordinator.watch import ClusterWatch
-from ray_ckpt.actors.messages import DrillSources, Joined, RunSpec, RunStatus, ServiceView
+from ray_ckpt.actors.messages import (
+    DrillSources,
+    GatheredAnswer,
+    GatheredReport,
+    Joined,
+    RunSpec,
+    RunStatus,
+    ServiceView,
+)
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.catalog.uri import Origin, find_origin
 from ray_ckpt.config import is_encrypted
@@ -32,7 +40,7 @@ from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.log_requests import checkpoint_to_pin, checkpoint_to_unpin
 from ray_ckpt.core.values import GroupNode, SessionKey, Token
 from ray_ckpt.engine.ports import GroupRequested, HostEvent, OwnerChecked, PartRequested, ServiceEnding
-from ray_ckpt.errors import ConfigError, ServiceError, Unavailable
+from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable
 from ray_ckpt.format.records import Drilled
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.transport.credentials import ServiceKeys
@@ -244,6 +252,18 @@ class Coordinator:
         )
 
     # -- agents --------------------------------------------------------------------------------------
+
+    async def gathered(self, reports: tuple[GatheredReport, ...]) -> tuple[GatheredAnswer, ...]:
+        """Take reports that a relay has gathered, in order, and answer each."""
+        if any(report.waits for report in reports):
+            return tuple(await asyncio.gather(*map(self._answered, reports)))
+        return tuple([await self._answered(report) for report in reports])
+
+    async def _answered(self, report: GatheredReport) -> GatheredAnswer:
+        try:
+            return GatheredAnswer(value=await getattr(self, report.method)(*report.arguments))
+        except CheckpointError as error:
+            return GatheredAnswer(error=error)
 
     async def node_stored(self, event: m.NodeStored) -> None:
         self._handle(event.attempt.run_uid, event)

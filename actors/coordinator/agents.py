@@ -17,9 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_ckpt.actors import names
 from ray_ckpt.actors.agent.actor import NodeAgent
 from ray_ckpt.actors.coordinator.nodes import NodeList
+from ray_ckpt.actors.failures import reason
 from ray_ckpt.actors.messages import AgentCard, ServiceCard
 from ray_ckpt.actors.threads import in_thread
-from ray_ckpt.errors import CheckpointError, text_of
+from ray_ckpt.errors import CheckpointError
 from ray_ckpt.transport.credentials import ServiceKeys
 
 log = logging.getLogger("ray_ckpt.coordinator")
@@ -41,6 +42,7 @@ class Agents:
         self.service = uuid.uuid4().hex
         self.cards: dict[str, AgentCard] = {}  # by node, of agents that have answered
         self.cluster = NodeList(control_io)
+        self.num_changes = 0  # of addresses
         self._actors: dict[str, Any] = {}
         self._control_io = control_io
         self._is_closed = False
@@ -74,7 +76,7 @@ class Agents:
         try:
             agent = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
             found: ServiceCard = await asyncio.wait_for(agent.describe.remote(), AGENT_CALL_S)
-            self.cards[node] = await agent.card.remote()
+            self._add(await agent.card.remote())
         except (ray.exceptions.RayError, ValueError, TimeoutError):
             return None
         self._actors[node] = agent
@@ -93,7 +95,7 @@ class Agents:
                     self._actors[node] = self.start(node)
                 agent = self._actors[node]
                 if node not in self.cards:
-                    self.cards[node] = await asyncio.wait_for(agent.card.remote(), AGENT_START_S)
+                    self._add(await asyncio.wait_for(agent.card.remote(), AGENT_START_S))
                 return await asyncio.wait_for(getattr(agent, method).remote(*args), AGENT_START_S)
             except ray.exceptions.RayTaskError as error:
                 raise error.cause if isinstance(error.cause, CheckpointError) else error from None
@@ -141,12 +143,17 @@ class Agents:
             agent = self._actors[node]
             read: AgentCard = await asyncio.wait_for(agent.card.remote(), CARD_S)
             if self._actors.get(node) is agent:  # a new agent must not get the card of a dead one
-                self.cards[node] = read
+                self._add(read)
+
+    def _add(self, card: AgentCard) -> None:
+        known = self.cards.get(card.node_id)
+        self.num_changes += known is None or known.endpoint != card.endpoint
+        self.cards[card.node_id] = card
 
     def forget(self, node: str) -> None:
         """Drop the agent of a node, because the agent is dead or does not answer."""
         self._actors.pop(node, None)
-        self.cards.pop(node, None)
+        self.num_changes += self.cards.pop(node, None) is not None
 
     def end(self, nodes: Iterable[str], epochs: Mapping[str, int]) -> None:
         """End agents whose nodes are not needed; an agent keeps the autoscaler from removing its node.
@@ -168,8 +175,3 @@ class Agents:
     def _end(self, node: str, epochs: Mapping[str, int] | None = None) -> None:
         self._actors[node].exit.remote(epochs)
         self.forget(node)
-
-
-def reason(error: Exception) -> str:
-    """Return the cause of a failed call to an agent, in one line."""
-    return text_of(getattr(error, "cause", None) or error).splitlines()[0]

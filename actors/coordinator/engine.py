@@ -25,6 +25,7 @@ from ray_ckpt.actors.coordinator.runs import Runs
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.actors.metrics import Meters
 from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.config import relay_nodes
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.values import Token
@@ -48,6 +49,7 @@ class Engine:
         self.control_io = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="ray_ckpt-control")
         self.remote_io = ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="ray_ckpt-remote")
         self.agents = Agents(keys, self.control_io)
+        self.relay_nodes = relay_nodes()
         self.notices = Notices()
         self.runs = Runs()
         self.meters = Meters()

@@ -10,20 +10,21 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Set
+import uuid
+from collections.abc import Awaitable, Iterator, Set
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
 from ray_ckpt.actors import ray_cluster
-from ray_ckpt.actors.coordinator.agents import reason
 from ray_ckpt.actors.coordinator.nodes import seen_by
 from ray_ckpt.actors.coordinator.storage_work import delete_all, list_remote, write_description
-from ray_ckpt.actors.messages import OpenRun, PutAwayRun, SessionStart
+from ray_ckpt.actors.failures import failure_of, reason
+from ray_ckpt.actors.messages import OpenRun, PassedAnswer, PassedOrder, PutAwayRun, SessionStart
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.values import Token
+from ray_ckpt.core.values import SessionPlan, Token
 from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.ports import (
     Answered,
@@ -34,9 +35,10 @@ from ray_ckpt.engine.ports import (
     OpenOnNode,
     ReleaseRun,
     StorageEffect,
-    UpdatePeers,
+    UpdatePeer,
 )
-from ray_ckpt.errors import CheckpointError, CorruptionError, Fenced
+from ray_ckpt.engine.relays import ORDERS_S, Batch, OrderRelays
+from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.records import encode_record
 from ray_ckpt.storage.log_store import CreateResult, create_record, read_run, trim_log, write_snapshot
 from ray_ckpt.telemetry import Sample
@@ -56,10 +58,27 @@ class RayPorts:
     def __init__(self, engine: Engine, run: Run) -> None:
         self._engine = engine
         self._run = run
+        self._relays = OrderRelays(engine.relay_nodes)
+        self._calls: list[Call] = []  # of this moment, not sent yet
+        self._packed: tuple[SessionPlan, int, bytes] | None = None  # plan, changes of addresses, both packed
 
     # -- agents --------------------------------------------------------------------------------------
 
     def call(self, call: Call) -> None:
+        if not self._calls:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._calls.append(call)
+
+    def _send(self) -> None:
+        """Send the calls that were begun together, through relays if they are many."""
+        calls, self._calls = self._calls, []
+        for part in self._relays.divide(calls, self._engine.agents.cards.keys(), time.monotonic()):
+            if isinstance(part, Batch):
+                self._engine.spawn(self._pass_on(part))
+            else:
+                self._call(part)
+
+    def _call(self, call: Call) -> None:
         try:
             answer = self._begin(call)
         except KeyError:
@@ -68,6 +87,42 @@ class RayPorts:
             return
         self._engine.spawn(self._await(call, answer))
 
+    async def _pass_on(self, batch: Batch) -> None:
+        """Send calls through a relay; send again, without it, what it does not reach or answer in time."""
+        agents, name, begun_s = self._engine.agents, uuid.uuid4().hex, time.monotonic()
+        orders: tuple[PassedOrder, ...] = tuple(self._passed(batch))
+        try:
+            while batch.calls:
+                answer = agents.call(batch.relay, "pass_on", name, orders)
+                answers: tuple[PassedAnswer, ...] = await asyncio.wait_for(answer, ORDERS_S)
+                orders, waited_s = (), time.monotonic() - begun_s
+                for found in answers:
+                    if (call := batch.answered(found.number)) is None:
+                        continue
+                    if found.is_undelivered:
+                        self._call(call)
+                    else:
+                        self._answer(call, found.value, found.failure)
+                for number, call in list(batch.calls.items()):
+                    if waited_s > call.bound_s and batch.answered(number):
+                        self._answer(call, None, Failure(text="it did not answer in time"))
+        except (ray.exceptions.RayError, TimeoutError, KeyError) as error:
+            log.warning("relay %s does not answer: %s", batch.relay[:12], reason(error))
+            self._relays.failed(batch.relay, time.monotonic())
+        for call in batch.give_up():
+            self._call(call)
+
+    def _passed(self, batch: Batch) -> Iterator[PassedOrder]:
+        """Yield the calls of a batch as orders; those that have no address are sent without the relay."""
+        for number, call in list(batch.calls.items()):
+            try:
+                method, arguments = self._method(call, relay=batch.relay)
+            except KeyError:
+                batch.answered(number)
+                self._call(call)
+                continue
+            yield PassedOrder(number=number, node=call.node, method=method, arguments=arguments)
+
     def agents(self) -> Set[str]:
         return self._engine.agents.nodes
 
@@ -75,48 +130,59 @@ class RayPorts:
         self._engine.spawn(self._engine.restart_agent(node))
 
     def _begin(self, call: Call) -> Awaitable[Any]:
-        """Call the method of the agent that carries out an order; KeyError if there is no agent."""
-        run, agents, uid = self._run, self._engine.agents, self._run.run_uid
+        """Call the agent's method that carries out an order; KeyError if there is no agent."""
+        method, arguments = self._method(call)
+        if isinstance(call.order, OpenOnNode | n.RunPutAway):
+            return self._engine.agents.request(call.node, method, *arguments)
+        return self._engine.agents.call(call.node, method, *arguments)
+
+    def _method(self, call: Call, *, relay: str = "") -> tuple[str, tuple[Any, ...]]:
+        """Return the method of the agent that carries out an order, and its arguments."""
+        run, cards, uid = self._run, self._engine.agents.cards, self._run.run_uid
         epoch = run.host.machine.epoch
-        method: str
-        arguments: tuple[Any, ...]
         match call.order:
             case OpenOnNode(epoch=epoch):
-                order = OpenRun(spec=run.spec, run_uid=uid, nonce=run.nonce, epoch=epoch)
-                return agents.request(call.node, "open_run", order)
+                return "open_run", (OpenRun(spec=run.spec, run_uid=uid, nonce=run.nonce, epoch=epoch),)
             case n.RunPutAway(kept=kept, epoch=epoch):
-                put_away = PutAwayRun(spec=run.spec, run_uid=uid, kept=kept, epoch=epoch)
-                return agents.request(call.node, "put_away", put_away)
+                return "put_away", (PutAwayRun(spec=run.spec, run_uid=uid, kept=kept, epoch=epoch),)
             case n.SessionStarted(plan=plan, epoch=epoch):
-                start = SessionStart(plan=plan, spec=run.spec, endpoints=agents.endpoints, epoch=epoch)
-                return agents.call(call.node, "start_session", start)
+                packed = self._pack(plan)
+                return "start_session", (
+                    SessionStart(packed=packed, spec=run.spec, epoch=epoch, relay=relay),
+                )
             case n.CoordinatorReturned(epoch=epoch):
-                method, arguments = "coordinator_returned", (epoch,)
+                return "coordinator_returned", (uid, epoch)
             case n.SessionEnded(session_key=session_key, error=error, epoch=epoch):
-                method, arguments = "end_session", (session_key, error, epoch)
+                return "end_session", (uid, session_key, error, epoch)
             case n.OutcomeNotified(attempt=attempt, level=level, error=problem, epoch=epoch):
-                method, arguments = "notify_outcome", (attempt, level, problem, epoch)
+                return "notify_outcome", (uid, attempt, level, problem, epoch)
             case n.SaveStepAnnounced(session_key=session_key, signal=signal, epoch=epoch):
-                method, arguments = "announce_save_step", (session_key, signal, epoch)
+                return "announce_save_step", (uid, session_key, signal, epoch)
             case n.CopyOrdered(attempt=attempt, node_index=index, holder=holder, epoch=epoch):
-                method = "replicate"
-                arguments = (attempt, index, holder, agents.endpoints[holder], epoch)
+                return "replicate", (uid, attempt, index, holder, cards[holder].endpoint, epoch)
             case n.DeleteOrdered(directories=directories, epoch=epoch):
-                method, arguments = "delete", (directories, epoch)
+                return "delete", (uid, directories, epoch)
             case m.Drain(attempt=attempt, node_index=index):
-                method, arguments = "drain", (attempt, index, epoch)
+                return "drain", (uid, attempt, index, epoch)
             case m.Scrub(attempt=attempt, node_index=index, place=place) if place == m.REMOTE:
                 num_nodes = run.machine.history.checkpoints[attempt.attempt].num_nodes
-                method, arguments = "scrub_remote", (attempt, num_nodes, index)
+                return "scrub_remote", (uid, attempt, num_nodes, index)
             case m.Scrub(attempt=attempt, node_index=index):
-                method, arguments = "scrub", (attempt, index, epoch)
+                return "scrub", (uid, attempt, index, epoch)
             case ReleaseRun(is_finished=is_finished):
-                method, arguments = "release_run", (is_finished,)
-            case UpdatePeers():
-                method, arguments = "update_peers", (agents.endpoints,)
+                return "release_run", (uid, is_finished)
+            case UpdatePeer(node=node):
+                return "update_peer", (uid, node, cards[node].endpoint)
             case order:
                 raise TypeError(f"no agent takes {order!r}")
-        return agents.call(call.node, method, uid, *arguments)
+
+    def _pack(self, plan: SessionPlan) -> bytes:
+        """Return the plan and the addresses of all agents in bytes, made once for all nodes of a group."""
+        agents, known = self._engine.agents, self._packed
+        if known is None or known[0] is not plan or known[1] != agents.num_changes:
+            packed = SessionStart.pack(plan, agents.endpoints)
+            known = self._packed = (plan, agents.num_changes, packed)
+        return known[2]
 
     async def _await(self, call: Call, answer: Awaitable[Any]) -> None:
         value, failure = None, None
@@ -125,10 +191,14 @@ class RayPorts:
             if value is None and isinstance(call.order, OpenOnNode | n.RunPutAway):
                 failure = Failure(text="its agent does not answer")
         except Exception as error:
-            failure = _failure_of(error)
-            if isinstance(call.work, NodeDeletes | None) and not isinstance(call.order, OpenOnNode):
-                order = type(call.order).__name__
-                log.warning("node %s did not take %s: %s", call.node[:12], order, failure.text)
+            failure = failure_of(error)
+        self._answer(call, value, failure)
+
+    def _answer(self, call: Call, value: object, failure: Failure | None) -> None:
+        is_noted = isinstance(call.work, NodeDeletes | None) and not isinstance(call.order, OpenOnNode)
+        if failure is not None and is_noted:
+            order = type(call.order).__name__
+            log.warning("node %s did not take %s: %s", call.node[:12], order, failure.text)
         if value and isinstance(call.order, n.DeleteOrdered):
             log.warning("node %s did not delete %s", call.node[:12], value)
         self._run.host.handle(Answered(to=call, value=value, failure=failure))
@@ -170,7 +240,7 @@ class RayPorts:
         try:
             value = await self._in_thread(work)
         except Exception as error:
-            failure = _failure_of(error)
+            failure = failure_of(error)
             name = self._run.spec.name
             if isinstance(work, m.DeleteOrphans):
                 log.warning("%s: orphans on the storage path are left: %s", name, failure.text)
@@ -250,14 +320,3 @@ class RayPorts:
     def measure(self, samples: tuple[Sample, ...]) -> None:
         for sample in samples:
             self._engine.meters.record(self._run.spec.name, sample)
-
-
-def _failure_of(error: Exception) -> Failure:
-    cause = getattr(error, "cause", None) or error
-    return Failure(
-        text=reason(error),
-        error=cause if isinstance(cause, CheckpointError) else error,
-        epoch=cause.fields["epoch"] if isinstance(cause, Fenced) else None,
-        is_damage=isinstance(cause, CorruptionError | EOFError),
-        is_dead=isinstance(error, ray.exceptions.ActorDiedError),
-    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,10 +25,19 @@ from jobs.bench.context import Context
 from jobs.bench.coordinator import RANKS_PER_NODE, stored
 from jobs.bench.row import Row, measure
 from jobs.bench.training import local_ray
+from ray_ckpt.actors.agent.relay import ReportRelay
 from ray_ckpt.actors.coordinator.actor import Coordinator
 from ray_ckpt.actors.coordinator.agents import Agents
 from ray_ckpt.actors.coordinator.nodes import NodeList
-from ray_ckpt.actors.messages import AgentCard, OpenRun, RunSpec, SessionStart
+from ray_ckpt.actors.messages import (
+    AgentCard,
+    GatheredReport,
+    OpenRun,
+    PassedAnswer,
+    PassedOrder,
+    RunSpec,
+    SessionStart,
+)
 from ray_ckpt.actors.ray_cluster import NodesNow, owner_here
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
@@ -65,6 +74,7 @@ class _Member:
 
     node_id: str
     here: SessionNode | None = None
+    relay: str = ""
     held: dict[str, list[StoredFragment]] = field(default_factory=dict)  # by folder
     level: Level | None = None  # of the save under way
 
@@ -75,12 +85,17 @@ class Crowd:
     def __init__(self, coordinator: Any, nodes: Sequence[str]) -> None:
         self._coordinator = coordinator
         self._members = {node: _Member(node) for node in nodes}
+        self._relays: dict[str, ReportRelay] = {}  # by node; a relay and its members may be of two crowds
+        self._packed = b""
         self._plan: SessionPlan | None = None
         self._holds: dict[str, list[SessionNode]] = {}  # node -> the nodes whose copies it holds
         self._settled = asyncio.Event()  # all nodes know that the save under way is replicated
 
     async def call(self, node: str, method: str, *args: Any) -> Any:
         """Answer an order; orders without a meaning for a crowd are answered with None."""
+        return self._do(node, method, args)
+
+    def _do(self, node: str, method: str, args: tuple[Any, ...]) -> Any:
         handler = getattr(self, f"_{method}", None)
         return None if handler is None else handler(self._members[node], *args)
 
@@ -102,15 +117,27 @@ class Crowd:
         return Inventory(fragments=fragments, directories=tuple(member.held), disk=member.node_id)
 
     def _start_session(self, member: _Member, start: SessionStart) -> None:
-        if self._plan is None or self._plan.session_key != start.plan.session_key:
-            self._plan = start.plan
-            self._holds = {node: [] for node in self._members}
-            for node in start.plan.nodes:
-                if node.node_id in self._members:
-                    self._members[node.node_id].here = node
-                for holder in node.holders:
-                    if holder in self._holds:
-                        self._holds[holder].append(node)
+        member.relay = start.relay
+        if start.relay and start.relay not in self._relays:
+            self._relays[start.relay] = ReportRelay(self._coordinator.gathered.remote)
+        if start.packed == self._packed:  # the crowd unpacks once what each agent unpacks
+            return
+        self._packed, (self._plan, _) = start.packed, start.unpack()
+        self._holds = {node: [] for node in self._members}
+        for node in self._plan.nodes:
+            if node.node_id in self._members:
+                self._members[node.node_id].here = node
+            for holder in node.holders:
+                if holder in self._holds:
+                    self._holds[holder].append(node)
+
+    def _pass_on(
+        self, member: _Member, name: str, orders: tuple[PassedOrder, ...]
+    ) -> tuple[PassedAnswer, ...]:
+        return tuple(
+            PassedAnswer(number=order.number, value=self._do(order.node, order.method, order.arguments))
+            for order in orders
+        )
 
     def _notify_outcome(
         self,
@@ -131,19 +158,22 @@ class Crowd:
 
     # -- reports ---------------------------------------------------------------------------------------
 
+    def _report(self, member: _Member, method: str, *args: Any, waits: bool = False) -> Awaitable[Any]:
+        if not member.relay:
+            answer: Awaitable[Any] = getattr(self._coordinator, method).remote(*args)
+            return answer
+        report = GatheredReport(method=method, arguments=args, waits=waits)
+        return self._relays[member.relay].gather(report)
+
     async def restore(self) -> None:
         """Report all ranks as restored, and wait until the group may train."""
         plan = self._plan
         assert plan is not None
-        goes = [
-            self._coordinator.node_restored.remote(
-                plan.run_uid,
-                plan.session_key,
-                member.node_id,
-                tuple(RankRestore(rank=rank) for rank in self._here(member).ranks),
-            )
-            for member in self._members.values()
-        ]
+        goes = []
+        for member in self._members.values():
+            ranks = tuple(RankRestore(rank=rank) for rank in self._here(member).ranks)
+            order = (plan.run_uid, plan.session_key, member.node_id, ranks)
+            goes.append(self._report(member, "node_restored", *order, waits=True))
         assert all(await asyncio.gather(*goes))
 
     async def save(self, step: int) -> float:
@@ -160,23 +190,15 @@ class Crowd:
             here = self._here(member)
             for node in (here, *self._holds[member.node_id]):
                 member.held.setdefault(attempt.directory, []).append(_fragment(attempt, node, plan))
-            reports.append(self._coordinator.node_stored.remote(stored(attempt, here, plan)))
+            reports.append(self._report(member, "node_stored", stored(attempt, here, plan)))
             reports += [
-                self._coordinator.replica_ended.remote(
-                    m.ReplicaEnded(
-                        attempt=attempt,
-                        node_index=here.node_index,
-                        holder=holder,
-                        error=None,
-                        epoch=plan.epoch,
-                    )
-                )
+                self._report(member, "replica_ended", _copied(attempt, here, holder, plan.epoch))
                 for holder in here.holders
             ]
-        stored_s = time.monotonic()
-        await self._settled.wait()
+        begun_s = time.monotonic()
         await asyncio.gather(*reports)
-        return time.monotonic() - stored_s
+        await self._settled.wait()
+        return time.monotonic() - begun_s
 
     async def train(self, seconds: float, step: int) -> None:
         """Report the progress of all ranks, as agents do, for some time."""
@@ -185,23 +207,21 @@ class Crowd:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             round_s = time.monotonic()
-            await asyncio.gather(
-                *(
-                    self._coordinator.ranks_progressed.remote(
-                        plan.run_uid,
-                        m.RanksProgressed(
-                            session_key=plan.session_key,
-                            ranks=dict.fromkeys(self._here(member).ranks, progress),
-                        ),
-                    )
-                    for member in self._members.values()
-                )
-            )
+            reports = []
+            for member in self._members.values():
+                ranks = dict.fromkeys(self._here(member).ranks, progress)
+                event = m.RanksProgressed(session_key=plan.session_key, ranks=ranks)
+                reports.append(self._report(member, "ranks_progressed", plan.run_uid, event))
+            await asyncio.gather(*reports)
             await asyncio.sleep(max(0.0, round_s + REPORT_S - time.monotonic()))
 
     def _here(self, member: _Member) -> SessionNode:
         assert member.here is not None
         return member.here
+
+
+def _copied(attempt: AttemptId, node: SessionNode, holder: str, epoch: int) -> m.ReplicaEnded:
+    return m.ReplicaEnded(attempt=attempt, node_index=node.node_index, holder=holder, error=None, epoch=epoch)
 
 
 def _fragment(attempt: AttemptId, node: SessionNode, plan: SessionPlan) -> StoredFragment:

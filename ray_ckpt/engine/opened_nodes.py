@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import Inventory, SessionKey, SessionPlan
-from ray_ckpt.engine.ports import Answered, Call, Failure, OpenOnNode, ReleaseRun, RunOpened, UpdatePeers
+from ray_ckpt.engine.ports import Answered, Call, Failure, OpenOnNode, ReleaseRun, RunOpened, UpdatePeer
 from ray_ckpt.errors import CheckpointError, StorageNotShared, StoragePathError
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class OpenedNodes:
     def _update_peers(self, node: str) -> None:
         """Send the address of a new agent to the nodes of the group."""
         if (plan := self._host.machine.plan) is not None:
-            self._host.send(sorted(self._members_of(plan) - {node}), UpdatePeers())
+            self._host.send(sorted(self._members_of(plan) - {node}), UpdatePeer(node=node))
 
     def _members_of(self, plan: SessionPlan) -> frozenset[str]:
         """Return the nodes of a plan, computed once per plan since every tick needs them."""

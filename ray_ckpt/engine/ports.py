@@ -42,11 +42,13 @@ class ReleaseRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdatePeers:
-    """Take the current addresses of the other agents."""
+class UpdatePeer:
+    """Take the current address of the agent of another node."""
+
+    node: str
 
 
-AgentOrder: TypeAlias = n.Order | m.Drain | m.Scrub | OpenOnNode | ReleaseRun | UpdatePeers
+AgentOrder: TypeAlias = n.Order | m.Drain | m.Scrub | OpenOnNode | ReleaseRun | UpdatePeer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from ray_ckpt.engine.ports import (
     ReleaseRun,
     RunOpened,
     StorageEffect,
-    UpdatePeers,
+    UpdatePeer,
 )
 from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.errors import RunSuperseded, SaveNotCollective, Unavailable
@@ -84,7 +84,7 @@ class WirePorts:
             case m.Drain() | m.Scrub():
                 world.wire.append(Work(self.name, call))
                 return
-            case ReleaseRun() | UpdatePeers():  # a world has neither memory nor addresses
+            case ReleaseRun() | UpdatePeer():  # a world has neither memory nor addresses
                 return
             case n.SessionStarted(plan=plan) if call.work is not None:
                 world.oracle.begun(plan, store_is_silent=world.is_silent(self.process))

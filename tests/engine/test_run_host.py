@@ -9,7 +9,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.engine.answers import DRAIN_SLACK_S, drain_bound_s
 from ray_ckpt.engine.idle_agents import IdleAgents
-from ray_ckpt.engine.ports import AgentDied, Failure, OpenOnNode, ReleaseRun, RunOpened, UpdatePeers
+from ray_ckpt.engine.ports import AgentDied, Failure, OpenOnNode, ReleaseRun, RunOpened, UpdatePeer
 from ray_ckpt.engine.run_host import INVENTORY_AGAIN_S, TAKE_OVER_AGAIN_S
 from ray_ckpt.errors import ConfigError, StoragePathError, Unavailable
 from tests.engine.driver import NO_ANSWER, Story, trained
@@ -91,7 +91,7 @@ def test_a_node_with_a_new_agent_gets_the_session_and_its_peers_the_address() ->
     story.host.handle(AgentDied(node="b"), AgentDied(node="b"))
     assert [node for node, _ in story.sent(OpenOnNode)] == ["b"]
     assert {node for node, _ in story.sent(n.SessionStarted)} == {"b"}
-    assert {node for node, _ in story.sent(UpdatePeers)} == {"a"}
+    assert {node for node, _ in story.sent(UpdatePeer)} == {"a"}
 
 
 def test_a_node_that_does_not_answer_is_tried_again_and_one_with_an_error_is_not() -> None:

@@ -1,0 +1,146 @@
+"""An agent as a relay: it passes orders on to other agents, and gathers their reports.
+
+`ray_ckpt.engine.relays` has the rules. The relay decides nothing: what it does not reach or answer in time
+is sent without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import ray
+
+from ray_ckpt.actors import names
+from ray_ckpt.actors.failures import failure_of
+from ray_ckpt.actors.messages import GatheredAnswer, GatheredReport, PassedAnswer, PassedOrder
+from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.errors import CheckpointError, Unavailable
+
+POLL_S = 1.0  # longest wait for new answers to a batch before the coordinator is answered
+GATHER_S = 0.1  # time to gather answers to orders, or reports, before they are sent
+MAX_BATCHES = 64  # of orders that wait for answers; the coordinator sends older ones without this relay
+MAX_GATHERED = 256  # reports in one message: a few of each node
+
+Send: TypeAlias = Callable[[tuple[GatheredReport, ...]], Awaitable[tuple[GatheredAnswer, ...]]]
+_Gathered: TypeAlias = tuple[GatheredReport, asyncio.Future[Any]]
+
+
+@dataclass(slots=True)
+class _Batch:
+    waiting: int
+    answers: list[PassedAnswer] = field(default_factory=list)  # not sent to the coordinator yet
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class OrderRelay:
+    """Orders that this agent passes on."""
+
+    def __init__(self) -> None:
+        self._batches: dict[str, _Batch] = {}
+        self._agents: dict[str, Any] = {}  # handles by node
+        self._lookups = ThreadPoolExecutor(1, "ray_ckpt-relay")  # Ray's lookup of an actor's name blocks
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def pass_on(self, name: str, orders: tuple[PassedOrder, ...]) -> tuple[PassedAnswer, ...]:
+        """Pass on the orders of a new batch; return new answers of the batch, after POLL_S perhaps none."""
+        if orders:
+            while len(self._batches) >= MAX_BATCHES:
+                del self._batches[next(iter(self._batches))]
+            batch = self._batches[name] = _Batch(len(orders))
+            task = asyncio.ensure_future(self._deliver(batch, orders))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        found = self._batches.get(name)
+        if found is None:
+            raise Unavailable("This relay does not have the batch.")
+        if not found.answers:
+            found.arrived.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(found.arrived.wait(), POLL_S)
+        if found.waiting:
+            await asyncio.sleep(GATHER_S)
+        answers, found.answers = tuple(found.answers), []
+        if not found.waiting:
+            self._batches.pop(name, None)
+        return answers
+
+    async def _deliver(self, batch: _Batch, orders: tuple[PassedOrder, ...]) -> None:
+        """Call the agents in the order of the orders, and collect the answers as they come."""
+        handles = await in_thread(self._lookups, self._find, {order.node for order in orders})
+        calls = [(order, self._call(handles.get(order.node), order)) for order in orders]
+        await asyncio.gather(*(self._collect(batch, order, call) for order, call in calls))
+
+    def _find(self, nodes: set[str]) -> dict[str, Any]:
+        for node in nodes - self._agents.keys():
+            try:
+                self._agents[node] = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
+            except ValueError:
+                continue
+        return {node: self._agents[node] for node in nodes & self._agents.keys()}
+
+    def _call(self, handle: Any, order: PassedOrder) -> Awaitable[Any] | None:
+        if handle is None:
+            return None
+        call: Awaitable[Any] = getattr(handle, order.method).remote(*order.arguments)
+        return call
+
+    async def _collect(self, batch: _Batch, order: PassedOrder, call: Awaitable[Any] | None) -> None:
+        answer = PassedAnswer(number=order.number, is_undelivered=True)
+        try:
+            if call is not None:
+                answer = PassedAnswer(number=order.number, value=await call)
+        except ray.exceptions.RayTaskError as error:
+            answer = PassedAnswer(number=order.number, failure=failure_of(error))
+        except ray.exceptions.RayError:
+            self._agents.pop(order.node, None)  # the coordinator finds out what has become of the agent
+        batch.answers.append(answer)
+        batch.waiting -= 1
+        batch.arrived.set()
+
+
+class ReportRelay:
+    """Reports that this agent gathers; `send` calls the coordinator, which answers each report."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._gathered: dict[bool, list[_Gathered]] = {}  # by `waits`
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def gather(self, report: GatheredReport) -> Any:
+        """Send a report together with others; return the coordinator's answer, or raise its error."""
+        gathered = self._gathered.setdefault(report.waits, [])
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        gathered.append((report, answer))
+        if len(gathered) == 1:
+            task = asyncio.ensure_future(self._send_soon(report.waits))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return await answer
+
+    async def _send_soon(self, waits: bool) -> None:
+        await asyncio.sleep(GATHER_S)
+        gathered = self._gathered.pop(waits)
+        await asyncio.gather(
+            *(
+                self._send_all(gathered[at : at + MAX_GATHERED])
+                for at in range(0, len(gathered), MAX_GATHERED)
+            )
+        )
+
+    async def _send_all(self, gathered: list[_Gathered]) -> None:
+        try:
+            answers = await self._send(tuple(report for report, _ in gathered))
+        except CheckpointError as error:
+            answers = tuple(GatheredAnswer(error=error) for _ in gathered)
+        for (_, waiting), answer in zip(gathered, answers, strict=True):
+            if waiting.done():  # its sender has given up
+                continue
+            if answer.error is None:
+                waiting.set_result(answer.value)
+            else:
+                waiting.set_exception(answer.error)
