@@ -14,7 +14,8 @@ class Holders:
     def __init__(self) -> None:
         self.live: frozenset[str] = frozenset()
         self.bad_remote: set[str] = set()  # live attempts whose copy on the storage path is damaged
-        self._nodes: dict[str, dict[int, set[str]]] = {}
+        self._nodes: dict[str, dict[int, set[str]]] = {}  # attempt -> fragment -> nodes
+        self._fragments: dict[str, dict[str, set[int]]] = {}  # the same as attempt -> node -> fragments
         self._tried: dict[str, set[str]] = {}  # attempt -> nodes that may have files of a failed copy
         self._disks: dict[str, str] = {}  # disk -> the node on which the disk was last found
         self._left: set[str] = set()  # nodes whose disk is on another node now: ignore their late reports
@@ -23,13 +24,14 @@ class Holders:
         if node not in self.live or node in self._left:
             return  # the report is late: the node is dead
         self._nodes.setdefault(attempt, {}).setdefault(node_index, set()).add(node)
+        self._fragments.setdefault(attempt, {}).setdefault(node, set()).add(node_index)
 
     def of(self, attempt: str, node_index: int) -> frozenset[str]:
         return frozenset(self._nodes.get(attempt, {}).get(node_index, ()))
 
     def anywhere(self, attempt: str) -> frozenset[str]:
         """Return the nodes that hold any part of an attempt."""
-        return frozenset().union(*self._nodes.get(attempt, {}).values())
+        return frozenset(self._fragments.get(attempt, ()))
 
     def note_tried(self, attempt: str, node: str) -> None:
         """Note that a copy to a node failed, so that all or some of its files may be on the node."""
@@ -54,19 +56,25 @@ class Holders:
 
     def count(self, attempt: str, node: str) -> int:
         """Return the number of the attempt's fragments that a node holds."""
-        return sum(node in nodes for nodes in self._nodes.get(attempt, {}).values())
+        return len(self._fragments.get(attempt, {}).get(node, ()))
 
     def remove(self, attempt: str, node_index: int, node: str) -> None:
         """Remove a copy from the registry, because the copy is damaged."""
-        self._nodes.get(attempt, {}).get(node_index, set()).discard(node)
+        held = self._fragments.get(attempt, {})
+        if node_index in held.get(node, ()):
+            self._nodes[attempt][node_index].discard(node)
+            held[node].discard(node_index)
+            if not held[node]:
+                del held[node]
 
     def remove_all(self, attempt: str, node: str) -> None:
         """Remove the copies of an attempt on a node from the registry, because they are evicted."""
-        for nodes in self._nodes.get(attempt, {}).values():
-            nodes.discard(node)
+        for node_index in self._fragments.get(attempt, {}).pop(node, ()):
+            self._nodes[attempt][node_index].discard(node)
 
     def forget(self, attempt: str) -> None:
         self._nodes.pop(attempt, None)
+        self._fragments.pop(attempt, None)
         self._tried.pop(attempt, None)
 
     def seen(self, live: frozenset[str]) -> None:
@@ -74,9 +82,9 @@ class Holders:
         self.live = live
 
     def lose(self, nodes: frozenset[str]) -> None:
-        for fragments in self._nodes.values():
-            for holders in fragments.values():
-                holders -= nodes
+        for attempt, held in self._fragments.items():
+            for node in nodes & held.keys():
+                self.remove_all(attempt, node)
 
     def learn(self, inventories: Mapping[str, Inventory], run_uid: str) -> None:
         """Replace the registered copies on these nodes by the inventories of the nodes."""
