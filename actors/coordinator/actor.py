@@ -34,7 +34,7 @@ from ray_ckpt.actors.messages import (
 )
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.catalog.uri import Origin, find_origin
-from ray_ckpt.config import is_encrypted
+from ray_ckpt.config import is_encrypted, relay_nodes
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.log_requests import checkpoint_to_pin, checkpoint_to_unpin
@@ -64,13 +64,13 @@ class Coordinator:
 
     def __init__(self) -> None:
         self._problem: ConfigError | None = None  # error in this node's environment, raised by `hello`
-        encrypt = True
+        encrypt, num_relayed = True, 0
         try:
-            encrypt = is_encrypted()
+            encrypt, num_relayed = is_encrypted(), relay_nodes()
         except ConfigError as error:
             self._problem = error
         keys = ServiceKeys.make(datetime.now(UTC), encrypt=encrypt)
-        self.engine = Engine(keys)
+        self.engine = Engine(keys, relay_nodes=num_relayed)
         self._watch = ClusterWatch(self.engine)
         self._opener = RunOpener(self.engine, self._watch.start)
         self._recovery = Recovery(self.engine, self._opener)

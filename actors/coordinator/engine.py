@@ -25,7 +25,6 @@ from ray_ckpt.actors.coordinator.runs import Runs
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.actors.metrics import Meters
 from ray_ckpt.actors.threads import in_thread
-from ray_ckpt.config import relay_nodes
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.values import Token
@@ -44,12 +43,12 @@ EXIT_AFTER_S = 0.5  # so that log lines are sent before the process ends
 class Engine:
     """The open runs and the agents of a service."""
 
-    def __init__(self, keys: ServiceKeys) -> None:
+    def __init__(self, keys: ServiceKeys, *, relay_nodes: int = 0) -> None:
         # Calls to Ray, logs and storage paths have separate threads, so that a hanging one stops no other.
         self.control_io = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="ray_ckpt-control")
         self.remote_io = ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="ray_ckpt-remote")
         self.agents = Agents(keys, self.control_io)
-        self.relay_nodes = relay_nodes()
+        self.relay_nodes = relay_nodes  # nodes of one relay; 0: no relays
         self.notices = Notices()
         self.runs = Runs()
         self.meters = Meters()

@@ -30,6 +30,7 @@ from ray_ckpt.engine.ports import (
     StorageEffect,
     UpdatePeer,
 )
+from ray_ckpt.engine.relays import Batch
 from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.errors import RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format import records as r
@@ -45,6 +46,7 @@ from ray_ckpt.testing.parts import (
     Group,
     Launcher,
     Order,
+    Pass,
     Replied,
     Report,
     TakenInventory,
@@ -90,7 +92,7 @@ class WirePorts:
                 world.oracle.begun(plan, store_is_silent=world.is_silent(self.process))
             case n.OutcomeNotified():
                 world.show_outcome(self.process, order)
-        world.wire.append(Order(call, self.name))
+        self.process.calls.append(call)
 
     def _open_now(self, call: Call) -> None:
         """Open the run on a node at once; the answers of all nodes arrive in one message."""
@@ -203,6 +205,16 @@ class Coordinators(StorageWork):
         if process.is_up:
             process.host.advance()
             process.host.handle(*events)
+        self._send_calls(process)
+
+    def _send_calls(self, process: Coordinator) -> None:
+        """Send the calls of an event, some of them to relays."""
+        calls, process.calls = process.calls, []
+        for part in process.relays.divide(calls, process.agents, process.host.ports.now_s()):
+            if isinstance(part, Batch):
+                self.wire.append(Pass(part, process.name))
+            else:
+                self.wire.append(Order(part, process.name))
 
     def show_outcome(self, process: Coordinator, order: n.OutcomeNotified) -> None:
         attempt, error = order.attempt, order.error
@@ -241,6 +253,7 @@ class Coordinators(StorageWork):
         machine = RunMachine(options=self.options, writer=name, service=service)
         host = RunHost(machine, WirePorts(self, name), Notices())
         self.coordinators[name] = process = Coordinator(name, service, host, *skews)
+        process.relays.size = self.relay_nodes
         self.current[service] = name
         self._feed(name, self.storage.opened(run_name=RUN, fresh_uid=RUN_UID))
         if plans := self._plans(service):
@@ -362,9 +375,28 @@ class Coordinators(StorageWork):
 
     # -- delivery ------------------------------------------------------------------------------------
 
+    def _pass(self, message: Pass, fate: Fate) -> None:
+        """Deliver calls to a relay, which passes them on."""
+        batch, sender = message.batch, message.sender
+        is_there = self._is_relay(batch.relay) and fate != "lost"
+        if is_there:
+            self.wire += [Order(call, sender, batch, number) for number, call in batch.calls.items()]
+        if not is_there or fate == "unanswered":
+            self._send_again(batch, sender)
+
+    def _is_relay(self, name: str) -> bool:
+        return self.nodes[name].is_alive and self.nodes[name].agent is not None
+
+    def _send_again(self, batch: Batch, sender: str) -> None:
+        """Let a coordinator send without the relay what the relay has not answered."""
+        process = self.coordinators[sender]
+        if process.is_up:
+            process.relays.failed(batch.relay, process.host.ports.now_s())
+            self.wire += [Order(call, sender) for call in batch.give_up()]
+
     def _order(self, message: Order, fate: Fate) -> None:
         """Deliver a call to an agent; the sender may get the answer."""
-        call, sender = message.call, message.sender
+        call, sender, batch = message.call, message.sender, message.batch
         answer = Answered(to=call, failure=NO_ANSWER)
         if fate == "lost" and isinstance(call.order, n.DeleteOrdered) and self.clock % 2:
             answer = self._deletes_some(call, call.order, sender)
@@ -374,6 +406,11 @@ class Coordinators(StorageWork):
         process = self.coordinators.get(sender)
         if process is None or not process.is_up:
             return
+        if batch is not None and (fate != "delivered" or not self._is_relay(batch.relay)):
+            self._send_again(batch, sender)
+            return
+        if batch is not None and batch.answered(message.number) is None:
+            return  # answered before
         if process.is_frozen or isinstance(call.work, NodeDeletes | m.PutAway):
             self.wire.append(Answer(sender, (answer,)))
         else:

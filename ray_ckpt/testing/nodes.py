@@ -43,10 +43,12 @@ class Nodes:
         *,
         ranks_per_node: int = 1,
         disk_bytes: int = DISK_BYTES,
+        relay_nodes: int = 0,
     ) -> None:
         self.options = options
         self.ranks_per_node = ranks_per_node
         self.disk_bytes = disk_bytes
+        self.relay_nodes = relay_nodes  # nodes of one relay; 0: no relays
         self.now_s = 0.0
         self.copy_s = 0.0  # duration of a copy
         self.silent_s = 0.0  # time after which a sender gives up on a silent peer

@@ -14,6 +14,7 @@ from ray_ckpt.core.values import Inventory, SessionPlan, StoredFragment, Token
 from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.idle_agents import IdleAgents
 from ray_ckpt.engine.ports import Call, HostEvent, StorageEffect
+from ray_ckpt.engine.relays import Batch, OrderRelays
 from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file
@@ -66,6 +67,8 @@ class Coordinator:
     absent: set[str] = field(default_factory=set)  # nodes that ever did not answer when the run was opened
     idle: IdleAgents = field(default_factory=IdleAgents)
     left: set[tuple[str, str]] = field(default_factory=set)  # (node, folder) that could not be deleted
+    relays: OrderRelays = field(default_factory=lambda: OrderRelays(0))
+    calls: list[Call] = field(default_factory=list)  # calls of this event, not sent yet
 
     @property
     def machine(self) -> RunMachine:
@@ -133,9 +136,19 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A coordinator's call to an agent."""
+    """A coordinator's call to an agent, perhaps passed on by the relay of a batch."""
 
     call: Call
+    sender: str
+    batch: Batch | None = None
+    number: int = 0  # in the batch
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A coordinator's calls to several agents, on their way to a relay."""
+
+    batch: Batch
     sender: str
 
 
@@ -201,8 +214,8 @@ class Replied:
     error: Exception | None
 
 
-Message: TypeAlias = Order | Report | Answer | Create | Work | Local | Replied
-NETWORK = (Order, Report, Work)  # messages that may be lost or doubled
+Message: TypeAlias = Order | Pass | Report | Answer | Create | Work | Local | Replied
+NETWORK = (Order, Pass, Report, Work)  # messages that may be lost or doubled
 
 
 def file_entry(attempt: AttemptId, name: str) -> FileEntry:

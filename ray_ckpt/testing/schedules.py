@@ -28,6 +28,7 @@ from ray_ckpt.testing.parts import (
     Member,
     Message,
     Order,
+    Pass,
 )
 from ray_ckpt.testing.simulator import World
 from ray_ckpt.testing.stores import START_S
@@ -67,6 +68,7 @@ class Schedule:
             clusters,
             ranks_per_node=chance.choice([1, 1, 2]),
             disk_bytes=chance.choice([5_000, 100_000]),
+            relay_nodes=2 if seed % 3 == 1 else 0,
         )
         self.foreign = unknown_attempt(self.chance)  # attempt of an older log on the same path
         self.world.upload_late(self.foreign, age_s=2 * A_DAY_S)
@@ -487,6 +489,8 @@ def _label(message: Message) -> str:
     content = content or getattr(message, "work", None)
     if isinstance(message, Order):
         content = message.call.order
+    if isinstance(message, Pass):
+        return "Pass " + " ".join(type(call.order).__name__ for call in message.batch.calls.values())
     if isinstance(message, Create):
         content = message.record.op
     elif isinstance(message, Answer):

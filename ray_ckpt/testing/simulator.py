@@ -35,6 +35,7 @@ from ray_ckpt.testing.parts import (
     Member,
     Message,
     Order,
+    Pass,
     Replied,
     Report,
     Work,
@@ -55,6 +56,8 @@ class World(Coordinators):
         match message:
             case Order():
                 self._order(message, fate)
+            case Pass():
+                self._pass(message, fate)
             case Report():
                 self._report(message, fate)
             case Answer(coordinator=name, events=events, at_s=at_s):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from jobs.demo.local_cluster import LocalCluster
+from ray_ckpt.config import RELAY_NODES_ENV
 from tests.cluster.ranks import RankGroup
 
 HERE = Path(__file__).parent
@@ -44,6 +46,9 @@ class Shared:
         if self.cluster is None:
             self._starts += 1
             names = ["node-a", "node-b", "node-c"]
+            os.environ[RELAY_NODES_ENV] = (
+                "2"  # orders to all four nodes go through relays, to two they do not
+            )
             self.cluster = LocalCluster(self._root / f"staging-{self._starts}", names)
         return self.cluster
 

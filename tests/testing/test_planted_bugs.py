@@ -28,7 +28,8 @@ from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.groups import Groups
 from ray_ckpt.engine.launchers import LauncherWatch
 from ray_ckpt.engine.opened_nodes import OpenedNodes
-from ray_ckpt.engine.ports import Answered, LauncherSeen, PartRequested
+from ray_ckpt.engine.ports import Answered, Call, LauncherSeen, PartRequested
+from ray_ckpt.engine.relays import Batch, OrderRelays
 from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format import records as r
@@ -376,6 +377,25 @@ SILENCES: tuple[tuple[Plant, str], ...] = (
     (forget_who_is_silent, "has no copies"),
 )
 
+
+def a_relay_that_dies_takes_orders_along(patch: pytest.MonkeyPatch) -> None:
+    """A coordinator does not send again what a relay has not answered."""
+    patch.setattr(Batch, "give_up", lambda self: ())
+
+
+def a_relay_forgets_its_own_order(patch: pytest.MonkeyPatch) -> None:
+    """A relay passes orders on, but does not obey the one that is addressed to itself."""
+    real = OrderRelays.divide
+
+    def divide(self: OrderRelays, *args: Any) -> Iterator[Call | Batch]:
+        for part in real(self, *args):
+            if isinstance(part, Batch):
+                part.calls = {number: c for number, c in part.calls.items() if c.node != part.relay}
+            yield part
+
+    patch.setattr(OrderRelays, "divide", divide)
+
+
 BUGS: tuple[tuple[Plant, str], ...] = (
     (an_end_recorded_twice, "P3"),
     (a_finished_run_keeps_nothing, "P5"),
@@ -406,6 +426,8 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (a_service_stops_under_a_group, "P7"),
     (groups_open_before_the_group_at_work_is_found, "P7"),
     (one_answer_ends_all_deletes_of_an_order, "P8"),
+    (a_relay_that_dies_takes_orders_along, "P8"),
+    (a_relay_forgets_its_own_order, "P8"),
 )
 
 
