@@ -28,6 +28,7 @@ MAX_GATHERED = 256  # reports in one message: a few of each node
 
 Send: TypeAlias = Callable[[tuple[GatheredReport, ...]], Awaitable[tuple[GatheredAnswer, ...]]]
 _Gathered: TypeAlias = tuple[GatheredReport, asyncio.Future[Any]]
+_Merged: TypeAlias = tuple[GatheredReport, list[asyncio.Future[Any]]]
 
 
 @dataclass(slots=True)

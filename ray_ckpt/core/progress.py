@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.captures import Captures
@@ -25,6 +25,46 @@ class RankReport:
 
     progress: RankProgress
     at_s: float
+
+
+def merge(events: Sequence[m.RanksProgressed]) -> tuple[m.RanksProgressed, ...]:
+    """Merge the reports of several nodes: events that differ in session or barrier stay apart.
+
+    Ranks with the same steps and counts share one RankProgress with the largest of their times, so that the
+    event stays small. Its handling and its bytes then do not grow with the number of nodes that it is of.
+    """
+    groups: dict[tuple[SessionKey, int], list[m.RanksProgressed]] = {}
+    for event in events:
+        groups.setdefault((event.session_key, event.met), []).append(event)
+    return tuple(
+        m.RanksProgressed(
+            session_key=session_key,
+            ranks=_shared({rank: found for event in group for rank, found in event.ranks.items()}),
+            captured=tuple(captured for event in group for captured in event.captured),
+            met=met,
+        )
+        for (session_key, met), group in groups.items()
+    )
+
+
+def _shared(ranks: Mapping[int, RankProgress]) -> dict[int, RankProgress]:
+    alike: dict[RankProgress, list[RankProgress]] = {}
+    for progress in ranks.values():
+        alike.setdefault(_without_times(progress), []).append(progress)
+    shared = {
+        key: replace(
+            key,
+            since_s=max(each.since_s for each in found),
+            step_s=max(each.step_s for each in found),
+            stall_s=max(each.stall_s for each in found),
+        )
+        for key, found in alike.items()
+    }
+    return {rank: shared[_without_times(progress)] for rank, progress in ranks.items()}
+
+
+def _without_times(progress: RankProgress) -> RankProgress:
+    return replace(progress, since_s=0.0, step_s=0.0, stall_s=0.0)
 
 
 class SessionProgress:
