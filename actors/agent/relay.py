@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import ray
 
 from ray_ckpt.actors import names
-from ray_ckpt.actors.failures import failure_of
+from ray_ckpt.actors.failures import failure_of, reason
 from ray_ckpt.actors.messages import GatheredAnswer, GatheredReport, PassedAnswer, PassedOrder
 from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.core.progress import merge
 from ray_ckpt.errors import CheckpointError, Unavailable
 
 POLL_S = 1.0  # longest wait for new answers to a batch before the coordinator is answered
@@ -125,7 +126,7 @@ class ReportRelay:
 
     async def _send_soon(self, waits: bool) -> None:
         await asyncio.sleep(GATHER_S)
-        gathered = self._gathered.pop(waits)
+        gathered = list(_merged(self._gathered.pop(waits)))
         await asyncio.gather(
             *(
                 self._send_all(gathered[at : at + MAX_GATHERED])
@@ -133,15 +134,31 @@ class ReportRelay:
             )
         )
 
-    async def _send_all(self, gathered: list[_Gathered]) -> None:
+    async def _send_all(self, gathered: list[_Merged]) -> None:
         try:
             answers = await self._send(tuple(report for report, _ in gathered))
-        except CheckpointError as error:
-            answers = tuple(GatheredAnswer(error=error) for _ in gathered)
-        for (_, waiting), answer in zip(gathered, answers, strict=True):
-            if waiting.done():  # its sender has given up
-                continue
-            if answer.error is None:
-                waiting.set_result(answer.value)
-            else:
-                waiting.set_exception(answer.error)
+        except Exception as error:  # after any error, no sender may wait for ever
+            failure = error if isinstance(error, CheckpointError) else Unavailable(reason(error))
+            answers = tuple(GatheredAnswer(error=failure) for _ in gathered)
+        for (_, senders), answer in zip(gathered, answers, strict=True):
+            for sender in senders:
+                if sender.done():  # the sender has given up
+                    continue
+                if answer.error is None:
+                    sender.set_result(answer.value)
+                else:
+                    sender.set_exception(answer.error)
+
+
+def _merged(gathered: list[_Gathered]) -> Iterator[_Merged]:
+    """Yield reports with the senders that wait for the answer: progress of one run as one report."""
+    progress: dict[str, list[_Gathered]] = {}  # by run
+    for report, sender in gathered:
+        if report.method == "ranks_progressed":
+            progress.setdefault(report.arguments[0], []).append((report, sender))
+        else:
+            yield report, [sender]
+    for run_uid, found in progress.items():
+        for event in merge([report.arguments[1] for report, _ in found]):
+            senders = [s for report, s in found if event.ranks.keys() >= report.arguments[1].ranks.keys()]
+            yield replace(found[0][0], arguments=(run_uid, event)), senders

@@ -75,7 +75,7 @@ class _Member:
     node_id: str
     here: SessionNode | None = None
     relay: str = ""
-    held: dict[str, list[StoredFragment]] = field(default_factory=dict)  # by folder
+    held: dict[str, tuple[AttemptId, tuple[SessionNode, ...]]] = field(default_factory=dict)  # by folder
     level: Level | None = None  # of the save under way
 
 
@@ -113,7 +113,13 @@ class Crowd:
         return DiskSpace(free_bytes=1 << 40, total_bytes=1 << 41)
 
     def _open_run(self, member: _Member, order: OpenRun) -> Inventory:
-        fragments = tuple(found for held in member.held.values() for found in held)
+        plan = self._plan
+        fragments = tuple(
+            _fragment(attempt, node, plan)
+            for attempt, nodes in member.held.values()
+            for node in nodes
+            if plan is not None
+        )
         return Inventory(fragments=fragments, directories=tuple(member.held), disk=member.node_id)
 
     def _start_session(self, member: _Member, start: SessionStart) -> None:
@@ -188,8 +194,7 @@ class Crowd:
         for member in self._members.values():
             member.level = None
             here = self._here(member)
-            for node in (here, *self._holds[member.node_id]):
-                member.held.setdefault(attempt.directory, []).append(_fragment(attempt, node, plan))
+            member.held[attempt.directory] = (attempt, (here, *self._holds[member.node_id]))
             reports.append(self._report(member, "node_stored", stored(attempt, here, plan)))
             reports += [
                 self._report(member, "replica_ended", _copied(attempt, here, holder, plan.epoch))

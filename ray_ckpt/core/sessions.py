@@ -401,10 +401,12 @@ class Sessions:
         if plan is None or self.is_training or self._first_s is None:
             return
         since_s = self._context.now_s - self._first_s
+        if since_s < AWAITED_AFTER_S:
+            return
         come = {rank for ranks in self._waiting_ranks.values() for rank in ranks}
         come |= {rank.rank for event in self._restored.values() for rank in event.ranks}
         missing = tuple(sorted(k for n in plan.nodes for k in n.ranks if k not in come))
-        if missing and since_s >= AWAITED_AFTER_S:
+        if missing:
             yield awaited_restore(missing, since_s)
 
     def ticked(self) -> Iterator[m.Effect]:
