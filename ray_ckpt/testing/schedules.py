@@ -68,7 +68,7 @@ class Schedule:
             clusters,
             ranks_per_node=chance.choice([1, 1, 2]),
             disk_bytes=chance.choice([5_000, 100_000]),
-            relay_nodes=2 if seed % 3 == 1 else 0,
+            relay_nodes=2 if seed % 3 == 2 else 0,
         )
         self.foreign = unknown_attempt(self.chance)  # attempt of an older log on the same path
         self.world.upload_late(self.foreign, age_s=2 * A_DAY_S)

@@ -402,7 +402,7 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (commit_before_fsync, "P1"),
     (any_version_of_a_fragment_is_as_good, "P2"),
     (missing_fence_in_the_log, "P3"),
-    (missing_fence_on_the_nodes, "P2|P5|P6"),
+    (missing_fence_on_the_nodes, "P2|P5|P6|P7"),
     (delete_before_retire, "P5"),
     (retire_the_last_durable, "P5"),
     (guess_on_unknown, "P3|P6"),
