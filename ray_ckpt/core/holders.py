@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from ray_ckpt.core.values import Inventory
 from ray_ckpt.types import CheckpointInfo, Level
@@ -29,6 +29,10 @@ class Holders:
     def of(self, attempt: str, node_index: int) -> frozenset[str]:
         return frozenset(self._nodes.get(attempt, {}).get(node_index, ()))
 
+    def fragments(self, attempt: str) -> Mapping[int, Set[str]]:
+        """Return the nodes that hold each fragment; fragments that no node ever held are missing."""
+        return self._nodes.get(attempt, {})
+
     def anywhere(self, attempt: str) -> frozenset[str]:
         """Return the nodes that hold any part of an attempt."""
         return frozenset(self._fragments.get(attempt, ()))
@@ -43,7 +47,8 @@ class Holders:
 
     def num_copies(self, attempt: str, num_nodes: int) -> int:
         """Return the number of extra copies that every fragment has; -1 if a fragment has no copy at all."""
-        return min(len(self.of(attempt, index)) for index in range(num_nodes)) - 1
+        fragments = self._nodes.get(attempt, {})
+        return -1 if len(fragments) < num_nodes else min(map(len, fragments.values())) - 1
 
     def has_all(self, checkpoint: CheckpointInfo) -> bool:
         """Return True if live nodes hold every part of a checkpoint."""

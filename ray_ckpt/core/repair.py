@@ -180,8 +180,10 @@ def _needs(
 ) -> Iterator[_Need]:
     """Yield the fragments with at least one copy, but fewer than `wanted` copies on nodes that stay."""
     for recency, checkpoint in enumerate(checkpoints):
-        for index in range(checkpoint.num_nodes):
-            held = holders.of(checkpoint.id.attempt, index) & holders.live
+        for index, nodes in holders.fragments(checkpoint.id.attempt).items():
+            if len(nodes) >= wanted and nodes <= staying:
+                continue  # nearly all fragments, so this is what the time of a run goes into
+            held = frozenset(nodes & holders.live)
             if held and len(held & staying) < wanted:
                 yield _Need(
                     checkpoint=checkpoint,
