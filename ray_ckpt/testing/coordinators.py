@@ -398,7 +398,12 @@ class Coordinators(StorageWork):
         """Deliver a call to an agent; the sender may get the answer."""
         call, sender, batch = message.call, message.sender, message.batch
         answer = Answered(to=call, failure=NO_ANSWER)
-        if fate == "lost" and isinstance(call.order, n.DeleteOrdered) and self.clock % 2:
+        if (
+            self.disks_fail
+            and isinstance(call.order, n.DeleteOrdered)
+            and fate == "delivered"
+            and self.clock % 2
+        ):
             answer = self._deletes_some(call, call.order, sender)
         elif fate != "lost":
             done = self.obeys(call, sender)
@@ -425,8 +430,11 @@ class Coordinators(StorageWork):
         done = self.obeys(replace(call, order=replace(order, directories=rest)), sender)
         if done.failure is not None or node.agent is None:
             return replace(done, to=call)
-        if process is not None:
-            process.left |= {(call.node, directory) for directory in left}
+        if process is not None and isinstance(
+            call.work, NodeDeletes
+        ):  # others are orphans for the next group
+            awaited = {delete.directory for delete in call.work.deletes}
+            process.left |= {(call.node, directory) for directory in left & awaited}
         return replace(done, to=call, value=dict.fromkeys(sorted(left), "the disk failed"))
 
     def _check_collected(self, process: Coordinator, attempt: str) -> None:

@@ -37,6 +37,7 @@ class Healing:
         world.storage.is_away = False
         world.silent.clear()
         world.absent = frozenset()
+        world.disks_fail = False
         for process in world.coordinators.values():
             world.thaw(process.name)
         for node in world.nodes.values():

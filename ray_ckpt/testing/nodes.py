@@ -62,6 +62,7 @@ class Nodes:
         self.current: dict[str, str] = {}  # service -> name of its current coordinator
         self.launchers: dict[str, Launcher] = {}
         self.wire: list[Message] = []
+        self.disks_fail = False  # True: disks often cannot delete a folder
         self.absent: frozenset[str] = frozenset()  # nodes whose agents do not answer a call to all agents
         self.waiting: dict[Token, tuple[str, Launcher | Member]] = {}  # coordinator and caller
         self.pins: dict[Token, tuple[str, str]] = {}  # requested pins: attempt, owner

@@ -77,6 +77,7 @@ class Schedule:
         self.played = Played()
         self.story: list[str] = []
         self.faults = chance.choice([0.0, 0.02, 0.05])  # share of messages lost or delivered twice
+        self.world.disks_fail = self.faults > 0
         self.slowness = chance.choice([0.0, 0.1, 0.3])  # share of messages that all others overtake
         weights = self._weights()
         self._events = list(weights)
