@@ -16,6 +16,7 @@ from ray_ckpt.engine.idle_agents import IdleAgents
 log = logging.getLogger("ray_ckpt.coordinator")
 
 TICK_S = 0.5  # between two ticks of each run machine
+IDLE_NODE_S = 0.001  # period, per node, of the search for idle agents, which takes 2 us per node
 
 
 class ClusterWatch:
@@ -26,6 +27,7 @@ class ClusterWatch:
         self._gauges = Gauges(engine)
         self._idle = IdleAgents()
         self._disks = DiskReadings(engine)
+        self._idle_due_s = 0.0  # when idle agents are looked for next (monotonic)
         self._ticker: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -54,7 +56,13 @@ class ClusterWatch:
         for node in engine.agents.nodes - live:
             engine.agents.forget(node)
         engine.notices.expire(live, time.time())
-        idle = self._idle.take(engine.agents.nodes, [run.host for run in engine.runs], time.monotonic())
-        engine.agents.end(idle, {run.run_uid: run.machine.epoch for run in engine.runs})
+        if time.monotonic() >= self._idle_due_s:
+            self._idle_due_s = time.monotonic() + len(engine.agents.nodes) * IDLE_NODE_S
+            self._end_idle()
         self._gauges.set_due()
         self._disks.begin_due(time.monotonic())
+
+    def _end_idle(self) -> None:
+        agents, runs = self._engine.agents, list(self._engine.runs)
+        idle = self._idle.take(agents.nodes, [run.host for run in runs], time.monotonic())
+        agents.end(idle, {run.run_uid: run.machine.epoch for run in runs})

@@ -16,6 +16,7 @@ from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.telemetry import Metric, Sample
 
 MAX_SAVE_SIGNALS = 64  # last announced steps; they distinguish a late rank from a rank that saves alone
+VISITED_PER_S = 1000  # nodes that a periodic check visits per second; a visit takes 10 us
 MAX_WARNINGS = 256  # last texts that are not repeated; older texts may be repeated
 MAX_SAMPLES = 1000  # measurements that wait to be taken, which happens after each event
 
@@ -54,6 +55,10 @@ class Context:
     def history(self) -> RunHistory:
         """The history of the run from the confirmed records of the log."""
         return self.ledger.history
+
+    def paced(self, period_s: float) -> float:
+        """Return the period of a check that visits all nodes: `period_s`, or longer in a large cluster."""
+        return max(period_s, len(self.holders.live) / VISITED_PER_S)
 
     def session_nodes(self) -> tuple[str, ...]:
         """Return the nodes of the group at work."""

@@ -130,10 +130,10 @@ class MachineView:
     def awaited(self) -> tuple[Awaited, ...]:
         """Return the ranks for which other ranks wait at a restore, a save or a report.
 
-        The answer is up to AWAITED_EVERY_S old, because it is computed at most once in this time.
+        The answer is up to AWAITED_EVERY_S old, or older with thousands of nodes, since all are visited.
         """
         parts, now_s = self._parts, self._parts.context.now_s
-        if self._awaited is None or abs(now_s - self._awaited[0]) >= AWAITED_EVERY_S:
+        if self._awaited is None or abs(now_s - self._awaited[0]) >= parts.context.paced(AWAITED_EVERY_S):
             saves, reported = parts.missing.awaited(), parts.progress.by_rank()
             found = (*parts.sessions.awaited(), *saves, *parts.barriers.awaited(reported))
             self._awaited = (now_s, found)

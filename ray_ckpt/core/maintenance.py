@@ -21,7 +21,6 @@ from ray_ckpt.format import records as r
 
 MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
 MAX_DAMAGED = 1000  # damaged copies that are remembered, so that their repair is counted
-BURST_S = 1.0  # size of a budget's burst, in seconds of the budget's rate
 
 
 class Maintenance:
@@ -58,9 +57,10 @@ class Maintenance:
     def decide(self, *, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
         """Yield the work that is due; call while no record is pending and a group has the run."""
         context = self._context
-        self._next_s = context.now_s + MAINTENANCE_S
-        self._copying.set_rate(context.options.repair_bytes_per_s, BURST_S)
-        self._reading.set_rate(context.options.scrub_bytes_per_s, BURST_S)
+        period_s = context.paced(MAINTENANCE_S)
+        self._next_s = context.now_s + period_s
+        self._copying.set_rate(context.options.repair_bytes_per_s, period_s)
+        self._reading.set_rate(context.options.scrub_bytes_per_s, period_s)
         yield from self._evict(wall_s, busy)
         yield from self._repair()
         yield from self._scrub(wall_s)

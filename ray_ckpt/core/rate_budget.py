@@ -20,7 +20,8 @@ class Budget:
         """Set the rate, and set the burst to the bytes of `burst_s` seconds; a debt stays."""
         if bytes_per_s != self.bytes_per_s:
             self._left_bytes = min(self._left_bytes, 0.0) + bytes_per_s * burst_s
-            self.bytes_per_s, self.burst_bytes = bytes_per_s, bytes_per_s * burst_s
+            self.bytes_per_s = bytes_per_s
+        self.burst_bytes = bytes_per_s * burst_s
 
     def take(self, nbytes: float, now_s: float) -> bool:
         """Return True and subtract `nbytes` if the budget allows them at `now_s` (monotonic seconds)."""

@@ -270,7 +270,7 @@ class Saves:
 
     def ticked(self) -> Iterator[m.Effect]:
         """Drop attempts that ranks will never complete or that are too old; commit attempts that are due."""
-        if abs(self._context.now_s - self._looked_s) >= LOOK_S:
+        if abs(self._context.now_s - self._looked_s) >= self._context.paced(LOOK_S):
             self._looked_s = self._context.now_s
             for id_, missed in self._missing.never_come():
                 if (found := self._attempts.find(id_)) is not None:
