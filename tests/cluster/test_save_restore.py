@@ -399,8 +399,8 @@ def test_the_log_tells_the_whole_story(group: RankGroup, storage: str) -> None:
     group.run(train, "story", storage, 4, {"every_steps": 2})
     log = sorted((Path(storage) / "story" / "ray_ckpt" / "log").iterdir())
     records = [json.loads(p.read_bytes()) for p in log]
-    assert [r["op"] for r in records[:4]] == ["create", "epoch", "session", "commit"]
+    assert [r["op"] for r in records[:4]] == ["create", "epoch", "session", "commit2"]
     sessions = [r for r in records if r["op"] == "session"]
-    commits = [r for r in records if r["op"] == "commit"]
+    commits = [r for r in records if r["op"] == "commit2"]
     assert [s["resumed_from"] for s in sessions] == [None, commits[0]["attempt"]]
     assert [c["step"] for c in commits] == [2, 4]
