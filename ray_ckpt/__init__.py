@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ray_ckpt.actors.client import annotate, connect, exposure, pin, unpin
+    from ray_ckpt.actors.client import annotate, exposure, pin, unpin
+    from ray_ckpt.actors.connecting import connect
     from ray_ckpt.capture.load import RestoreInfo
     from ray_ckpt.catalog.catalog import Catalog
     from ray_ckpt.catalog.load import open
@@ -26,7 +27,7 @@ _HOMES = {
     "ResumeCheck": "ray_ckpt.train.check",
     "annotate": "ray_ckpt.actors.client",
     "check_resume": "ray_ckpt.train.check",
-    "connect": "ray_ckpt.actors.client",
+    "connect": "ray_ckpt.actors.connecting",
     "exposure": "ray_ckpt.actors.client",
     "open": "ray_ckpt.catalog.load",
     "pin": "ray_ckpt.actors.client",

@@ -1,7 +1,8 @@
 """The node agent: a Ray actor with a node's arenas and staging folders; writes, copies and serves shards.
 
-Each node has one agent: a detached actor, pinned to the node. The NodeMachine makes the agent's decisions,
-and `NodeEffects` carries them out. The coordinator and this node's ranks call the methods of this class.
+Each node has one agent: a detached actor, pinned to the node. The host of each run (`engine.NodeHost`) makes
+the decisions, and `RayNodePorts` carries them out. The coordinator and this node's ranks call the methods of
+this class.
 """
 
 from __future__ import annotations
@@ -15,15 +16,13 @@ from typing import Any
 
 import ray
 
-from ray_ckpt.actors.agent.effects import NodeEffects
-from ray_ckpt.actors.agent.files import held_fragment, scrub, upload
+from ray_ckpt.actors.agent.files import inventory, scrub, upload
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.peer_files import PeerFiles
 from ray_ckpt.actors.agent.relay import OrderRelay
-from ray_ckpt.actors.agent.restoring import error_text
+from ray_ckpt.actors.agent.restoring import NodeRestore
 from ray_ckpt.actors.agent.run import require
 from ray_ckpt.actors.agent.runs import NodeRuns
-from ray_ckpt.actors.agent.session import NodeSession
 from ray_ckpt.actors.messages import (
     AgentCard,
     GatheredReport,
@@ -41,7 +40,15 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.core.values import DiskSpace, Inventory, RankProgress, SessionKey
-from ray_ckpt.errors import CheckpointError, ConfigError, RunSuperseded, Unavailable
+from ray_ckpt.engine.node_ports import (
+    EndAwaited,
+    OutcomeAwaited,
+    RankMet,
+    RankProgressed,
+    RankRestored,
+    SessionAwaited,
+)
+from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
 from ray_ckpt.format import zstd
 from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.plan.restore import RowKey
@@ -71,7 +78,6 @@ class NodeAgent:
         self._service = service
         self._node = Node(node_id, keys)
         self._runs = NodeRuns(self._node)
-        self._effects = NodeEffects(self._node, self._runs.open)
         self._orders = OrderRelay()
         self._server: PeerServer | None = None
         self._problem: ConfigError | None = None  # error in this node's environment, raised by `card`
@@ -102,7 +108,7 @@ class NodeAgent:
         """
         for run_uid, epoch in (epochs or {}).items():
             if run_uid in self._runs.open:
-                await self._effects.obey(self._runs.get(run_uid), n.EpochSeen(epoch=epoch))
+                await self._runs.get(run_uid).obey(n.EpochSeen(epoch=epoch))
         log.info("nothing here is needed any more; this agent ends")
         asyncio.get_running_loop().call_later(EXIT_AFTER_S, os._exit, 0)
 
@@ -125,14 +131,11 @@ class NodeAgent:
         async with self._runs.turn(order.run_uid):  # the run may be in the middle of being put away
             run = await self._runs.take_up(order.spec, order.run_uid)
             run.use(order.spec)
-            await self._effects.obey(run, n.EpochSeen(epoch=order.epoch))
+            await run.obey(n.EpochSeen(epoch=order.epoch))
         self._node.watch_cloud()
         if order.spec.options.compress is not None:
             zstd.check_installed()
-        if run.checked_nonce != order.nonce:  # once per coordinator: a later fault must not end a group
-            check = partial(run.remote.check_shared, order.nonce, node=self._node.node_id)
-            await in_thread(self._node.remote_io, check)
-            run.checked_nonce = order.nonce
+        await in_thread(self._node.remote_io, run.check_storage, order.nonce, self._node.node_id)
         return await self.inventory(order.run_uid)
 
     async def put_away(self, order: PutAwayRun) -> bool:
@@ -142,20 +145,11 @@ class NodeAgent:
         """
         async with self._runs.turn(order.run_uid):
             run = await self._runs.take_up(order.spec, order.run_uid)
-            await self._effects.obey(run, n.RunPutAway(kept=order.kept, epoch=order.epoch))
+            await run.obey(n.RunPutAway(kept=order.kept, epoch=order.epoch))
         return True
 
     async def inventory(self, run_uid: str) -> Inventory:
-        run = self._runs.get(run_uid)
-        held = await in_thread(self._node.disk_io, lambda: tuple(run.staging.holdings(run_uid)))
-        directories = await in_thread(self._node.disk_io, run.staging.directories, run_uid)
-        kept = [h for h in held if not run.machine.is_deleted(h.fragment.attempt.attempt)]
-        return Inventory(
-            fragments=tuple(map(held_fragment, kept)),
-            directories=directories,
-            plan=run.plan,
-            disk=run.staging.disk,
-        )
+        return await in_thread(self._node.disk_io, inventory, self._runs.get(run_uid))
 
     async def disk(self, run_uid: str) -> DiskSpace:
         """Return the space of the file systems of the run's staging folders."""
@@ -165,44 +159,33 @@ class NodeAgent:
     async def start_session(self, start: SessionStart) -> None:
         plan, endpoints = start.unpack()
         run = self._runs.get(plan.run_uid)
-        ended = run.machine.plan
-        order = n.SessionStarted(plan=plan, node_id=self._node.node_id, epoch=start.epoch)
-        await self._effects.obey(run, order)
-        if run.machine.plan is not plan:
-            return  # a late message about a session that has ended
-        self._node.route.use(start.relay)
-        is_new = ended is None or ended.session_key < plan.session_key
-        if ended is not None and is_new:
-            error = RunSuperseded("A newer training group has opened this run.")
-            await run.end_session(ended.session, error)
-        if run.machine.here is None:  # no rank of the group is on this node to restore from memory
-            run.memory.close_arenas()
-        run.use(start.spec)
-        run.endpoints, run.is_over, run.is_finished = endpoints, False, False
-        if is_new:
-            run.memory.show(0)
-        if run.session is not None:
-            run.session.supersede()
-        run.session = NodeSession(self._node, run)
-        run.started.set()
+        run.starts[plan.session_key] = (start.spec, endpoints)
+        try:
+            await run.obey(n.SessionStarted(plan=plan, node_id=self._node.node_id, epoch=start.epoch))
+            if run.machine.plan == plan:  # the order may be repeated, with other addresses
+                run.take_start(plan)
+                self._node.route.use(start.relay)
+        finally:
+            run.starts.pop(plan.session_key, None)
 
     async def coordinator_returned(self, run_uid: str, epoch: int) -> None:
-        await self._effects.obey(self._runs.get(run_uid), n.CoordinatorReturned(epoch=epoch))
+        await self._runs.get(run_uid).obey(n.CoordinatorReturned(epoch=epoch))
 
     async def end_session(
         self, run_uid: str, session_key: SessionKey, error: CheckpointError, epoch: int
     ) -> None:
         """End the session of this node's ranks: the run has another owner."""
         order = n.SessionEnded(session_key=session_key, error=error, epoch=epoch)
-        await self._effects.obey(self._runs.get(run_uid), order)
+        await self._runs.get(run_uid).obey(order)
 
     async def update_peer(self, run_uid: str, node: str, endpoint: str) -> None:
         """Take the new address of another agent."""
         self._runs.get(run_uid).endpoints[node] = endpoint
 
-    async def release_run(self, run_uid: str, is_finished: bool) -> None:
+    async def release_run(self, run_uid: str, session_key: SessionKey, is_finished: bool, epoch: int) -> None:
         """Free the memory of a run that is over; the run's checkpoints stay on disk for now."""
-        self._runs.get(run_uid).release(is_finished=is_finished)
+        order = n.RunReleased(session_key=session_key, is_finished=is_finished, epoch=epoch)
+        await self._runs.get(run_uid).obey(order)
 
     # -- the coordinator's calls: checkpoints --------------------------------------------------------------
 
@@ -211,7 +194,7 @@ class NodeAgent:
     ) -> None:
         """Have all ranks of the session save after a step."""
         order = n.SaveStepAnnounced(session_key=session_key, signal=signal, epoch=epoch)
-        await self._effects.obey(self._runs.get(run_uid), order)
+        await self._runs.get(run_uid).obey(order)
 
     async def notify_outcome(
         self,
@@ -222,7 +205,7 @@ class NodeAgent:
         epoch: int,
     ) -> None:
         event = n.OutcomeNotified(attempt=attempt, level=level, error=error, epoch=epoch)
-        await self._effects.obey(self._runs.get(run_uid), event)
+        await self._runs.get(run_uid).obey(event)
 
     async def replicate(
         self, run_uid: str, attempt: AttemptId, node_index: int, holder: str, endpoint: str, epoch: int
@@ -230,7 +213,7 @@ class NodeAgent:
         run = self._runs.get(run_uid)
         run.endpoints[holder] = endpoint
         order = n.CopyOrdered(attempt=attempt, node_index=node_index, holder=holder, epoch=epoch)
-        await self._effects.obey(run, order)
+        await run.obey(order)
 
     async def drain(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> None:
         """Copy one fragment's files from this node to the storage path, the fragment itself last.
@@ -238,26 +221,18 @@ class NodeAgent:
         CorruptionError if a file on this node is damaged, OSError if the store or the disk fails.
         """
         run = self._runs.get(run_uid)
-        await self._effects.obey(run, n.EpochSeen(epoch=epoch))
+        await run.obey(n.EpochSeen(epoch=epoch))
         sent = await run.drain_threads.run(upload, run, attempt, node_index, self._node.copies)
         self._node.count_bytes(run.spec.name, "remote", sent)
 
     async def uploads(self, run_uid: str) -> dict[str, int]:
         """Return, by attempt, the bytes that unfinished uploads have sent to the storage path."""
-        sent: dict[str, int] = {}
-        for (attempt, _), pace in list(self._runs.get(run_uid).uploads.items()):
-            sent[attempt] = sent.get(attempt, 0) + pace.sent_bytes
-        return sent
+        return self._runs.get(run_uid).uploaded_bytes()
 
     async def delete(self, run_uid: str, directories: tuple[str, ...], epoch: int) -> dict[str, str]:
         """Delete folders. Return the folders that are left, with the error of each."""
-        run, left = self._runs.get(run_uid), {}
-        for directory in directories:
-            try:
-                await self._effects.obey(run, n.DeleteOrdered(directories=(directory,), epoch=epoch))
-            except OSError as error:
-                left[directory] = error_text(error)
-        return left
+        order = n.DeleteOrdered(directories=directories, epoch=epoch)
+        return await self._runs.get(run_uid).obey(order) or {}
 
     async def scrub(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> tuple[str, ...]:
         """Read this node's copy of a fragment and its files from the disk; move bad files to quarantine.
@@ -265,7 +240,7 @@ class NodeAgent:
         Returns the files that differ from their digests. OSError if a file cannot be read at all.
         """
         run = self._runs.get(run_uid)
-        await self._effects.obey(run, n.EpochSeen(epoch=epoch))
+        await run.obey(n.EpochSeen(epoch=epoch))
         return await in_thread(self._node.disk_io, scrub, run, attempt, node_index)
 
     async def scrub_remote(
@@ -282,16 +257,19 @@ class NodeAgent:
 
         `named` is as in `reserve`, for the manifest.
         """
+        return await (await self._restore(run_uid)).ticket(named=named)
+
+    async def _restore(self, run_uid: str) -> NodeRestore:
+        """Return the restore of the session at work; wait for the session to begin."""
         run = self._runs.get(run_uid)
-        await asyncio.wait_for(run.started.wait(), START_S)
-        return await require(run.session).restore.ticket(named=named)
+        await asyncio.wait_for(run.request(lambda token: SessionAwaited(token=token)), START_S)
+        return require(run.restore)
 
     async def get_whole_ticket(self, run_uid: str, session: int, named: bool) -> RestoreTicket:
         """Return the ticket with the manifest of all nodes. RunSuperseded if the session is over."""
         run = self._runs.get(run_uid)
-        if run.session is None or run.require_plan().session != session:
-            raise RunSuperseded("A newer session owns this run.")
-        return await run.session.restore.ticket(named=named, is_whole=True)
+        run.check_session(session)
+        return await require(run.restore).ticket(named=named, is_whole=True)
 
     async def fetch(
         self,
@@ -302,32 +280,22 @@ class NodeAgent:
         taken: tuple[RowKey, ...],
     ) -> SharedRows:
         """Read rows that several ranks of this node want, once for all these ranks."""
-        run = self._runs.get(run_uid)
-        await asyncio.wait_for(run.started.wait(), START_S)
-        return await require(run.session).restore.fetch(session, rank, wants, taken)
+        return await (await self._restore(run_uid)).fetch(session, rank, wants, taken)
 
     async def report_restored(
         self, run_uid: str, session: int, report: RankRestore, named: bool
     ) -> RestoreTicket | None:
         """Wait until all ranks have restored, or return a ticket that the rank restores instead."""
         run = self._runs.get(run_uid)
-        if run.session is None:
-            raise RunSuperseded("A newer session owns this run.")
-        if await run.session.restore.wait(session, report):
-            return None
-        return await self.get_ticket(run_uid, named)
+        is_over = await run.request(lambda token: RankRestored(token=token, session=session, report=report))
+        return None if is_over else await self.get_ticket(run_uid, named)
 
     async def reserve(self, run_uid: str, rank: int, size_bytes: int, named: bool) -> None:
         """Raise InsufficientSpace unless the arena fits in memory, and two checkpoints with copies on disk.
 
         `named` means that the arena has to be in /dev/shm.
         """
-        run = self._runs.get(run_uid)
-        ranks = run.machine.here.ranks if run.machine.here else (rank,)
-        options = run.spec.options
-        run.memory.reserve(rank, size_bytes, ranks=ranks, mode=options.memory, named=named)
-        needed = 2 * size_bytes * len(ranks) * (1 + options.replicas)
-        run.check_space(needed, what="Two checkpoints with copies", is_one_file=False)
+        self._runs.get(run_uid).reserve(rank, size_bytes, named=named)
 
     async def open_arena(
         self, run_uid: str, session: int, rank: int, size_bytes: int, named: bool
@@ -343,11 +311,7 @@ class NodeAgent:
             is_current=lambda: run.require_plan().session == session,
             pool=self._node.disk_io,
         )
-        return ArenaGrant(
-            mode=arena.mode,
-            paths=tuple(buffer.path for buffer in arena.buffers),
-            size_bytes=arena.buffers[0].size_bytes,
-        )
+        return arena.grant()
 
     async def signal_page(self, run_uid: str, named: bool) -> str:
         """Return the path of the save signal's page, which ranks map; `named` is as in `reserve`."""
@@ -366,30 +330,28 @@ class NodeAgent:
         event = n.ShardSealed(
             attempt=shard.attempt, rank=shard.rank, replicated=shard.replicated, metrics=shard.metrics
         )
-        await self._effects.handle(run, event)
+        run.host.handle(event)
         await run.captures.wait_released(shard)
 
     async def skip(self, run_uid: str, attempt: AttemptId, rank: int, reason: str) -> None:
         """Record that a rank cannot save."""
-        event = n.SaveFailed(attempt=attempt, rank=rank, reason=reason)
-        await self._effects.handle(self._runs.get(run_uid), event)
+        self._runs.get(run_uid).host.handle(n.SaveFailed(attempt=attempt, rank=rank, reason=reason))
 
     async def await_outcome(self, run_uid: str, attempt: AttemptId, level: Level) -> n.SaveOutcome:
         """Wait until the save has reached `level`, or was dropped."""
         run = self._runs.get(run_uid)
-
-        def find() -> n.SaveOutcome | None:
-            found = run.machine.outcomes.get(attempt.attempt)
-            is_settled = found is not None and (found.error is not None or (found.level or 0) >= level)
-            return found if is_settled else None
-
         options = run.spec.options
         limit_s = options.attempt_timeout_s + options.goal_timeout_s + OUTCOME_SLACK_S
-        return await asyncio.wait_for(run.wait_for(find), limit_s)
+        outcome: n.SaveOutcome = await asyncio.wait_for(
+            run.request(lambda token: OutcomeAwaited(token=token, attempt=attempt, level=level)), limit_s
+        )
+        return outcome
 
     async def await_session_end(self, run_uid: str, session: int) -> CheckpointError:
         """Wait until the session is over, and return the reason."""
-        return await self._runs.get(run_uid).await_end(session)
+        run = self._runs.get(run_uid)
+        error: CheckpointError = await run.request(lambda token: EndAwaited(token=token, session=session))
+        return error
 
     async def annotate(
         self, run_uid: str, step: int, metrics: Mapping[str, float], attempt: AttemptId | None
@@ -416,20 +378,20 @@ class NodeAgent:
         run = self._runs.get(run_uid)
         if rank == 0 and run.missing_is_due():
             self._node.spawn(run.check_missing())
-        if run.session is not None:
-            run.session.add_progress(session, rank, progress)
+        run.host.handle(RankProgressed(session=session, rank=rank, progress=progress))
         return run.missing if rank == 0 else ""
 
     async def awaited_ranks(self, run_uid: str) -> tuple[Awaited, ...]:
         """Return the ranks that the group waits for, by the coordinator's last answer."""
-        session = self._runs.get(run_uid).session
-        return session.awaited if session is not None else ()
+        return self._runs.get(run_uid).host.awaited
 
     async def await_barrier(self, run_uid: str, session: int, rank: int, number: int) -> tuple[int, ...]:
         """Wait at a barrier for all ranks of the group. Return the ranks that did not come."""
         run = self._runs.get(run_uid)
-        run.check_session(session)
-        return await require(run.session).await_barrier(rank, number)
+        missing: tuple[int, ...] = await run.request(
+            lambda token: RankMet(token=token, session=session, rank=rank, number=number)
+        )
+        return missing
 
     async def notify_preemption(self, notice: Notice) -> None:
         """Report that this node, or a rank on it, is about to go."""

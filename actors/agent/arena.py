@@ -24,7 +24,7 @@ from ray_ckpt.format.arena_page import RING_BLOCK_BYTES, RING_BYTES, ArenaPage, 
 from ray_ckpt.format.save_signal import PAGE_BYTES, write_flag
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.storage.local.pages import map_shared, populate
-from ray_ckpt.trainer.link import ArenaMode
+from ray_ckpt.trainer.link import ArenaGrant, ArenaMode
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
 log = logging.getLogger("ray_ckpt.agent")
@@ -159,6 +159,11 @@ class RankArena:
     def named_bytes(self) -> int:
         """Bytes in /dev/shm."""
         return sum(len(buffer.memory) for buffer in self.buffers if buffer.is_named)
+
+    def grant(self) -> ArenaGrant:
+        """Return the description of the buffers that the rank maps."""
+        paths = tuple(buffer.path for buffer in self.buffers)
+        return ArenaGrant(mode=self.mode, paths=paths, size_bytes=self.buffers[0].size_bytes)
 
     def chunks(self, buffer: ArenaMemory, attempt: str) -> Iterable[memoryview]:
         """Return the bytes of the shard file; the bytes of a stream can be read only once."""

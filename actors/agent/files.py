@@ -10,7 +10,7 @@ from functools import partial
 from ray_ckpt.actors.agent.priority import ActiveCopies, DrainRateLimiter
 from ray_ckpt.actors.agent.run import NodeRun, require
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.values import StoredFragment
+from ray_ckpt.core.values import Inventory, StoredFragment
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import shard_file, state_file
 from ray_ckpt.storage.local.direct import read_blocks_direct
@@ -150,6 +150,19 @@ def holding(run: NodeRun, attempt: AttemptId, node_index: int) -> Holding:
         if held.fragment.attempt == attempt and held.fragment.node_index == node_index:
             return held
     raise Unavailable(f"fragment {node_index} of step {attempt.step} is not on its node any more")
+
+
+def inventory(run: NodeRun) -> Inventory:
+    """Return the files of a run on this node, except those that are being deleted."""
+    held = tuple(run.staging.holdings(run.run_uid))
+    directories = run.staging.directories(run.run_uid)
+    kept = [each for each in held if not run.machine.is_deleted(each.fragment.attempt.attempt)]
+    return Inventory(
+        fragments=tuple(map(held_fragment, kept)),
+        directories=directories,
+        plan=run.host.plan,
+        disk=run.staging.disk,
+    )
 
 
 def held_fragment(held: Holding) -> StoredFragment:

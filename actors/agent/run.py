@@ -1,21 +1,25 @@
-"""One run on a node: the run's machine, disks, memory and session."""
+"""One run on a node: the run's host, disks, memory, and the callers that wait for the host."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ray_ckpt.actors.agent.captures import Captures
 from ray_ckpt.actors.agent.memory import RankMemory
 from ray_ckpt.actors.agent.priority import DrainRateLimiter, yield_to_training
-from ray_ckpt.actors.agent.session import NodeSession
+from ray_ckpt.actors.agent.restoring import NodeRestore
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.actors.threads import BriefThreads
+from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
-from ray_ckpt.core.values import SessionNode, SessionPlan
-from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
+from ray_ckpt.core.values import SessionKey, SessionNode, SessionPlan, Token
+from ray_ckpt.engine.node_host import NodeHost
+from ray_ckpt.engine.node_ports import CallerLeft, NodeHostEvent, OrderReceived
+from ray_ckpt.errors import RunSuperseded, Unavailable
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.transport.sending import Limiter
 
@@ -25,35 +29,57 @@ T = TypeVar("T")
 
 
 class NodeRun:
-    """State of a run on this node. Only the machine makes decisions."""
+    """State of a run on this node. Only the host makes decisions."""
 
-    def __init__(self, spec: RunSpec, run_uid: str, staging: Disks) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        run_uid: str,
+        staging: Disks,
+        host: Callable[[NodeRun, NodeMachine], NodeHost],
+    ) -> None:
         self.run_uid = run_uid
         self.staging = staging
         self.use(spec)
         # Separate threads for each run, since the storage path of another run may hang.
         self.drain_threads = BriefThreads(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
         self.uploads: dict[tuple[str, int], DrainRateLimiter] = {}  # by attempt and fragment
-        self.machine = NodeMachine(epoch=staging.epoch(run_uid))
         self.memory = RankMemory()
         self.captures = Captures()
-        self.session: NodeSession | None = None  # the last session that began on this node
-        self.started = asyncio.Event()  # a session has begun
-        self.ordering = asyncio.Lock()  # held while an epoch is made durable
+        self.restore: NodeRestore | None = None  # of the last session that began on this node
         self.endpoints: dict[str, str] = {}  # addresses of agents, by node
         self.annotating = 0  # number of annotations that wait for a save, or for the log
         self.checked_nonce = ""  # nonce of the coordinator for which the storage path was last checked
-        self.is_over = False  # the launcher has ended the run
-        self.is_finished = False  # the launcher has not given the run up, so the run will be put away
-        self._changed = asyncio.Condition()  # notified of outcomes, and of the end of a session
-        self._end: tuple[int, CheckpointError] | None = None  # the last session that ended, and the reason
         self.missing = ""  # what is missing on the storage path; see `RemoteTier.missing`
         self._missing_s = 0.0  # when `missing` was last checked (monotonic); inf during a check
+        self.starts: dict[SessionKey, tuple[RunSpec, dict[str, str]]] = {}  # orders that are being handled
+        self.waiting: dict[Token, asyncio.Future[Any]] = {}  # callers of the host
+        self.host = host(self, NodeMachine(epoch=staging.epoch(run_uid)))
 
     @property
-    def plan(self) -> SessionPlan | None:
-        """The plan of the group at work."""
-        return None if self.is_over else self.machine.plan
+    def machine(self) -> NodeMachine:
+        return self.host.machine
+
+    async def request(self, event: Callable[[Token], NodeHostEvent]) -> Any:
+        """Handle an event with a fresh token, and return the host's reply or raise its error."""
+        token = uuid.uuid4().hex
+        self.waiting[token] = asyncio.get_running_loop().create_future()
+        try:
+            self.host.handle(event(token))
+            return await self.waiting[token]
+        finally:
+            del self.waiting[token]
+            self.host.handle(CallerLeft(token=token))
+
+    async def obey(self, order: n.Order) -> dict[str, str] | None:
+        """Carry out an order of a coordinator; return the folders that could not be deleted.
+
+        Fenced if this node obeys a newer coordinator.
+        """
+        left: dict[str, str] | None = await self.request(
+            lambda token: OrderReceived(token=token, order=order)
+        )
+        return left
 
     def require_plan(self) -> SessionPlan:
         """Return the plan of the session, else raise Unavailable."""
@@ -74,6 +100,33 @@ class NodeRun:
         self.limiter = Limiter(spec.options.replicate_bytes_per_s)
         self.drain_limiter = Limiter(spec.options.drain_bytes_per_s)
 
+    def take_start(self, plan: SessionPlan) -> None:
+        """Take over the options and addresses that were sent with a plan."""
+        if (start := self.starts.pop(plan.session_key, None)) is not None:
+            spec, self.endpoints = start
+            self.use(spec)
+
+    def check_storage(self, nonce: str, node: str) -> None:
+        """Check the storage path once per coordinator, since a later fault must not end a group; block."""
+        if self.checked_nonce != nonce:
+            self.remote.check_shared(nonce, node=node)
+            self.checked_nonce = nonce
+
+    def uploaded_bytes(self) -> dict[str, int]:
+        """Return, by attempt, the bytes that unfinished uploads have sent."""
+        sent: dict[str, int] = {}
+        for (attempt, _), pace in list(self.uploads.items()):
+            sent[attempt] = sent.get(attempt, 0) + pace.sent_bytes
+        return sent
+
+    def reserve(self, rank: int, size_bytes: int, *, named: bool) -> None:
+        """Raise InsufficientSpace unless the arena of a rank and two checkpoints with copies fit."""
+        ranks = self.machine.here.ranks if self.machine.here else (rank,)
+        options = self.spec.options
+        self.memory.reserve(rank, size_bytes, ranks=ranks, mode=options.memory, named=named)
+        needed = 2 * size_bytes * len(ranks) * (1 + options.replicas)
+        self.check_space(needed, what="Two checkpoints with copies", is_one_file=False)
+
     def check_space(self, needed_bytes: int, *, what: str, is_one_file: bool = True) -> None:
         reserve_bytes = self.spec.options.reserve_bytes
         self.staging.check_space(
@@ -84,16 +137,6 @@ class NodeRun:
         """Write the epoch to disk; block until the write is durable."""
         name, path = self.spec.name, self.spec.storage_path
         self.staging.write_mark(self.run_uid, run_name=name, storage_path=path, epoch=epoch)
-
-    def release(self, *, is_finished: bool) -> None:
-        """Free the memory of a run that is over; the run's checkpoints stay on disk for now."""
-        self.is_over, self.is_finished = True, is_finished
-        self.close()
-
-    def close(self) -> None:
-        if self.session is not None:
-            self.session.restore.close_shared()
-        self.memory.close()
 
     async def check_missing(self) -> None:
         """Check the storage path, and set `missing`."""
@@ -108,25 +151,6 @@ class NodeRun:
         if is_due:
             self._missing_s = float("inf")
         return is_due
-
-    async def end_session(self, session: int, error: CheckpointError) -> None:
-        async with self._changed:
-            self._end = (session, error)
-            self._changed.notify_all()
-
-    async def notify_outcomes(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def await_end(self, session: int) -> CheckpointError:
-        """Wait until a session has ended, and return the reason."""
-        return await self.wait_for(lambda: self._end[1] if self._end and self._end[0] >= session else None)
-
-    async def wait_for(self, find: Callable[[], T | None]) -> T:
-        """Wait until `find` returns a value, such as an outcome or a session's end; return that value."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: find() is not None)
-            return require(find())
 
 
 def require(value: T | None) -> T:

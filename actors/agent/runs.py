@@ -8,11 +8,14 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from ray_ckpt.actors.agent.node import Node
+from ray_ckpt.actors.agent.ports import RayNodePorts
 from ray_ckpt.actors.agent.run import NodeRun
 from ray_ckpt.actors.messages import OpenedRun, RunSpec
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.config import staging_roots
+from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.ownership import RunMark
+from ray_ckpt.engine.node_host import NodeHost
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.storage.local.disks import Disks
 
@@ -41,19 +44,23 @@ class NodeRuns:
         """Return the run; open it if necessary."""
         if run_uid not in self.open:
             staging = await in_thread(self._node.disk_io, self._open_staging, spec)
-            self.open[run_uid] = NodeRun(spec, run_uid, staging)
+            self.open[run_uid] = NodeRun(spec, run_uid, staging, self._host)
         return self.open[run_uid]
 
     async def read_marks(self, spec: RunSpec) -> tuple[RunMark, ...]:
         staging = await in_thread(self._node.disk_io, self._open_staging, spec)
         return await in_thread(self._node.disk_io, staging.marks, spec.name, spec.storage_path)
 
+    def _host(self, run: NodeRun, machine: NodeMachine) -> NodeHost:
+        return NodeHost(machine, RayNodePorts(self._node, run, self.open), self._node.node_id)
+
     def opened(self) -> tuple[OpenedRun, ...]:
         """Return the runs that are at work or are to be put away."""
-        runs = [run for run in self.open.values() if run.is_finished or not run.is_over]
+        hosts = {uid: run.host for uid, run in self.open.items()}
         return tuple(
-            OpenedRun(spec=run.spec, run_uid=run.run_uid, plan=run.plan, epoch=run.machine.epoch)
-            for run in runs
+            OpenedRun(spec=self.open[uid].spec, run_uid=uid, plan=host.plan, epoch=host.machine.epoch)
+            for uid, host in hosts.items()
+            if host.machine.is_finished or not host.machine.is_released
         )
 
     def staging_text(self) -> str:

@@ -33,7 +33,6 @@ from ray_ckpt.engine.ports import (
     HostEvent,
     LauncherSeen,
     OpenOnNode,
-    ReleaseRun,
     StorageEffect,
     UpdatePeer,
 )
@@ -169,8 +168,8 @@ class RayPorts:
                 return "scrub_remote", (uid, attempt, num_nodes, index)
             case m.Scrub(attempt=attempt, node_index=index):
                 return "scrub", (uid, attempt, index, epoch)
-            case ReleaseRun(is_finished=is_finished):
-                return "release_run", (uid, is_finished)
+            case n.RunReleased(session_key=session_key, is_finished=is_finished, epoch=epoch):
+                return "release_run", (uid, session_key, is_finished, epoch)
             case UpdatePeer(node=node):
                 return "update_peer", (uid, node, cards[node].endpoint)
             case order:

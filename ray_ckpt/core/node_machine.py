@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.values import Captured, SessionNode, SessionPlan
+from ray_ckpt.core.values import Captured, SessionKey, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.format.names import attempt_of
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level
@@ -38,22 +38,25 @@ class NodeMachine:
     def __init__(self, *, epoch: int = 0) -> None:
         self.plan: SessionPlan | None = None
         self.here: SessionNode | None = None
+        self.is_released = False  # the launcher has ended the run
+        self.is_finished = False  # the launcher has not given the run up, so the run will be put away
+        self._ended: SessionKey = (0, 0)  # the newest session known to be over
         self._saves: dict[str, _Save] = {}
-        self.epoch = epoch  # epoch of the newest coordinator that sent an order
+        self.epoch = epoch
         self.outcomes: OrderedDict[str, n.SaveOutcome] = OrderedDict()
         self._deleted: OrderedDict[str, None] = OrderedDict()  # attempts whose deletion was ordered
         self._unreachable: set[str] = set()  # peers to probe until they answer
 
     def handle(self, event: n.NodeEvent) -> tuple[n.NodeEffect, ...]:
-        """Apply one event and return the effects, to be carried out in order."""
-        if not isinstance(event, n.Order):
-            return tuple(self._on(event))
-        if event.epoch < self.epoch:
+        """Apply one event and return the effects, to be carried out in order.
+
+        An order of a higher epoch returns PersistEpoch alone, and is repeated after EpochPersisted.
+        """
+        if isinstance(event, n.Order) and event.epoch < self.epoch:
             return (n.RefuseOrder(epoch=self.epoch),)
-        if event.epoch == self.epoch:
-            return tuple(self._on(event))
-        self.epoch = event.epoch
-        return (n.PersistEpoch(epoch=event.epoch), *self._on(event))
+        if isinstance(event, n.Order) and event.epoch > self.epoch:
+            return (n.PersistEpoch(epoch=event.epoch),)
+        return tuple(self._on(event))
 
     def incomplete(self) -> tuple[Captured, ...]:
         """Return the saves, at most MAX_UNSETTLED, that only some ranks of this node have captured."""
@@ -69,6 +72,23 @@ class NodeMachine:
         outcome = self.outcomes.get(attempt)
         return attempt in self._deleted or (outcome is not None and outcome.is_deleted)
 
+    def outcome(self, attempt: AttemptId, level: Level) -> n.SaveOutcome | None:
+        """Return the outcome of an attempt that has reached `level` or is dropped, else None.
+
+        An attempt of a session that is over has no other outcome. It may still reach a level above LOCAL.
+        """
+        known, is_unknown = self.outcomes.get(attempt.attempt), attempt.attempt not in self._saves
+        is_over = self._is_over((attempt.epoch, attempt.session))
+        if known is None and is_unknown and is_over and level is Level.LOCAL:
+            error = RunSuperseded(f"Step {attempt.step} is of a session that has ended.")
+            return n.SaveOutcome(level=None, error=error)
+        is_settled = known is not None and (known.error is not None or (known.level or 0) >= level)
+        return known if is_settled else None
+
+    def _is_over(self, session_key: SessionKey) -> bool:
+        is_older = self.plan is not None and session_key < self.plan.session_key
+        return is_older or session_key <= self._ended
+
     def reaches(self, peer: str) -> bool:
         """Return False from when a peer could not be reached until the peer answers again."""
         return peer not in self._unreachable
@@ -80,7 +100,8 @@ class NodeMachine:
         return handler(self, event)
 
     def _on_session_started(self, event: n.SessionStarted) -> Iterator[n.NodeEffect]:
-        if self.plan is not None and event.plan.session_key < self.plan.session_key:
+        last = self.plan
+        if self._is_over(event.plan.session_key):
             return  # a late order, for a group that has ended
         error = RunSuperseded("A newer training group has opened this run.")
         for save in list(self._saves.values()):
@@ -88,14 +109,24 @@ class NodeMachine:
                 yield from self._settle(save.attempt, None, error, keep_files=True)
         self.plan = event.plan
         self.here = next((n for n in event.plan.nodes if n.node_id == event.node_id), None)
+        if last is None or last.session_key < event.plan.session_key:  # else the order is repeated
+            self.is_released = self.is_finished = False
+            yield n.BeginSession(plan=event.plan, replaced=last.session if last is not None else None)
 
     def _on_session_ended(self, event: n.SessionEnded) -> Iterator[n.NodeEffect]:
         if self.plan is not None and self.plan.session_key > event.session_key:
             return
+        self._ended = max(self._ended, event.session_key)
         for save in list(self._saves.values()):
             yield from self._settle(save.attempt, None, event.error, keep_files=True)
         self.plan = self.here = None
         yield n.EndSession(session=event.session_key[1], error=event.error)
+
+    def _on_run_released(self, event: n.RunReleased) -> Iterator[n.NodeEffect]:
+        if self.plan is None or self.plan.session_key <= event.session_key:
+            self._ended = max(self._ended, event.session_key)
+            self.is_released, self.is_finished = True, event.is_finished
+            yield n.FreeMemory()
 
     def _on_run_put_away(self, event: n.RunPutAway) -> Iterator[n.NodeEffect]:
         error = RunSuperseded("The launcher has ended the run.")
@@ -108,16 +139,15 @@ class NodeMachine:
 
     def _on_shard_sealed(self, event: n.ShardSealed) -> Iterator[n.NodeEffect]:
         plan, here, name = self.plan, self.here, event.attempt.attempt
-        if plan is None or here is None or not plan.has(event.attempt) or event.rank not in here.ranks:
-            yield n.Release(attempt=event.attempt, rank=event.rank)
-            error = RunSuperseded(f"Step {event.attempt.step} is of a session that has ended.")
-            yield n.ResolveSave(attempt=event.attempt, level=None, error=error)
-            return
         if (
             known := self.outcomes.get(name)
         ) is not None:  # the save was dropped, or it is committed and must not be written again
             yield n.Release(attempt=event.attempt, rank=event.rank)
             yield n.ResolveSave(attempt=event.attempt, level=known.level, error=known.error)
+            return
+        if plan is None or here is None or not plan.has(event.attempt) or event.rank not in here.ranks:
+            yield n.Release(attempt=event.attempt, rank=event.rank)
+            yield from self._settle(event.attempt, None, self._stray_error(event.attempt), keep_files=True)
             return
         yield from self._forget_oldest()
         save = self._saves.setdefault(name, _Save(attempt=event.attempt))
@@ -128,6 +158,12 @@ class NodeMachine:
         if event.metrics is not None:
             save.metrics = event.metrics
         yield n.WriteShard(attempt=event.attempt, rank=event.rank)
+
+    def _stray_error(self, attempt: AttemptId) -> CheckpointError:
+        """Return the error for a save of a session that is not at work here."""
+        if self.plan is None and not self._is_over((attempt.epoch, attempt.session)):
+            return Unavailable(f"Step {attempt.step} is not saved: the new agent has no session yet.")
+        return RunSuperseded(f"Step {attempt.step} is of a session that has ended.")
 
     def _on_shard_written(self, event: n.ShardWritten) -> Iterator[n.NodeEffect]:
         yield n.Release(attempt=event.attempt, rank=event.rank)
@@ -171,6 +207,10 @@ class NodeMachine:
         """Delete the files of a save dropped in the meantime; leave any other save to the coordinator."""
         if self.is_deleted(attempt.attempt):
             yield n.DeleteFolder(directory=attempt.directory)
+
+    def _on_epoch_persisted(self, event: n.EpochPersisted) -> Iterable[n.NodeEffect]:
+        self.epoch = max(self.epoch, event.epoch)
+        return ()
 
     def _on_epoch_seen(self, event: n.EpochSeen) -> Iterable[n.NodeEffect]:
         return ()
@@ -283,11 +323,13 @@ class NodeMachine:
 _HANDLERS: Mapping[type[n.NodeEvent], Callable[[NodeMachine, Any], Iterable[n.NodeEffect]]] = {
     n.SessionStarted: NodeMachine._on_session_started,
     n.SessionEnded: NodeMachine._on_session_ended,
+    n.RunReleased: NodeMachine._on_run_released,
     n.RunPutAway: NodeMachine._on_run_put_away,
     n.ShardSealed: NodeMachine._on_shard_sealed,
     n.ShardWritten: NodeMachine._on_shard_written,
     n.SaveFailed: NodeMachine._on_save_failed,
     n.FragmentWritten: NodeMachine._on_fragment_written,
+    n.EpochPersisted: NodeMachine._on_epoch_persisted,
     n.EpochSeen: NodeMachine._on_epoch_seen,
     n.SaveStepAnnounced: NodeMachine._on_save_step_announced,
     n.CopyOrdered: NodeMachine._on_copy_ordered,

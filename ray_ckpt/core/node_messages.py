@@ -103,6 +103,13 @@ class OutcomeNotified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPersisted:
+    """The epoch is durable on this node; from now on the node refuses orders of lower epochs."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpochSeen:
     """A coordinator whose fence is in the log has sent only its epoch."""
 
@@ -144,6 +151,15 @@ class SaveStepAnnounced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunReleased:
+    """The launcher has ended the run; this session and all earlier sessions are over. Checkpoints stay."""
+
+    session_key: SessionKey
+    is_finished: bool  # the launcher has not given the run up, so the run will be put away
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPutAway:
     """The run has finished: this node needs to keep only these folders of the run."""
 
@@ -160,13 +176,21 @@ Order: TypeAlias = (
     | CopyOrdered
     | DeleteOrdered
     | SaveStepAnnounced
+    | RunReleased
     | RunPutAway
 )
-"""Messages of a coordinator; void if their epoch is below the highest epoch seen by the node."""
+"""Messages of a coordinator; void if their epoch is below the node's epoch, the highest that is durable."""
 
 
 NodeEvent: TypeAlias = (
-    ShardSealed | ShardWritten | SaveFailed | FragmentWritten | CopyEnded | PeerReturned | Order
+    ShardSealed
+    | ShardWritten
+    | SaveFailed
+    | FragmentWritten
+    | CopyEnded
+    | PeerReturned
+    | EpochPersisted
+    | Order
 )
 
 # -- effects -----------------------------------------------------------------------------------------
@@ -261,7 +285,7 @@ class ForgetRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersistEpoch:
-    """Make the highest epoch seen durable on this node before the next effects are carried out."""
+    """Make a higher epoch durable on this node, then repeat the order, which has had no effect so far."""
 
     epoch: int
 
@@ -271,6 +295,19 @@ class RefuseOrder:
     """Report to the sender of an order that this node obeys a higher epoch."""
 
     epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginSession:
+    """Begin the session of a newer plan; callers that wait for the session before it get RunSuperseded."""
+
+    plan: SessionPlan
+    replaced: int | None  # the session that was at work until now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeMemory:
+    """Free the memory that the ranks of the run have mapped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +339,8 @@ NodeEffect: TypeAlias = (
     | ForgetRun
     | PersistEpoch
     | RefuseOrder
+    | BeginSession
     | EndSession
+    | FreeMemory
     | ShowSaveSignal
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import Inventory, SessionKey, SessionPlan
-from ray_ckpt.engine.ports import Answered, Call, Failure, OpenOnNode, ReleaseRun, RunOpened, UpdatePeer
+from ray_ckpt.engine.ports import Answered, Call, Failure, OpenOnNode, RunOpened, UpdatePeer
 from ray_ckpt.errors import CheckpointError, StorageNotShared, StoragePathError
 
 if TYPE_CHECKING:
@@ -102,7 +102,12 @@ class OpenedNodes:
         if (cause is not None) != self._is_released:
             self._is_released = cause is not None
             if cause is not None:
-                self._host.send(sorted(self.opened), ReleaseRun(is_finished=cause == "finished"))
+                released = n.RunReleased(
+                    session_key=self._host.last_session_key,
+                    is_finished=cause == "finished",
+                    epoch=self._host.machine.epoch,
+                )
+                self._host.send(sorted(self.opened), released)
         if cause is None:
             self.renew()
             for node in sorted(event.live - self.known()):

@@ -35,20 +35,13 @@ class OpenOnNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseRun:
-    """Free the memory of a run that is over."""
-
-    is_finished: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePeer:
     """Take the current address of the agent of another node."""
 
     node: str
 
 
-AgentOrder: TypeAlias = n.Order | m.Drain | m.Scrub | OpenOnNode | ReleaseRun | UpdatePeer
+AgentOrder: TypeAlias = n.Order | m.Drain | m.Scrub | OpenOnNode | UpdatePeer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.run_machine import CLOCK_S, RunMachine
-from ray_ckpt.core.values import Inventory, SessionPlan, Token
+from ray_ckpt.core.values import Inventory, SessionKey, SessionPlan, Token
 from ray_ckpt.engine.answers import drain_bound_s, event_of
 from ray_ckpt.engine.deletes import NodeDeletes, folders_left, together
 from ray_ckpt.engine.groups import Groups
@@ -68,6 +68,7 @@ class RunHost:
         self._putting_away: set[str] = set()  # nodes that have not answered the last RunPutAway
         self._put_away_error: str | None = None
         self._found: SessionPlan | None = None  # plan of a group at work under an earlier coordinator
+        self._begun: SessionKey = (0, 0)  # the last session that this coordinator has begun
         self._num_scrubs = 0
         self._was_open = False  # the epoch of this coordinator has been in the log
         self._awaiting_log: list[Token] = []  # callers that wait for the epoch of this coordinator
@@ -82,6 +83,12 @@ class RunHost:
     def is_starting(self) -> bool:
         """True while nodes of a group have not answered the order to start its session."""
         return bool(self._starting)
+
+    @property
+    def last_session_key(self) -> SessionKey:
+        """The newest session that this coordinator knows, logged or not."""
+        last = self.machine.history.session
+        return max(self._begun, (last.opened_by, last.session) if last is not None else (0, 0))
 
     def needed_nodes(self) -> Set[str]:
         """Return the nodes whose agents may not end: the machine's, and all while a group is being opened."""
@@ -210,6 +217,7 @@ class RunHost:
     def _start_session(self, effect: m.StartSession) -> None:
         """Send the plan to all nodes of the group; the callers are answered when all nodes have it."""
         plan, epoch = effect.plan, self.machine.epoch
+        self._begun = plan.session_key
         self._starting[effect.tokens] = {node.node_id for node in plan.nodes}
         for node in plan.nodes:
             order = n.SessionStarted(plan=plan, node_id=node.node_id, epoch=epoch)

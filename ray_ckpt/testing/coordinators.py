@@ -13,9 +13,11 @@ from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.values import Inventory, SessionPlan, Token
 from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.groups import group_nodes
+from ray_ckpt.engine.node_ports import OrderReceived
 from ray_ckpt.engine.notices import Notices
 from ray_ckpt.engine.ports import (
     AgentDied,
+    AgentOrder,
     Answered,
     Call,
     Failure,
@@ -25,27 +27,29 @@ from ray_ckpt.engine.ports import (
     LauncherSeen,
     OpenOnNode,
     PartRequested,
-    ReleaseRun,
     RunOpened,
     StorageEffect,
     UpdatePeer,
 )
 from ray_ckpt.engine.relays import Batch
 from ray_ckpt.engine.run_host import RunHost
-from ray_ckpt.errors import RunSuperseded, SaveNotCollective, Unavailable
+from ray_ckpt.errors import Fenced, RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.names import attempt_of
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.testing.oracle import must
 from ray_ckpt.testing.parts import (
+    Agent,
     Answer,
     Coordinator,
     Create,
     Fate,
     Group,
     Launcher,
+    Message,
+    Node,
     Order,
+    OrderCall,
     Pass,
     Replied,
     Report,
@@ -86,7 +90,7 @@ class WirePorts:
             case m.Drain() | m.Scrub():
                 world.wire.append(Work(self.name, call))
                 return
-            case ReleaseRun() | UpdatePeer():  # a world has neither memory nor addresses
+            case UpdatePeer():  # a world has no addresses
                 return
             case n.SessionStarted(plan=plan) if call.work is not None:
                 world.oracle.begun(plan, store_is_silent=world.is_silent(self.process))
@@ -95,16 +99,14 @@ class WirePorts:
         self.process.calls.append(call)
 
     def _open_now(self, call: Call) -> None:
-        """Open the run on a node at once; the answers of all nodes arrive in one message."""
+        """Send the order to open the run at once; answers that come at the same time are one message."""
         is_absent = call.node in self.world.absent
         if is_absent:
             self.process.absent.add(call.node)
-        answer = Answered(to=call, failure=NO_ANSWER) if is_absent else self.world.obeys(call, self.name)
-        last = self.world.wire[-1] if self.world.wire else None
-        if isinstance(last, Answer) and last.coordinator == self.name and _is_of_round(last, call):
-            self.world.wire[-1] = replace(last, events=(*last.events, answer))
+        if is_absent:
+            self.world.answer(self.name, Answered(to=call, failure=NO_ANSWER))
         else:
-            self._answer(answer)
+            self.world.send_order(Order(call, self.name))
 
     def agents(self) -> Set[str]:
         return self.process.agents
@@ -190,10 +192,10 @@ class WirePorts:
                     oracle.learns_stored(self.name, held.attempt, held.node_index, node)
 
 
-def _is_of_round(message: Answer, call: Call) -> bool:
-    """Return True if a message has the answers of other nodes to the same call."""
-    first = message.events[0]
-    return isinstance(first, Answered) and isinstance(first.to, Call) and first.to.order == call.order
+def _is_of_round(message: Message, name: str, order: AgentOrder) -> bool:
+    """Return True if a message has the answers of other nodes to the same order of a coordinator."""
+    first = message.events[0] if isinstance(message, Answer) and message.coordinator == name else None
+    return isinstance(first, Answered) and isinstance(first.to, Call) and first.to.order == order
 
 
 class Coordinators(StorageWork):
@@ -234,7 +236,7 @@ class Coordinators(StorageWork):
     def _plans(self, service: str) -> list[SessionPlan]:
         """Return the plans of the groups at work, as agents report them to a new coordinator."""
         agents = (self.nodes[node].agent for node in sorted(self.live(service)))
-        return [a.machine.plan for a in agents if a is not None and a.machine.plan is not None]
+        return [a.host.plan for a in agents if a is not None and a.host.plan is not None]
 
     def _open_log(self, service: str, *, owner: str | None, raises: bool = False) -> Coordinator | None:
         """Start a coordinator that reads and claims the log; return None if the claim is refused.
@@ -335,15 +337,15 @@ class Coordinators(StorageWork):
             process.agents.discard(name)
             if self.nodes[name].agent is None:
                 continue
-            refused = self._agent_does(name, n.EpochSeen(epoch=process.machine.epoch))
-            if refused is not None:
-                self._feed(process.name, m.OrderRefused(epoch=refused))
-                continue
-            for launcher, group, member in self.members():
-                is_at_work = self.is_at_work(launcher, group) and launcher.service == process.service
-                text = f"the idle agent of {name} ends, and {launcher.name} is at work there"
-                must(not is_at_work or member.node != name, "P7", text)
-            self.crash_agent(name)
+            call = Call(node=name, order=n.EpochSeen(epoch=process.machine.epoch))
+            self.send_order(Order(call, process.name), ends_agent=True)
+
+    def _end_idle_agent(self, node: Node) -> None:
+        for launcher, group, member in self.members():
+            is_at_work = self.is_at_work(launcher, group) and launcher.service == node.service
+            text = f"the idle agent of {node.name} ends, and {launcher.name} is at work there"
+            must(not is_at_work or member.node != node.name, "P7", text)
+        self.crash_agent(node.name)
 
     def is_at_work(self, launcher: Launcher, group: Group) -> bool:
         """Return True if all nodes of a group train in the session that the log has last."""
@@ -352,7 +354,7 @@ class Coordinators(StorageWork):
             member.state == "training"
             and agent is not None
             and member.plan is not None
-            and agent.machine.plan == member.plan
+            and agent.host.plan == member.plan
             and not self.oracle.is_over(member.plan)
             for member, agent in zip(group.members, agents, strict=True)
         )
@@ -396,46 +398,29 @@ class Coordinators(StorageWork):
 
     def _order(self, message: Order, fate: Fate) -> None:
         """Deliver a call to an agent; the sender may get the answer."""
-        call, sender, batch = message.call, message.sender, message.batch
-        answer = Answered(to=call, failure=NO_ANSWER)
-        if (
-            self.disks_fail
-            and isinstance(call.order, n.DeleteOrdered)
-            and fate == "delivered"
-            and self.clock % 2
-        ):
-            answer = self._deletes_some(call, call.order, sender)
-        elif fate != "lost":
-            done = self.obeys(call, sender)
-            answer = done if fate == "delivered" or _refusal(done) else answer
-        process = self.coordinators.get(sender)
+        if fate == "lost":
+            done = OrderCall(message, fate, 0)
+            self._send_back(done, Answered(to=message.call, failure=NO_ANSWER))
+        else:
+            self.send_order(message, fate)
+
+    def answer(self, name: str, answer: Answered) -> None:
+        """Send the answer to a call to its coordinator."""
+        process, call = self.coordinators.get(name), answer.to
+        assert isinstance(call, Call)
         if process is None or not process.is_up:
             return
-        if batch is not None and (fate != "delivered" or not self._is_relay(batch.relay)):
-            self._send_again(batch, sender)
-            return
-        if batch is not None and batch.answered(message.number) is None:
-            return  # answered before
-        if process.is_frozen or isinstance(call.work, NodeDeletes | m.PutAway):
-            self.wire.append(Answer(sender, (answer,)))
+        if isinstance(call.order, OpenOnNode) and call.order.number:
+            for index, message in enumerate(self.wire):
+                if _is_of_round(message, name, call.order):
+                    assert isinstance(message, Answer)
+                    self.wire[index] = replace(message, events=(*message.events, answer))
+                    return
+            self.wire.append(Answer(name, (answer,)))
+        elif process.is_frozen or isinstance(call.work, NodeDeletes | m.PutAway):
+            self.wire.append(Answer(name, (answer,)))
         else:
-            self._feed(sender, answer)
-
-    def _deletes_some(self, call: Call, order: n.DeleteOrdered, sender: str) -> Answered:
-        """Let an agent delete some folders of an order; the disk fails for the first one and others."""
-        node, process = self.nodes[call.node], self.coordinators.get(sender)
-        deleted = node.agent.machine.is_deleted if node.agent is not None else bool
-        left = {d for d in order.directories[::2] if d in node.disk.folders and not deleted(attempt_of(d))}
-        rest = tuple(directory for directory in order.directories if directory not in left)
-        done = self.obeys(replace(call, order=replace(order, directories=rest)), sender)
-        if done.failure is not None or node.agent is None:
-            return replace(done, to=call)
-        if process is not None and isinstance(
-            call.work, NodeDeletes
-        ):  # others are orphans for the next group
-            awaited = {delete.directory for delete in call.work.deletes}
-            process.left |= {(call.node, directory) for directory in left & awaited}
-        return replace(done, to=call, value=dict.fromkeys(sorted(left), "the disk failed"))
+            self._feed(name, answer)
 
     def _check_collected(self, process: Coordinator, attempt: str) -> None:
         """Check that no node has reported that it could not delete a checkpoint that is called collected."""
@@ -444,29 +429,78 @@ class Coordinators(StorageWork):
         there = [x.name for x in nodes if x.agent is not None and x.name in process.host.nodes.opened]
         must(not there, "P8", f"{directory} is called collected, and nodes {there} have not deleted it")
 
-    def obeys(self, call: Call, sender: str) -> Answered:
-        """Let the agent of a node handle a call, and return the agent's answer."""
-        node, order = self.nodes[call.node], call.order
-        process = self.coordinators.get(sender)
-        starts = isinstance(order, OpenOnNode | n.RunPutAway)
-        if not node.is_alive:
-            # Files of a node that is gone are gone with it.
-            return Answered(to=call, failure=None if isinstance(call.work, NodeDeletes) else NO_ANSWER)
-        if starts:
-            self._start_agent(node)
+    def send_order(self, message: Order, fate: Fate = "delivered", *, ends_agent: bool = False) -> None:
+        """Let the agent of a node handle a call; `_order_answered` follows, perhaps at once."""
+        call, node, order = message.call, self.nodes[message.call.node], message.call.order
+        process, agent = self.coordinators.get(message.sender), node.agent
+        if node.is_alive and isinstance(order, OpenOnNode | n.RunPutAway):
+            agent = self._start_agent(node)
             if process is not None:
                 process.agents.add(node.name)
-        if node.agent is None:
-            return Answered(to=call, failure=NO_ANSWER)
+        if not node.is_alive or agent is None:
+            # Files of a node that is gone are gone with it.
+            is_gone = not node.is_alive and isinstance(call.work, NodeDeletes)
+            answer = Answered(to=call, failure=None if is_gone else NO_ANSWER)
+            self._send_back(OrderCall(message, fate, 0), answer)
+            return
         event: Any = n.EpochSeen(epoch=order.epoch) if isinstance(order, OpenOnNode) else order
-        refused = self._agent_does(node.name, event)
-        if refused is not None:
-            return Answered(to=call, failure=Failure(text="it obeys another", epoch=refused))
-        if process is not None and isinstance(order, OpenOnNode):  # its inventory has what is left
+        if event.epoch >= agent.machine.epoch:
+            _note_order(agent, event)
+        self.num_orders += 1
+        token = f"order-{self.num_orders}"
+        self.order_calls[token] = OrderCall(message, fate, agent.number, ends_agent)
+        self._to_agent(node, OrderReceived(token=token, order=event))
+        if isinstance(event, n.OutcomeNotified) and event.epoch == agent.machine.epoch:
+            self.oracle.settled(event.attempt, event.level)
+            self._note_drop(agent, event.attempt.attempt)
+
+    def _order_answered(self, node: Node, done: OrderCall, value: object, error: Exception | None) -> None:
+        """Take an agent's answer to an order."""
+        call, order = done.message.call, done.message.call.order
+        process, answer = self.coordinators.get(done.message.sender), Answered(to=call, value=value)
+        if process is not None and error is None:
+            self._note_left(process, node, call, value if done.fate == "delivered" else None)
+        if isinstance(error, Fenced):
+            answer = Answered(to=call, failure=Failure(text=str(error), epoch=error.fields["epoch"]))
+        elif error is not None or done.fate == "unanswered":
+            answer = Answered(to=call, failure=NO_ANSWER)
+        elif isinstance(order, OpenOnNode):
+            answer = Answered(to=call, value=self._inventory(node.name))
+        if error is None and not isinstance(order, OpenOnNode | n.RunPutAway):
+            assert not isinstance(order, m.Drain | m.Scrub | UpdatePeer)
+            text = f"{node.name} has obeyed epoch {order.epoch}, and has {node.disk.epoch} on its disk"
+            must(node.disk.epoch >= order.epoch, "P3", text)
+            self.check_callers(node, order)
+            self.check_session(node, order)
+        if done.ends_agent and error is None:
+            self._end_idle_agent(node)
+        else:
+            self._send_back(done, answer)
+
+    def _send_back(self, done: OrderCall, answer: Answered) -> None:
+        """Send an answer to its coordinator, perhaps through a relay."""
+        message, process = done.message, self.coordinators.get(done.message.sender)
+        if process is None or not process.is_up:
+            return
+        if message.batch is not None:
+            if done.fate != "delivered" or not self._is_relay(message.batch.relay):
+                self._send_again(message.batch, message.sender)
+                return
+            if message.batch.answered(message.number) is None:
+                return  # answered before
+        self.answer(message.sender, answer)
+
+    def _note_left(self, process: Coordinator, node: Node, call: Call, value: object) -> None:
+        """Note the folders that a node has reported as not deleted, although a deletion waits for them."""
+        if isinstance(call.order, OpenOnNode):  # its inventory has what is left
             process.left = {left for left in process.left if left[0] != node.name}
-        if process is not None and isinstance(order, n.DeleteOrdered):
-            process.left -= {(node.name, directory) for directory in order.directories}
-        return Answered(to=call, value=self._inventory(node.name) if isinstance(order, OpenOnNode) else None)
+        if isinstance(call.order, n.DeleteOrdered):
+            deletes = call.work.deletes if isinstance(call.work, NodeDeletes) else ()
+            awaited = {delete.directory for delete in deletes}
+            left = {(node.name, directory) for directory in value} if isinstance(value, dict) else set()
+            process.deleted |= {(node.name, directory) for directory in call.order.directories} - left
+            left = {(name, directory) for name, directory in left if directory in awaited}
+            process.left = (process.left | left) - process.deleted
 
     def _inventory(self, name: str) -> Inventory:
         node = self.nodes[name]
@@ -477,7 +511,7 @@ class Coordinators(StorageWork):
         return TakenInventory(
             fragments=held.fragments,
             directories=held.directories,
-            plan=machine.plan,
+            plan=node.agent.host.plan,
             disk=held.disk,
             at=self.clock,
             agent=node.agent.number,
@@ -526,6 +560,12 @@ def _joins_twice(first: list[str], second: list[str]) -> tuple[tuple[str, list[s
     return ("a", first[::-1]), ("a", first), ("b", second)
 
 
-def _refusal(answer: Answered) -> bool:
-    """Return True if an agent has refused an order, which the agent repeats until its sender notices."""
-    return answer.failure is not None and answer.failure.epoch is not None
+def _note_order(agent: Agent, order: n.Order) -> None:
+    """Note the sessions that an order to an agent begins or ends."""
+    match order:
+        case n.SessionStarted(plan=plan):
+            agent.began = max(agent.began, plan.session_key)
+        case n.SessionEnded(session_key=key):
+            agent.ended = max(agent.ended, key)
+        case n.RunPutAway():
+            agent.ended = max(agent.ended, agent.began)

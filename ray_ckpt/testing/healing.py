@@ -65,7 +65,7 @@ class Healing:
         world = self._world
         for _, _, member in world.members():
             agent = world.nodes[member.node].agent
-            if member.state == "training" and (agent is None or agent.machine.plan != member.plan):
+            if member.state == "training" and (agent is None or agent.host.plan != member.plan):
                 world.restart_agent(member.node)  # the ranks' agent is dead, whoever has started another
         for _ in range(3):  # the session is sent again if it was lost
             self._rest()
@@ -74,7 +74,7 @@ class Healing:
             if process is None or process.machine.plan is None or member.plan != process.machine.plan:
                 continue
             if member.state == "training" and not world.oracle.is_over(process.machine.plan):
-                has_plan = agent is not None and agent.machine.plan == member.plan
+                has_plan = agent is not None and agent.host.plan == member.plan
                 must(has_plan, "P7", f"the agent of {member.node} has not the session of {launcher.name}")
 
     def _check_zombies(self) -> None:

@@ -1,4 +1,4 @@
-"""Nodes with their disks and agents: the shell of `actors/agent` around a NodeMachine."""
+"""Nodes with their disks and agents: the real host of a node with faulty ports, and its ranks' calls."""
 
 from __future__ import annotations
 
@@ -10,9 +10,20 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.values import Token
-from ray_ckpt.errors import RunSuperseded
-from ray_ckpt.format.names import shard_file
-from ray_ckpt.testing.oracle import Oracle
+from ray_ckpt.engine.node_host import NodeHost
+from ray_ckpt.engine.node_ports import (
+    EndAwaited,
+    NodeHostEvent,
+    OutcomeAwaited,
+    PeerProbed,
+    ProbePeer,
+    RankMet,
+    RankRestored,
+    WorkEnded,
+)
+from ray_ckpt.errors import Unavailable
+from ray_ckpt.testing.node_ports import WireNodePorts
+from ray_ckpt.testing.oracle import Oracle, must
 from ray_ckpt.testing.parts import (
     Agent,
     Coordinator,
@@ -23,7 +34,11 @@ from ray_ckpt.testing.parts import (
     Member,
     Message,
     Node,
+    OrderCall,
+    RankCall,
+    Replied,
     Report,
+    Reporter,
     Work,
     file_entry,
     fragment_on_disk,
@@ -63,14 +78,19 @@ class Nodes:
         self.launchers: dict[str, Launcher] = {}
         self.wire: list[Message] = []
         self.disks_fail = False  # True: disks often cannot delete a folder
+        self.timers: list[Local] = []  # of agents; due ones go to the wire
         self.absent: frozenset[str] = frozenset()  # nodes whose agents do not answer a call to all agents
-        self.waiting: dict[Token, tuple[str, Launcher | Member]] = {}  # coordinator and caller
+        self.waiting: dict[Token, tuple[str, Launcher | Reporter]] = {}  # coordinator and caller
+        self.order_calls: dict[Token, OrderCall] = {}  # orders that agents carry out
+        self.rank_calls: dict[Token, RankCall] = {}  # without an answer
+        self.rank_replies: dict[Token, RankCall] = {}  # with an answer on the wire
         self.pins: dict[Token, tuple[str, str]] = {}  # requested pins: attempt, owner
         self.annotations: dict[Token, tuple[int, str, float]] = {}  # requested: step, metric, value
         self.drills: set[Token] = set()  # tokens of ended drills; a record's text is its token
-        self.barriers: dict[Token, m.BarrierReached] = {}  # barriers at which members wait
+        self.barriers: dict[Token, m.BarrierReached] = {}  # barriers that agents have reported
         self.saved_at_s: dict[str, float] = {}  # attempt -> when the first rank captured it
         self.num_tokens = 0
+        self.num_orders = 0
         self.num_agents = 0
         for service, size in clusters.items():
             for _ in range(size):
@@ -96,7 +116,7 @@ class Nodes:
         slowest = min(other.saved for other in group.members)
         return member.state == "training" and member.saved == slowest
 
-    def _members(self, node: str) -> Iterator[Member]:
+    def members_on(self, node: str) -> Iterator[Member]:
         for _, _, member in self.members():
             if member.node == node and member.state != "ended":
                 yield member
@@ -104,70 +124,117 @@ class Nodes:
     def live(self, service: str) -> set[str]:
         return {node.name for node in self.nodes.values() if node.is_alive and node.service == service}
 
+    def report(self, node: str, number: int, event: m.Event) -> None:
+        """Send a report of an agent to the coordinator of its service."""
+        token = ""
+        if isinstance(event, m.BarrierReached | m.NodeRestored):
+            token = self._token()
+            event = replace(event, token=token)
+            self.waiting[token] = ("", Reporter(node, number, event))
+            if isinstance(event, m.BarrierReached):
+                self.barriers[token] = event
+        self.wire.append(Report(self.nodes[node].service, event, token))
+
     def _token(self) -> Token:
         self.num_tokens += 1
         return f"token-{self.num_tokens}"
 
-    # -- the agent's shell -----------------------------------------------------------------------------
+    # -- agents ----------------------------------------------------------------------------------------
 
     def _start_agent(self, node: Node) -> Agent:
         """Return the node's agent, after starting it if necessary."""
         if node.agent is None:
             self.num_agents += 1
-            node.agent = Agent(self.num_agents, NodeMachine(epoch=node.disk.epoch))
+            node.agent = Agent(self.num_agents, self._new_host(node, self.num_agents))
         return node.agent
 
-    def _agent_does(self, name: str, event: n.NodeEvent) -> int | None:
-        """Let an agent handle an event; return the agent's epoch if it refuses an order of a lower epoch."""
-        agent = self.nodes[name].agent
-        assert agent is not None
-        refused = None
-        for effect in agent.machine.handle(event):
-            if isinstance(effect, n.RefuseOrder):
-                refused = effect.epoch
-            else:
-                self._node_does(name, agent, effect)
-        return refused
+    def _new_host(self, node: Node, number: int) -> NodeHost:
+        machine = NodeMachine(epoch=node.disk.epoch)
+        return NodeHost(machine, WireNodePorts(self, node.name, number), node.name)
 
-    def _node_does(self, name: str, agent: Agent, effect: n.NodeEffect) -> None:
-        node = self.nodes[name]
-        match effect:
-            case n.PersistEpoch(epoch=epoch):
-                node.disk.epoch = max(node.disk.epoch, epoch)
-            case n.WriteShard(attempt=attempt, rank=rank):
-                assert agent.machine.plan is not None
-                file = shard_file(rank, agent.machine.plan.world_size)
-                node.disk.write(attempt.directory)
-                self.wire.append(Local(name, agent.number, effect, file))
-            case n.SendCopy():
-                self.wire.append(Local(name, agent.number, effect, at_s=self.now_s + self.copy_s))
-            case n.WriteFragment() | n.DeleteFolder() | n.CheckPeer():
-                self.wire.append(Local(name, agent.number, effect))
-            case n.ReportStored() | n.ReportCopied() | n.ReportRefused():
-                self.wire.append(Report(node.service, _report_of(name, effect)))
-            case n.Release(rank=rank):
-                for member in self._members(name):
-                    member.busy.discard(rank)
-            case n.ResolveSave():
-                self._resolve(name, agent, effect)
-            case n.ShowSaveSignal(signal=signal):
-                agent.signal = signal
-            case n.ForgetRun(kept=kept):
-                self._forget_run(node, agent, kept)
-            case n.EndSession(session=session):
-                for member in self._members(name):
-                    if member.plan is not None and member.plan.session <= session:
-                        member.state = "ended"
+    def _to_agent(self, node: Node, event: n.NodeEvent | NodeHostEvent) -> None:
+        assert node.agent is not None
+        node.agent.host.handle(event)
+        if isinstance(event, n.SaveFailed):
+            self._note_drop(node.agent, event.attempt.attempt)
 
-    def _resolve(self, name: str, agent: Agent, effect: n.ResolveSave) -> None:
-        attempt = effect.attempt
-        self.oracle.settled(attempt, effect.level)
-        if agent.machine.is_deleted(attempt.attempt):
+    def _note_drop(self, agent: Agent, attempt: str) -> None:
+        if agent.machine.is_deleted(attempt):
             self.oracle.gave_up(attempt, agent.machine.epoch)
-        if isinstance(effect.error, RunSuperseded):
-            for member in self._members(name):
-                if member.plan is not None and member.plan.has(attempt):
-                    member.state = "ended"
+
+    def call_agent(
+        self,
+        member: Member,
+        event: OutcomeAwaited | EndAwaited | RankMet | RankRestored,
+    ) -> None:
+        """Let a rank call its agent, and wait for the answer; nothing happens if there is no agent."""
+        agent = self.nodes[member.node].agent
+        if agent is None:
+            return
+        assert member.plan is not None
+        self.rank_calls[event.token] = RankCall(member, member.plan, event, agent.number)
+        self.wire.append(Local(member.node, agent.number, event))
+
+    def agent_answered(self, name: str, token: Token, value: object, error: Exception | None) -> None:
+        """Take the answer of an agent to a coordinator or a rank."""
+        if (order := self.order_calls.pop(token, None)) is not None:
+            self._order_answered(self.nodes[name], order, value, error)
+        elif (call := self.rank_calls.pop(token, None)) is not None:
+            self.rank_replies[token] = call
+            agent = self.nodes[name].agent
+            if agent is not None and error is None:
+                self._check_answer(agent, call, value)
+            self.wire.append(Replied(token, value, error))
+
+    def _order_answered(self, node: Node, done: OrderCall, value: object, error: Exception | None) -> None:
+        raise NotImplementedError  # see Coordinators
+
+    def _check_answer(self, agent: Agent, call: RankCall, value: object) -> None:
+        """Check an answer against the orders and calls that the world has seen."""
+        event, key = call.event, call.plan.session_key
+        if isinstance(value, n.SaveOutcome) and isinstance(event, OutcomeAwaited):
+            self.oracle.settled(event.attempt, value.level)
+            self._note_drop(agent, event.attempt.attempt)
+        if isinstance(event, EndAwaited):
+            is_over = key <= agent.ended or key < agent.began
+            must(is_over, "P7", f"ranks of session {key} are sent its end, and it has not ended")
+        if isinstance(event, RankMet) and value == ():
+            self.oracle.entered(key, event.number)
+
+    def check_session(self, node: Node, order: n.Order) -> None:
+        """Check that an order that was carried out leaves a newer session at work."""
+        agent = node.agent
+        assert agent is not None
+        plan = agent.machine.plan
+        if plan is not None:
+            text = f"{node.name} goes back to session {plan.session_key}, and {agent.over} is over"
+            must(plan.session_key > agent.over, "P7", text)
+        if isinstance(order, n.RunReleased) and plan is not None and plan.session_key > order.session_key:
+            must(agent.host.plan is not None, "P7", f"{node.name} releases session {plan.session_key}")
+        if isinstance(order, n.SessionEnded):
+            agent.over = max(agent.over, order.session_key)
+        elif isinstance(order, n.SessionStarted) and plan is not None:
+            agent.over = max(agent.over, (plan.epoch, plan.session - 1))
+
+    def check_callers(self, node: Node, order: n.Order) -> None:
+        """Check that an order that was carried out has woken the ranks that wait for it."""
+        for call in self.rank_calls.values():
+            if node.agent is None or call.agent != node.agent.number or not call.has_arrived:
+                continue
+            match order, call.event:
+                case n.OutcomeNotified(), OutcomeAwaited(attempt=attempt, level=level):
+                    is_for = attempt == order.attempt
+                    is_for &= order.error is not None or (order.level or 0) >= level
+                    text = f"the outcome of step {attempt.step}"
+                case n.SessionEnded(session_key=key), EndAwaited(session=session):
+                    is_for = call.plan.session_key <= key and session <= key[1]
+                    text = f"the end of session {session}"
+                case n.SessionStarted(plan=plan), EndAwaited(session=session):
+                    is_for = call.plan.session_key < plan.session_key and session < plan.session
+                    text = f"the end of session {session}"
+                case _:
+                    continue
+            must(not is_for, "P7", f"ranks on {node.name} are not sent {text}")
 
     def _forget_run(self, node: Node, agent: Agent, kept: Collection[str]) -> None:
         for directory in sorted(node.disk.folders):
@@ -175,36 +242,55 @@ class Nodes:
                 self.oracle.deletes(node.disk, directory, self.storage)
                 node.disk.delete(directory)
         node.disk.epoch = node.disk.epoch if node.disk.folders else 0
-        agent.machine = NodeMachine(epoch=node.disk.epoch)
 
     def _local(self, message: Local, fate: Fate) -> None:
         """Carry out local work; lost work means that the disk or the peer has failed."""
         node = self.nodes[message.node]
-        agent = node.agent
+        agent, work, token = node.agent, message.work, message.token
         if agent is None or agent.number != message.agent:
             return
-        match message.work:
+        failure = OSError("disk full") if fate == "lost" else None
+        match work:
+            case n.WriteShard(attempt=attempt, rank=rank) if failure is not None:
+                self._to_agent(node, n.SaveFailed(attempt=attempt, rank=rank, reason=str(failure)))
             case n.WriteShard(attempt=attempt, rank=rank):
-                if fate == "lost":
-                    self._agent_does(node.name, n.SaveFailed(attempt=attempt, rank=rank, reason="disk full"))
-                    return
                 node.disk.write(attempt.directory, message.file)
                 files = (file_entry(attempt, message.file),)
-                self._agent_does(node.name, n.ShardWritten(attempt=attempt, rank=rank, files=files, rows=()))
+                self._to_agent(node, n.ShardWritten(attempt=attempt, rank=rank, files=files, rows=()))
             case n.WriteFragment(fragment=fragment):
                 held = fragment_on_disk(fragment)
                 node.disk.put(held, tuple(file.name for file in fragment.files))
                 self._arrived(node, (held.attempt.attempt, held.node_index))
-                self._agent_does(node.name, n.FragmentWritten(attempt=held.attempt, entry=held.fragment))
-            case n.SendCopy() as work:
+                self._to_agent(node, n.FragmentWritten(attempt=held.attempt, entry=held.fragment))
+            case n.SendCopy():
                 self._send(node, message, work, fate)
-            case n.CheckPeer(peer=peer):
-                self._agent_does(node.name, n.PeerReturned(peer=peer))
+            case ProbePeer(peer=peer, until_s=until_s):
+                is_there = self.reaches(node.name, peer)
+                self._to_agent(node, PeerProbed(peer=peer, is_there=is_there, until_s=until_s))
+            case n.PersistEpoch(epoch=epoch):
+                if failure is None:
+                    node.disk.epoch = max(node.disk.epoch, epoch)
+                self._to_agent(node, WorkEnded(work=work, token=token, error=failure))
             case n.DeleteFolder(directory=directory):
-                self.oracle.deletes(node.disk, directory, self.storage)
-                node.disk.delete(directory)
+                fails = fate == "lost" or (self.disks_fail and self.clock % 4 == 0)
+                failure = OSError("io") if fails and directory in node.disk.folders else None
+                if failure is None:
+                    self.oracle.deletes(node.disk, directory, self.storage)
+                    node.disk.delete(directory)
+                self._to_agent(node, WorkEnded(work=work, token=token, error=failure))
+            case n.ForgetRun(kept=kept):
+                host = agent.host
+                if failure is None:
+                    self._forget_run(node, agent, kept)
+                    agent.host = self._new_host(node, agent.number)
+                    agent.began = agent.ended = agent.over = (0, 0)
+                host.handle(WorkEnded(work=work, token=token, error=failure))
+            case OutcomeAwaited() | EndAwaited() | RankMet() | RankRestored():
+                if work.token in self.rank_calls:
+                    self.rank_calls[work.token].has_arrived = True
+                self._to_agent(node, work)
             case event:
-                self._agent_does(node.name, event)
+                self._to_agent(node, event)
 
     def _send(self, node: Node, message: Local, work: n.SendCopy, fate: Fate) -> None:
         copy, holder = (work.attempt.attempt, work.node_index), work.holder
@@ -223,7 +309,7 @@ class Nodes:
             error=error,
             is_unreachable=is_silent,
         )
-        self._agent_does(node.name, ended)
+        self._to_agent(node, ended)
 
     def reaches(self, name: str, peer: str) -> bool:
         """Return True if the agent on `peer` answers the node `name`."""
@@ -273,42 +359,22 @@ class Nodes:
         self.clock += 1
         self.nodes[name].agent = None
         self._lose_local(name)
-        for member in self._members(name):
+        for member in self.members_on(name):
             member.busy = set()
 
     def _lose_local(self, name: str) -> None:
-        """Drop the work of an agent that has ended; the agent's uploads stay unfinished."""
+        """Drop the work of an agent that has ended; its callers get an error, its uploads stay unfinished."""
         for message in self.wire:
             match message:
                 case Work(effect=m.Drain(attempt=attempt, node_index=index, node_id=node)) if node == name:
                     if not self.storage.is_away:
                         self.storage.leave_upload(attempt, index, self.now_s)
         self.wire = [w for w in self.wire if not (isinstance(w, Local) and w.node == name)]
-
-
-def _report_of(name: str, effect: n.ReportStored | n.ReportCopied | n.ReportRefused) -> m.Event:
-    """Return the event that the coordinator receives for a node's report."""
-    match effect:
-        case n.ReportStored():
-            return m.NodeStored(
-                attempt=effect.attempt,
-                node_index=effect.node_index,
-                node_id=name,
-                fragment=effect.fragment,
-                size_bytes=effect.size_bytes,
-                replicated=effect.replicated,
-                metrics=effect.metrics,
-                epoch=effect.epoch,
-            )
-        case n.ReportCopied():
-            return m.ReplicaEnded(
-                attempt=effect.attempt,
-                node_index=effect.node_index,
-                holder=effect.holder,
-                error=effect.error,
-                epoch=effect.epoch,
-                source=name,
-                is_unreachable=effect.is_unreachable,
-            )
-        case n.ReportRefused(attempt=attempt, ranks=ranks, reason=reason):
-            return m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)
+        self.timers = [timer for timer in self.timers if timer.node != name]
+        died = Unavailable("The agent died.")
+        for token in [token for token, call in self.rank_calls.items() if call.member.node == name]:
+            self.agent_answered(name, token, None, died)
+        for token, order in list(self.order_calls.items()):
+            if order.message.call.node == name:
+                del self.order_calls[token]
+                self._order_answered(self.nodes[name], order, None, died)

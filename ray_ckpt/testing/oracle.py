@@ -310,9 +310,9 @@ class Oracle:
         fragments = {index for index, node in known if live is None or node in live}
         return name in self.history.checkpoints or (plan is not None and len(fragments) == len(plan.nodes))
 
-    def gave_up(self, attempt: AttemptId, epoch: int) -> None:
+    def gave_up(self, attempt: str, epoch: int) -> None:
         """Record that a node reports a save as dropped; a later coordinator may find the save complete."""
-        self.dropped[attempt.attempt] = epoch
+        self.dropped[attempt] = epoch
 
     def settled(self, attempt: AttemptId, level: Level | None) -> None:
         """Check the level of a save that is reported to ranks; None promises nothing."""
@@ -322,17 +322,23 @@ class Oracle:
             assert known is not None
             must(known.level >= level, "P6", f"step {attempt.step} was called {level.label} too early")
 
-    def comes(self, event: BarrierReached) -> None:
-        """Record that ranks reach a barrier."""
-        self.reached.setdefault((event.session_key, event.number), set()).update(event.ranks)
+    def comes(self, session_key: SessionKey, number: int, rank: int) -> None:
+        """Record that a rank reaches a barrier."""
+        self.reached.setdefault((session_key, number), set()).add(rank)
+
+    def entered(self, session_key: SessionKey, number: int) -> None:
+        """Check that all ranks have reached a barrier which ranks may enter."""
+        plan = next(plan for plan in reversed(self.sessions) if plan.session_key == session_key)
+        ranks = {rank for node in plan.nodes for rank in node.ranks}
+        missing = ranks - self.reached[session_key, number]
+        what = f"barrier {number} of session {session_key}"
+        must(not missing, "P9", f"{what} is entered without ranks {missing}")
 
     def met(self, coordinator: str, event: BarrierReached, answer: BarrierAnswer) -> None:
-        """Check the answer that ranks receive at a barrier."""
+        """Check the answer that a coordinator sends to the ranks at a barrier."""
         what = f"barrier {event.number} of session {event.session_key}"
-        reached = self.reached[event.session_key, event.number]
-        plan = next(plan for plan in reversed(self.sessions) if plan.session_key == event.session_key)
-        missing = {rank for node in plan.nodes for rank in node.ranks} - reached
-        must(bool(answer.missing) or not missing, "P9", f"{what} is entered without ranks {missing}")
+        if not answer.missing:
+            self.entered(event.session_key, event.number)
         first = self.answers.setdefault((coordinator, event.session_key, event.number), answer)
         must(first == answer, "P9", f"{what} is entered by some ranks only")
 

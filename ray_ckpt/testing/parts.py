@@ -10,9 +10,18 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.run_machine import RunMachine
-from ray_ckpt.core.values import Inventory, SessionPlan, StoredFragment, Token
+from ray_ckpt.core.values import Inventory, SessionKey, SessionPlan, StoredFragment, Token
 from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.idle_agents import IdleAgents
+from ray_ckpt.engine.node_host import NodeHost
+from ray_ckpt.engine.node_ports import (
+    EndAwaited,
+    NodeHostEvent,
+    NodeWork,
+    OutcomeAwaited,
+    RankMet,
+    RankRestored,
+)
 from ray_ckpt.engine.ports import Call, HostEvent, StorageEffect
 from ray_ckpt.engine.relays import Batch, OrderRelays
 from ray_ckpt.engine.run_host import RunHost
@@ -35,8 +44,15 @@ class Agent:
     """The agent process of a node; each new process gets a new number."""
 
     number: int
-    machine: NodeMachine
+    host: NodeHost
     signal: SaveSignal | None = None  # the signal on the page that the node's ranks read
+    began: SessionKey = (0, 0)  # the newest session that an order has begun
+    ended: SessionKey = (0, 0)  # the newest session that an order has ended
+    over: SessionKey = (0, 0)  # the newest session that is surely over: its end is carried out
+
+    @property
+    def machine(self) -> NodeMachine:
+        return self.host.machine
 
 
 @dataclass(slots=True)
@@ -69,6 +85,7 @@ class Coordinator:
     left: set[tuple[str, str]] = field(default_factory=set)  # (node, folder) that could not be deleted
     relays: OrderRelays = field(default_factory=lambda: OrderRelays(0))
     calls: list[Call] = field(default_factory=list)  # calls of this event, not sent yet
+    deleted: set[tuple[str, str]] = field(default_factory=set)  # folders that nodes have ever deleted
 
     @property
     def machine(self) -> RunMachine:
@@ -99,8 +116,8 @@ class Member:
     saved: int = 0  # number of the group's saves that the member has made
     missed: int = 0  # number of the save signal whose step was already over
     met: int = 0  # number of the last barrier with a received answer
-    went: int = 0  # number of the last barrier that all ranks have reached
     busy: set[int] = field(default_factory=set)  # ranks whose arena is not released yet
+    read: set[int] = field(default_factory=set)  # ranks that have read their state by the plan
     error: Exception | None = None  # the error that the ranks received
 
 
@@ -129,6 +146,39 @@ class Launcher:
         """End the launcher's process, if it has not ended before."""
         self.died_s = now_s if self.died_s is None else self.died_s
         self.state = state
+
+
+# -- calls that wait at an agent -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OrderCall:
+    """A call of a coordinator that an agent has received and not answered yet."""
+
+    message: Order
+    fate: Fate
+    agent: int  # number of the agent
+    ends_agent: bool = False  # the agent ends if it carries the order out
+
+
+@dataclass(slots=True)
+class RankCall:
+    """A call of a rank that waits at the agent of its node."""
+
+    member: Member
+    plan: SessionPlan  # of the ranks
+    event: OutcomeAwaited | EndAwaited | RankMet | RankRestored
+    agent: int  # number of the agent
+    has_arrived: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """An agent that waits for the coordinator's answer to a report."""
+
+    node: str
+    agent: int  # number of the agent
+    event: m.Event
 
 
 # -- messages ------------------------------------------------------------------------------------------
@@ -199,10 +249,11 @@ class Local:
 
     node: str
     agent: int  # number of the agent; a later agent does not continue the work
-    work: n.NodeEvent | n.WriteShard | n.WriteFragment | n.SendCopy | n.DeleteFolder | n.CheckPeer
+    work: n.NodeEvent | NodeHostEvent | NodeWork
     file: str = ""  # of a WriteShard
     at_s: float = 0.0  # earliest time of delivery
     is_silent: bool = False  # the peer of the copy does not answer
+    token: Token = ""  # as the host has given it
 
 
 @dataclass(frozen=True, slots=True)

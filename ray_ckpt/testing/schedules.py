@@ -87,10 +87,10 @@ class Schedule:
         """Map each event to its share; an event returns a line for the story, or None if it cannot happen."""
         chance = self.chance
         return {
-            self.deliver_some: 70,
+            self.deliver_some: 100,
             self.ranks_act: 60,
             self.time_passes: 12,
-            self.launchers_act: 8,
+            self.launchers_act: 10,
             self.store_changes: 3,
             self.coordinator_restarts: 5,
             self.coordinator_dies: 1,
@@ -147,7 +147,7 @@ class Schedule:
     def deliver_some(self) -> str | None:
         if not self.world.wire:
             return None
-        number = self.chance.choice([1, 2, 4, 8, 16])
+        number = self.chance.choice([1, 4, 8, 16, 24])
         return "deliver " + " ".join(name for _ in range(number) if (name := self._deliver_one()))
 
     def _deliver_one(self) -> str:
@@ -244,16 +244,17 @@ class Schedule:
         candidates = [member for *_, member in self.world.members() if member.state == "training"]
         if (member := self._any(candidates)) is None:
             return None
-        self.world.meet(member)
+        self.world.meet(member, self.chance.choice([None, None, 1]))
         return f"{member.node} comes to barrier {member.met + 1}"
 
     def ranks_wait(self) -> str | None:
         """Let a rank of a node restore before the other ranks."""
-        candidates = [member for *_, member in self.world.members() if member.plan is not None]
-        if (member := self._any(candidates)) is None:
+        candidates = [(la, x) for la, _, x in self.world.members() if x.state == "waiting"]
+        if (found := self._any(candidates)) is None:
             return None
-        self.world.wait_to_restore(member)
-        return f"a rank on {member.node} waits to restore"
+        launcher, member = found
+        self.world.read_state(member, launcher.name, num_ranks=1)
+        return f"a rank on {member.node} reads"
 
     def user_pins(self) -> str | None:
         """Pin a checkpoint, or remove a pin."""

@@ -16,6 +16,14 @@ from ray_ckpt.admin import pins
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import RankProgress, SessionPlan, Token
+from ray_ckpt.engine.node_ports import (
+    EndAwaited,
+    OutcomeAwaited,
+    RankMet,
+    RankProgressed,
+    RankRestored,
+    ReportAnswered,
+)
 from ray_ckpt.engine.ports import AgentDied, ServiceEnding
 from ray_ckpt.engine.stopping import objections
 from ray_ckpt.errors import CheckpointError, ConfigError, RunSuperseded, Unavailable
@@ -36,12 +44,14 @@ from ray_ckpt.testing.parts import (
     Message,
     Order,
     Pass,
+    RankCall,
     Replied,
     Report,
+    Reporter,
     Work,
 )
 from ray_ckpt.testing.stores import START_S, Copy
-from ray_ckpt.types import AttemptId, RankRestore
+from ray_ckpt.types import AttemptId, Level, RankRestore
 
 
 class World(Coordinators):
@@ -83,9 +93,6 @@ class World(Coordinators):
                 return process is None or not process.is_frozen
             case Create(is_late=False):
                 return True
-            case Local(node=name, agent=number, work=n.CheckPeer(peer=peer)):
-                agent = self.nodes[name].agent
-                return agent is None or agent.number != number or self.reaches(name, peer)
             case Local(at_s=at_s):
                 return at_s <= self.now_s
             case _:
@@ -96,6 +103,8 @@ class World(Coordinators):
     def wait(self, seconds: float) -> None:
         self.clock += 1
         self.now_s += seconds
+        self.wire += [timer for timer in self.timers if timer.at_s <= self.now_s]
+        self.timers = [timer for timer in self.timers if timer.at_s > self.now_s]
 
     def tick(self, name: str) -> None:
         """Let a coordinator check the clock and its nodes."""
@@ -175,7 +184,7 @@ class World(Coordinators):
         if disk == "destroyed":
             node.disk.destroy()
             self.oracle.destroyed(node.disk)
-        for member in self._members(name):
+        for member in self.members_on(name):
             member.state = "ended"
         self._lose_local(name)
         self.oracle.check(self)
@@ -235,22 +244,26 @@ class World(Coordinators):
         self._end_group(self.launchers[name])
         self.launchers[name].state = "idle"
 
-    def read_state(self, member: Member, owner: str) -> None:
-        """Let the ranks of a node restore by the plan of their agent, and report the result."""
+    def read_state(self, member: Member, owner: str, *, num_ranks: int | None = None) -> None:
+        """Let ranks of a node, by default all, restore by the plan of their agent, and report the result."""
         self.clock += 1
         agent = self.nodes[member.node].agent
-        plan = agent.machine.plan if agent is not None else None
-        if plan is None or plan.owner != owner or plan == member.plan:
+        plan = agent.host.plan if agent is not None else None
+        if plan is None or plan.owner != owner:
             return
-        member.plan, member.state = plan, "reading"
-        self.oracle.restores(plan)
+        if plan != member.plan:
+            member.plan, member.read = plan, set()
+            self.oracle.restores(plan)
+        ranks = [rank for rank in member.ranks if rank not in member.read][:num_ranks]
+        if not ranks:
+            return
+        member.read.update(ranks)
+        member.state = "reading" if len(member.read) == len(member.ranks) else member.state
         damage = tuple(self._damage(plan, member.node))
         self.oracle.read(plan, damage)
-        token = self._token()
-        ranks = tuple(RankRestore(rank=k, damage=damage) for k in member.ranks)
-        event = m.NodeRestored(token=token, session_key=plan.session_key, node_id=member.node, ranks=ranks)
-        self.waiting[token] = ("", member)
-        self.wire.append(Report(self.nodes[member.node].service, event, token))
+        for rank in ranks:
+            report = RankRestore(rank=rank, damage=damage)
+            self.call_agent(member, RankRestored(token=self._token(), session=plan.session, report=report))
 
     def save(self, group: Group, member: Member, gap: int) -> None:
         """Let the ranks of a node capture the group's next save; the first member chooses the step."""
@@ -284,6 +297,8 @@ class World(Coordinators):
                 event = n.SaveFailed(attempt=attempt, rank=rank, reason="busy")
             member.busy.add(rank)
             self.wire.append(Local(member.node, agent.number, event))
+            token = f"outcome-{attempt.attempt}-{rank}"
+            self.call_agent(member, OutcomeAwaited(token=token, attempt=attempt, level=Level.LOCAL))
 
     def finish(self, name: str, *, ends_group: bool = False) -> None:
         """Let a launcher request the last checkpoint on the storage path, perhaps at the end of training."""
@@ -377,34 +392,23 @@ class World(Coordinators):
                     updates=step - _resumed_step(member.plan),
                     saved_updates=saved - _resumed_step(member.plan) if member.saved else 0,
                 )
-                ranks = dict.fromkeys(member.ranks, progress)
                 agent = self.nodes[member.node].agent
-                captured = agent.machine.incomplete() if agent is not None else ()
-                event = m.RanksProgressed(
-                    session_key=member.plan.session_key, ranks=ranks, captured=captured, met=member.went
-                )
-                self.wire.append(Report(launcher.service, event))
+                for rank in member.ranks if agent is not None else ():
+                    assert agent is not None
+                    event = RankProgressed(session=member.plan.session, rank=rank, progress=progress)
+                    self.wire.append(Local(member.node, agent.number, event))
 
-    def meet(self, member: Member) -> None:
-        """Let the ranks of a node reach their next barrier, or repeat an unanswered call."""
+    def meet(self, member: Member, num_ranks: int | None = None) -> None:
+        """Let ranks of a node, by default all, reach their next barrier, or repeat a call."""
         self.clock += 1
         assert member.plan is not None
-        token = self._token()
-        event = m.BarrierReached(
-            token=token, session_key=member.plan.session_key, number=member.met + 1, ranks=member.ranks
-        )
-        self.barriers[token], self.waiting[token] = event, ("", member)
-        self.oracle.comes(event)
-        self.wire.append(Report(self.nodes[member.node].service, event, token))
-
-    def wait_to_restore(self, member: Member) -> None:
-        """Let some ranks of a node finish reading their state before the others."""
-        self.clock += 1
-        if member.plan is not None:
-            event = m.RanksRestored(
-                session_key=member.plan.session_key, node_id=member.node, ranks=member.ranks[:1]
-            )
-            self.wire.append(Report(self.nodes[member.node].service, event))
+        if self.nodes[member.node].agent is None:
+            return
+        plan, number = member.plan, member.met + 1
+        for rank in member.ranks[:num_ranks]:
+            self.oracle.comes(plan.session_key, number, rank)
+            event = RankMet(token=self._token(), session=plan.session, rank=rank, number=number)
+            self.call_agent(member, event)
 
     def upload_late(self, attempt: AttemptId, *, age_s: float = 0.0) -> None:
         """Put a file on the storage path, as a late upload for which no coordinator waits."""
@@ -436,6 +440,8 @@ class World(Coordinators):
                 yield f"fragment {index}"
 
     def _replied(self, message: Replied) -> None:
+        if (call := self.rank_replies.pop(message.token, None)) is not None:
+            self._rank_answered(call, message)
         waiting = self.waiting.pop(message.token, None)
         if message.error is None:
             if message.token in self.pins:
@@ -447,8 +453,11 @@ class World(Coordinators):
         match waiting:
             case (_, Launcher() as launcher) if launcher.state != "dead":
                 self._launcher_answered(launcher, message)
-            case (_, Member() as member) if member.state != "ended":
-                self._member_answered(member, message)
+            case (_, Reporter(node=name, agent=number, event=event)):
+                agent = self.nodes[name].agent
+                if agent is not None and agent.number == number:
+                    answer = ReportAnswered(report=event, value=message.value, error=message.error)
+                    agent.host.handle(answer)
 
     def _launcher_answered(self, launcher: Launcher, message: Replied) -> None:
         if isinstance(message.error, RunSuperseded) and launcher.state == "asking":
@@ -468,25 +477,27 @@ class World(Coordinators):
             launcher.finished = True
             self.oracle.finished(message.value)
 
-    def _member_answered(self, member: Member, message: Replied) -> None:
-        barrier = self.barriers.get(message.token)
-        if barrier is not None:
-            self._met(member, barrier, message)
-        elif message.error is not None:
-            member.state, member.error = "ended", message.error
-        elif isinstance(message.value, SessionPlan):
-            member.state = "waiting"
-        else:
-            assert member.plan is not None
-            member.state = "training"
-            self.oracle.go(member.plan)
-
-    def _met(self, member: Member, barrier: m.BarrierReached, message: Replied) -> None:
-        """Record the answer to a barrier; after an error the ranks repeat the call."""
-        is_current = member.plan is not None and member.plan.session_key == barrier.session_key
-        if isinstance(message.value, m.BarrierAnswer) and is_current and barrier.number == member.met + 1:
-            member.met = barrier.number
-            member.went = member.went if message.value.missing else barrier.number
+    def _rank_answered(self, call: RankCall, message: Replied) -> None:
+        """Take the answer of an agent to a rank; an answer of an earlier session means nothing."""
+        member, event = call.member, call.event
+        if member.state == "ended" or member.plan != call.plan:
+            return
+        match event, message.value:
+            case OutcomeAwaited(), n.SaveOutcome(error=RunSuperseded() as error):
+                member.state, member.error = "ended", error
+            case EndAwaited(), Exception() as error:
+                member.state, member.error = "ended", error
+            case RankMet(number=number), tuple() if number == member.met + 1:
+                member.met = number
+            case RankRestored(), False:
+                member.state = "waiting"
+            case RankRestored(), True if member.state == "reading":
+                member.state = "training"
+                self.oracle.go(call.plan)
+                token = f"end-{member.node}-{call.plan.session_key}"
+                self.call_agent(member, EndAwaited(token=token, session=call.plan.session))
+            case RankRestored(), None:
+                member.state, member.error = "ended", message.error
 
     def _give_up(self, launcher: Launcher, error: CheckpointError) -> None:
         self._end_group(launcher)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from ray_ckpt.actors.agent.restoring import NodeRestore
-from ray_ckpt.core import messages as m
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.restore.manifest import MappedManifest
@@ -32,22 +31,19 @@ class Stage:
 
     def __init__(self, stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint, *, is_proven: bool) -> None:
         (nodes.root / A).chmod(0o700)
-        plan = plan_of(saved, fragments=digests(saved) if is_proven else ())
+        self.plan = plan_of(saved, fragments=digests(saved) if is_proven else ())
         self.run: Any = SimpleNamespace(
             run_uid=UID,
             memory=SimpleNamespace(arenas={}),
             staging=stack.enter_context(closing(Disks([nodes.root / A]))),
             spec=SimpleNamespace(storage=RemoteRef(storage_path=str(nodes.root), run_name="gpt")),
             endpoints=nodes.endpoints,
-            require_plan=lambda: plan,
         )
         pool = stack.enter_context(ThreadPoolExecutor(2))
         self.node: Any = SimpleNamespace(node_id=A, credentials=KEYS.credentials, disk_io=pool)
 
     def restore(self) -> NodeRestore:
-        async def reported(method: str, event: m.Event) -> None: ...
-
-        return NodeRestore(self.node, self.run, reported)
+        return NodeRestore(self.node, self.run, self.plan)
 
 
 @pytest.fixture

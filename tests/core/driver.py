@@ -424,7 +424,10 @@ class Cluster(Harness):
                 self.feed(event)
             case ToNode(node=node, event=node_event):
                 if node in self.live:
-                    for effect in self.machines[node].handle(node_event):
+                    machine = self.machines[node]
+                    if isinstance(node_event, n.Order):
+                        machine.handle(n.EpochPersisted(epoch=node_event.epoch))
+                    for effect in machine.handle(node_event):
                         self._node_does(node, effect)
                     if isinstance(node_event, n.SessionStarted):
                         self.wire.append(ToCoordinator(self._restore(node_event.plan, node)))
@@ -549,7 +552,7 @@ class Cluster(Harness):
                 self.settled.append((node, effect))
             case n.DeleteFolder(directory=directory):
                 self.disks[node].delete(directory.rpartition("-")[2])
-            case n.PersistEpoch() | n.RefuseOrder() | n.EndSession():
+            case n.RefuseOrder() | n.BeginSession() | n.EndSession():
                 pass
             case n.Release():
                 pass

@@ -229,7 +229,7 @@ def test_a_run_that_somebody_else_has_by_now_is_left_to_them() -> None:
 def test_who_waits_for_a_session_on_a_node_hears_that_it_is_over() -> None:
     run = Harness("ab")
     run.open("ab")
-    machine = NodeMachine()
+    machine = NodeMachine(epoch=1)
     machine.handle(n.SessionStarted(plan=run.plan, node_id="a", epoch=1))
     ended, forget = machine.handle(n.RunPutAway(kept=("x",), epoch=1))
     assert isinstance(ended, n.EndSession) and isinstance(ended.error, RunSuperseded)

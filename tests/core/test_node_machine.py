@@ -30,7 +30,8 @@ def plan(session: int = 1) -> SessionPlan:
 
 def started(node: str = "a") -> NodeMachine:
     machine = NodeMachine(epoch=1)
-    assert machine.handle(n.SessionStarted(plan=plan(), node_id=node, epoch=1)) == ()
+    begin = n.BeginSession(plan=plan(), replaced=None)
+    assert machine.handle(n.SessionStarted(plan=plan(), node_id=node, epoch=1)) == (begin,)
     return machine
 
 
@@ -154,8 +155,9 @@ def test_a_new_session_ends_saves_but_leaves_their_files() -> None:
     """They may have been committed a moment ago; the coordinator names strays later."""
     machine, at = started(), attempt(10)
     machine.handle(sealed(at, 0))
-    (settle,) = machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
+    settle, begin = machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
     assert isinstance(settle, n.ResolveSave) and isinstance(settle.error, RunSuperseded)
+    assert begin == n.BeginSession(plan=plan(2), replaced=1)
 
 
 @pytest.mark.parametrize("node", ["b", "z"])
@@ -165,6 +167,21 @@ def test_a_rank_of_another_node_or_session_is_released_at_once(node: str) -> Non
         release, settle = machine.handle(sealed(at, 0))
         assert release == n.Release(attempt=at, rank=0)
         assert isinstance(settle, n.ResolveSave) and isinstance(settle.error, RunSuperseded)
+
+
+def test_a_save_of_another_session_has_its_error_as_the_outcome() -> None:
+    """Also of a session that is newer than the one which the node has: a new coordinator does not know it."""
+    machine, at = started(), attempt(10, session=7)
+    machine.handle(sealed(at, 0))
+    outcome = machine.outcome(at, Level.LOCAL)
+    assert outcome is not None and isinstance(outcome.error, RunSuperseded) and not outcome.is_deleted
+
+
+def test_a_save_on_an_agent_without_a_session_fails_and_does_not_end_its_ranks() -> None:
+    machine, at = NodeMachine(epoch=1), attempt(10)
+    release, settle = machine.handle(sealed(at, 0))
+    assert release == n.Release(attempt=at, rank=0)
+    assert isinstance(settle, n.ResolveSave) and isinstance(settle.error, Unavailable)
 
 
 def test_an_outcome_for_a_holder_deletes_its_copy() -> None:
@@ -189,7 +206,7 @@ def test_an_unknown_event_is_an_error() -> None:
 def test_the_last_words_of_a_fenced_coordinator_are_void() -> None:
     """Else a drop that arrives late would delete what the next coordinator has committed."""
     machine, at = started("z"), attempt(10)
-    machine.handle(n.EpochSeen(epoch=2))
+    machine.handle(n.EpochPersisted(epoch=2))
     error = Unavailable("dropped by the old one")
     refused = machine.handle(n.OutcomeNotified(attempt=at, level=None, error=error, epoch=1))
     assert refused == (n.RefuseOrder(epoch=2),)
@@ -225,6 +242,7 @@ def every_order(epoch: int) -> list[n.Order]:
         n.SaveStepAnnounced(
             session_key=session.session_key, signal=SaveSignal(step=20, number=1), epoch=epoch
         ),
+        n.RunReleased(session_key=session.session_key, is_finished=True, epoch=epoch),
         n.RunPutAway(kept=(), epoch=epoch),
     ]
 
@@ -243,7 +261,7 @@ def test_the_stories_of_orders_tell_of_every_kind() -> None:
 
 @pytest.mark.parametrize("order", every_order(1), ids=lambda order: type(order).__name__)
 def test_no_order_of_a_lower_epoch_is_obeyed(order: n.Order) -> None:
-    machine, at = NodeMachine(), attempt(10)
+    machine, at = NodeMachine(epoch=2), attempt(10)
     machine.handle(n.SessionStarted(plan=plan(), node_id="a", epoch=2))
     reported = complete(machine, at)
     before = (machine.plan, machine.here, machine.epoch, dict(machine.outcomes))
@@ -254,9 +272,13 @@ def test_no_order_of_a_lower_epoch_is_obeyed(order: n.Order) -> None:
 
 @pytest.mark.parametrize("order", every_order(3), ids=lambda order: type(order).__name__)
 def test_a_higher_epoch_is_on_disk_before_what_it_orders_is_done(order: n.Order) -> None:
-    machine = started()
-    effects = machine.handle(order)
-    assert effects[0] == n.PersistEpoch(epoch=3)
+    machine, at = started(), attempt(10)
+    reported = complete(machine, at)
+    for _ in range(2):  # also if the disk did not take it the first time
+        assert machine.handle(order) == (n.PersistEpoch(epoch=3),)
+        assert (machine.plan, machine.epoch, machine.is_released) == (plan(), 1, False)
+        assert machine.handle(n.CoordinatorReturned(epoch=1)) == reported
+    assert machine.handle(n.EpochPersisted(epoch=3)) == ()
     assert machine.epoch == 3
     assert n.PersistEpoch(epoch=3) not in machine.handle(order), "once is enough"
 
@@ -282,7 +304,7 @@ def test_of_two_plans_the_one_that_was_opened_later_is_at_work(
     first: tuple[int, int], then: tuple[int, int], wins: str
 ) -> None:
     """Whatever the order in which they come; first the epoch counts, then the number."""
-    machine, plans = NodeMachine(), {}
+    machine, plans = NodeMachine(epoch=5), {}
     for name, (epoch, session) in {"first": first, "then": then}.items():
         plans[name] = replace(plan(session), epoch=epoch)
         machine.handle(n.SessionStarted(plan=plans[name], node_id="a", epoch=5))
@@ -290,7 +312,7 @@ def test_of_two_plans_the_one_that_was_opened_later_is_at_work(
 
 
 def test_attempts_of_a_session_with_the_same_number_are_not_taken() -> None:
-    machine = NodeMachine()
+    machine = NodeMachine(epoch=2)
     machine.handle(n.SessionStarted(plan=replace(plan(), epoch=2), node_id="a", epoch=2))
     other = make_attempt(run_uid=UID, epoch=1, session=1, step=10, attempt=0)
     release, settle = machine.handle(sealed(other, 0))
@@ -323,6 +345,51 @@ def test_the_end_of_an_older_session_leaves_the_one_at_work() -> None:
     machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
     assert machine.handle(n.SessionEnded(session_key=(0, 1), error=RunSuperseded("over"), epoch=1)) == ()
     assert machine.plan == plan(2)
+
+
+def test_a_late_start_of_a_session_that_is_over_begins_nothing() -> None:
+    machine = started()
+    late = n.SessionStarted(plan=plan(), node_id="a", epoch=1)
+    assert machine.handle(late) == (), "it is at work"
+    machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
+    assert machine.handle(late) == ()
+    assert machine.plan == plan(2)
+    machine.handle(n.SessionEnded(session_key=(0, 2), error=RunSuperseded("over"), epoch=1))
+    for session in (1, 2):
+        assert machine.handle(n.SessionStarted(plan=plan(session), node_id="a", epoch=1)) == ()
+    assert machine.plan is None
+    (begin,) = machine.handle(n.SessionStarted(plan=plan(3), node_id="a", epoch=1))
+    assert begin == n.BeginSession(plan=plan(3), replaced=None)
+
+
+def test_a_run_is_released_only_after_its_last_session() -> None:
+    machine = started()
+    machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
+    late = n.RunReleased(session_key=(0, 1), is_finished=True, epoch=1)
+    assert machine.handle(late) == () and not machine.is_released
+    released = replace(late, session_key=(0, 2))
+    assert machine.handle(released) == (n.FreeMemory(),)
+    assert (machine.is_released, machine.is_finished, machine.plan) == (True, True, plan(2))
+    assert machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1)) == (), "a repeated order"
+    assert machine.is_released
+    machine.handle(n.SessionStarted(plan=plan(3), node_id="a", epoch=1))
+    assert not machine.is_released and not machine.is_finished
+
+
+def test_a_save_of_a_session_that_is_over_has_an_outcome_for_whoever_waits() -> None:
+    machine, at, open_ = started(), attempt(10), attempt(20)
+    assert machine.outcome(at, Level.LOCAL) is None
+    machine.handle(sealed(open_, 0))
+    machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
+    for over in (at, open_):
+        outcome = machine.outcome(over, Level.LOCAL)
+        assert outcome is not None and isinstance(outcome.error, RunSuperseded)
+    assert machine.outcome(at, Level.REPLICATED) is None, "the checkpoint that the session restored"
+    machine.handle(published(at, Level.DURABLE))
+    for level in Level:
+        outcome = machine.outcome(at, level)
+        assert outcome is not None and outcome.level is Level.DURABLE
+    assert machine.outcome(attempt(30, session=2), Level.LOCAL) is None
 
 
 def test_what_is_being_deleted_is_not_part_of_the_inventory() -> None:

@@ -47,7 +47,7 @@ def test_the_report_of_a_node_about_a_session_of_the_same_number_does_not_count(
 
 
 def test_the_end_of_a_session_of_the_same_number_leaves_the_one_at_work() -> None:
-    machine = NodeMachine()
+    machine = NodeMachine(epoch=2)
     machine.handle(n.SessionStarted(plan=replace(plan(), epoch=2), node_id="a", epoch=2))
     machine.handle(n.SessionEnded(session_key=(1, 1), error=RunSuperseded("over"), epoch=2))
     assert machine.plan is not None

@@ -7,15 +7,19 @@ from collections.abc import Iterable
 import pytest
 
 from ray_ckpt.config import RELAY_NODES, relay_nodes
-from ray_ckpt.engine.ports import Call, ReleaseRun, UpdatePeer
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.engine.ports import Call, UpdatePeer
 from ray_ckpt.engine.relays import RELAY_AGAIN_S, Batch, OrderRelays, ReportRoute
 from ray_ckpt.errors import ConfigError
 
 NODES = tuple("abcdefgh")
 
 
+RELEASED = n.RunReleased(session_key=(1, 1), is_finished=True, epoch=1)
+
+
 def calls_to(nodes: Iterable[str]) -> list[Call]:
-    return [Call(node=node, order=ReleaseRun(is_finished=True)) for node in nodes]
+    return [Call(node=node, order=RELEASED) for node in nodes]
 
 
 def divided(relays: OrderRelays, calls: Iterable[Call], now_s: float = 0.0) -> list[str]:
@@ -47,7 +51,10 @@ def test_the_orders_of_one_node_stay_in_order() -> None:
     calls.insert(1, Call(node="a", order=UpdatePeer(node="b")))
     (batch, single) = OrderRelays(2).divide(calls, set(NODES), 0.0)
     assert isinstance(batch, Batch) and isinstance(single, Call)
-    assert [type(call.order) for call in batch.calls.values() if call.node == "a"] == [ReleaseRun, UpdatePeer]
+    assert [type(call.order) for call in batch.calls.values() if call.node == "a"] == [
+        n.RunReleased,
+        UpdatePeer,
+    ]
 
 
 def test_a_relay_that_failed_is_avoided_for_a_while() -> None:

@@ -9,7 +9,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.engine.answers import DRAIN_SLACK_S, drain_bound_s
 from ray_ckpt.engine.idle_agents import IdleAgents
-from ray_ckpt.engine.ports import AgentDied, Failure, OpenOnNode, ReleaseRun, RunOpened, UpdatePeer
+from ray_ckpt.engine.ports import AgentDied, Failure, OpenOnNode, RunOpened, UpdatePeer
 from ray_ckpt.engine.run_host import INVENTORY_AGAIN_S, TAKE_OVER_AGAIN_S
 from ray_ckpt.errors import ConfigError, StoragePathError, Unavailable
 from tests.engine.driver import NO_ANSWER, Story, trained
@@ -111,15 +111,13 @@ def test_agents_release_a_run_once_it_has_ended_however_late() -> None:
     story.host.handle(m.FinishRequested(token="end", ends_group=True))
     story.tick(1.0)
     story.tick(1.0)
-    assert sorted(story.sent(ReleaseRun)) == [
-        ("a", ReleaseRun(is_finished=True)),
-        ("b", ReleaseRun(is_finished=True)),
-    ]
+    released = n.RunReleased(session_key=(1, 1), is_finished=True, epoch=1)
+    assert story.sent(n.RunReleased) == [("a", released), ("b", released)]
     story.request("2")
     story.tick(1.0)
     story.host.handle(m.FinishRequested(token="failed", ends_group=True, has_failed=True))
     story.tick(1.0)
-    assert [order.is_finished for _, order in story.sent(ReleaseRun)] == [True, True, False, False]
+    assert [order.is_finished for _, order in story.sent(n.RunReleased)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "training"])
@@ -130,7 +128,7 @@ def test_nodes_get_no_calls_while_nothing_is_saved(is_idle: bool) -> None:
     if is_idle:
         story.host.handle(m.FinishRequested(token="end", ends_group=True, has_failed=True))
         story.tick(1.0)
-        assert story.sent(ReleaseRun)
+        assert story.sent(n.RunReleased)
     story.ports.calls.clear()
     story.ports.looked_for.clear()
     for _ in range(1_000):

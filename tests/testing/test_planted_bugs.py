@@ -23,15 +23,19 @@ from ray_ckpt.core.open_attempts import MAX_OPEN_ATTEMPTS, OpenAttempts
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sweep import Sweeps
+from ray_ckpt.core.values import Token
 from ray_ckpt.engine import launchers, stopping
 from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.groups import Groups
 from ray_ckpt.engine.launchers import LauncherWatch
+from ray_ckpt.engine.node_host import NodeHost
+from ray_ckpt.engine.node_ports import RankMet, RankRestored, ReportAnswered
+from ray_ckpt.engine.node_session import NodeSession
 from ray_ckpt.engine.opened_nodes import OpenedNodes
 from ray_ckpt.engine.ports import Answered, Call, LauncherSeen, PartRequested
 from ray_ckpt.engine.relays import Batch, OrderRelays
 from ray_ckpt.engine.run_host import RunHost
-from ray_ckpt.errors import Unavailable
+from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.testing import silences
 from ray_ckpt.testing.oracle import Violation
@@ -371,6 +375,95 @@ def one_answer_ends_all_deletes_of_an_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RunHost, "_deleted", deleted)
 
 
+def a_late_start_replaces_a_newer_session(patch: pytest.MonkeyPatch) -> None:
+    """A node takes the plan that comes last."""
+    patch.setattr(NodeMachine, "_is_over", lambda self, session_key: False)
+
+
+def orders_do_not_wait_for_their_epoch(patch: pytest.MonkeyPatch) -> None:
+    """A node obeys a higher epoch while its disk still writes it."""
+
+    def persist(self: NodeHost) -> None:
+        held, self._held = self._held, []
+        for event in held:
+            self.ports.start(n.PersistEpoch(epoch=event.order.epoch))
+            self._apply(n.EpochPersisted(epoch=event.order.epoch))
+            self._obey(event)
+
+    patch.setattr(NodeHost, "_persist", persist)
+
+
+def an_epoch_that_cannot_be_written_counts(patch: pytest.MonkeyPatch) -> None:
+    """A node whose disk has failed obeys the epoch all the same."""
+    real = NodeHost._persisted
+    patch.setattr(NodeHost, "_persisted", lambda self, epoch, error: real(self, epoch, None))
+
+
+def an_outcome_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
+    """A rank has its outcome only if it comes after it."""
+    real = NodeHost._reply_outcomes
+
+    def reply(self: NodeHost, *tokens: Token) -> None:
+        if len(tokens) == 1 and tokens[0] == next(reversed(self._outcomes), None):
+            real(self, *tokens)
+
+    patch.setattr(NodeHost, "_reply_outcomes", reply)
+
+
+def the_end_of_a_session_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
+    """A rank has the end of its session only if it comes after it."""
+
+    def end(self: NodeHost, session: int, error: CheckpointError) -> None:
+        self._end = (session, error)
+
+    patch.setattr(NodeHost, "_end_session", end)
+
+
+def the_end_of_a_session_wakes_all(patch: pytest.MonkeyPatch) -> None:
+    """The end of a session ends the ranks of any session."""
+
+    def reply(self: NodeHost) -> None:
+        ends, self._ends = (self._ends, {}) if self._end is not None else ({}, self._ends)
+        for token in ends:
+            assert self._end is not None
+            self.ports.reply(token, self._end[1])
+
+    patch.setattr(NodeHost, "_reply_ends", reply)
+
+
+def a_node_comes_to_a_barrier_with_its_first_rank(patch: pytest.MonkeyPatch) -> None:
+    """A node reports all its ranks at a barrier when one of them comes."""
+    real = NodeSession._came
+
+    def came(self: NodeSession, event: RankMet) -> None:
+        real(self, event)
+        self._barriers[event.number].ranks.update(self._ranks)
+        self._begin_report(event.number, self._barriers[event.number])
+
+    patch.setattr(NodeSession, "_came", came)
+
+
+def a_node_answers_its_ranks_at_a_barrier_itself(patch: pytest.MonkeyPatch) -> None:
+    """A node lets its ranks enter a barrier when all of them have come, whatever other nodes do."""
+
+    def begin(self: NodeSession, number: int, barrier: Any) -> None:
+        self._end_barrier(number, ())
+
+    patch.setattr(NodeSession, "_begin_report", begin)
+
+
+def ranks_train_when_those_of_their_node_have_restored(patch: pytest.MonkeyPatch) -> None:
+    """A node lets its ranks train without the other nodes."""
+    real = NodeSession._rank_restored
+
+    def restored(self: NodeSession, event: RankRestored) -> None:
+        real(self, event)
+        if len(self._restored) == len(self._ranks):
+            self._restore_answered(ReportAnswered(report=m.RunWanted()))
+
+    patch.setattr(NodeSession, "_rank_restored", restored)
+
+
 SILENCES: tuple[tuple[Plant, str], ...] = (
     (wait_for_silent_holders, "nothing was committed|complete and is dropped"),
     (never_ask_another_holder, "has no copies"),
@@ -425,6 +518,15 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (a_service_stops_while_a_group_is_opened, "P7"),
     (a_service_stops_under_a_group, "P7"),
     (groups_open_before_the_group_at_work_is_found, "P7"),
+    (a_late_start_replaces_a_newer_session, "P7"),
+    (orders_do_not_wait_for_their_epoch, "P3"),
+    (an_epoch_that_cannot_be_written_counts, "P3"),
+    (an_outcome_wakes_nobody, "P7"),
+    (the_end_of_a_session_wakes_nobody, "P7"),
+    (the_end_of_a_session_wakes_all, "P7"),
+    (a_node_comes_to_a_barrier_with_its_first_rank, "P9"),
+    (a_node_answers_its_ranks_at_a_barrier_itself, "P9"),
+    (ranks_train_when_those_of_their_node_have_restored, "P7"),
     (one_answer_ends_all_deletes_of_an_order, "P8"),
     (a_relay_that_dies_takes_orders_along, "P8"),
     (a_relay_forgets_its_own_order, "P8"),

@@ -13,7 +13,7 @@ import pytest
 from ray import cloudpickle
 
 import ray_ckpt
-from ray_ckpt.actors import client as service
+from ray_ckpt.actors import connecting as service
 from ray_ckpt.errors import (
     ConfigError,
     Fenced,

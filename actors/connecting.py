@@ -1,0 +1,137 @@
+"""Connect ranks to a run without Ray Train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import ray
+
+from ray_ckpt.actors.client import CALL_S, RayLink, coordinator, get_result, open_group, open_run
+from ray_ckpt.actors.messages import Joined
+from ray_ckpt.actors.ray_cluster import owner_here
+from ray_ckpt.config import RunOptions
+from ray_ckpt.engine.groups import PARTS_WAIT_S
+from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError
+from ray_ckpt.preemption.sigterm import TermSignal
+from ray_ckpt.trainer.connection import Connection, get_connection, set_connection
+from ray_ckpt.types import GroupPart, ranks_of
+
+log = logging.getLogger("ray_ckpt")
+_signal: TermSignal | None = None  # SIGTERM handler of this process's connection
+
+
+def connect(
+    *,
+    run: str,
+    storage_path: str,
+    rank: int = 0,
+    world_size: int = 1,
+    part: str = "",
+    parts: Mapping[str, int] | None = None,
+    **options: Any,
+) -> None:
+    """Connect this process to a run without Ray Train; every rank of the group calls this in a Ray worker.
+
+    Rank 0 opens the run and the group with the nodes of all ranks: with `world_size > 1`, torch.distributed
+    must be initialised first. After this call, build Checkpointers as usual. If one process alone holds all
+    state to be saved (rank 0 of replicas), only this process connects, as rank 0 of 1.
+
+    `parts` describes several worker groups that commit one checkpoint together, such as an actor and a
+    critic: the number of ranks of each part by name, the same in all processes. `part` is the part of this
+    process; `rank`, `world_size` and torch.distributed are then those of the part. All parts save the same
+    steps, under items of different names. The call waits at most PARTS_WAIT_S for the other parts.
+    """
+    run_options = RunOptions.parse(**{"ray_report": False, **options})
+    group = _parts_of(part, parts, world_size)
+    nodes = _nodes_of(rank, world_size)
+    joined = _open_on_first(
+        rank, world_size, partial(_open, run, storage_path, run_options, nodes, part, group)
+    )
+    first = ranks_of(group, part, world_size).start
+    link = RayLink(joined, first + rank, part)
+    known = get_connection().link
+    if known is not None and known.identity.run_uid != link.identity.run_uid and link.identity.rank == 0:
+        log.warning(
+            "this process was connected to run %s, now to %s; earlier Checkpointers still save to the former",
+            known.identity.run_name,
+            link.identity.run_name,
+        )
+    set_connection(Connection(link=link))
+    _watch_signals(link)
+
+
+def _parts_of(part: str, parts: Mapping[str, int] | None, world_size: int) -> tuple[GroupPart, ...]:
+    if parts is None:
+        return ()
+    if parts.get(part) != world_size or not all(name.isidentifier() for name in parts):
+        named = ", ".join(f"{name} with {size}" for name, size in parts.items()) or "none"
+        raise ConfigError(
+            f"This process is in part {part!r} with {world_size} ranks, and the parts are {named}.",
+            hint="Give all processes the same `parts`, names with numbers of ranks, and each its `part`.",
+        )
+    return tuple(GroupPart(name=name, world_size=size) for name, size in parts.items())
+
+
+def _open(
+    run: str,
+    storage_path: str,
+    options: RunOptions,
+    nodes: Sequence[str],
+    part: str,
+    parts: tuple[GroupPart, ...],
+) -> Joined:
+    owner = owner_here(by_job=True)  # a job outlives its ranks
+    spec = open_run(run, storage_path, options, owner=owner)
+    if not parts:
+        return open_group(spec, nodes, owner=owner)
+    call = coordinator().open_part.remote(spec.key, parts, part, tuple(nodes), spec.options.resume, owner)
+    joined: Joined = get_result(call, PARTS_WAIT_S + CALL_S)
+    return joined
+
+
+def _nodes_of(rank: int, world_size: int) -> list[str]:
+    """Return the node of each rank; all ranks call this."""
+    node = ray.get_runtime_context().get_node_id()
+    if world_size == 1:
+        return [node]
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() != world_size or dist.get_rank() != rank:
+        raise ServiceError(
+            f"rank {rank} of {world_size} is not the rank in torch.distributed.",
+            hint="Call torch.distributed.init_process_group() before ray_ckpt.connect().",
+        )
+    nodes: list[Any] = [None] * world_size
+    dist.all_gather_object(nodes, node)
+    return nodes
+
+
+def _open_on_first(rank: int, world_size: int, opens: Callable[[], Joined]) -> Joined:
+    """Call `opens` on rank 0; on all ranks, return the result of `opens` or raise its error."""
+    answer: list[Any] = [None]
+    if rank == 0:
+        try:
+            answer = [opens()]
+        except CheckpointError as error:
+            answer = [error]
+        except Exception as error:  # the other ranks wait for an answer after any error
+            answer = [ServiceError(f"The group could not be opened: {error}")]
+    if world_size > 1:
+        import torch.distributed as dist
+
+        dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], CheckpointError):
+        raise answer[0]
+    joined: Joined = answer[0]
+    return joined
+
+
+def _watch_signals(link: RayLink) -> None:
+    """Make all ranks save when this process gets SIGTERM, before it ends."""
+    global _signal
+    if _signal is not None:
+        _signal.uninstall()
+    _signal = TermSignal.install(link.notify_preemption)

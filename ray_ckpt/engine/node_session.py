@@ -1,0 +1,236 @@
+"""One session on one node: the progress of the node's ranks, barriers, and the end of the restore."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.barriers import BARRIER_S
+from ray_ckpt.core.values import RankProgress, SessionPlan, Token
+from ray_ckpt.engine.node_ports import (
+    BarrierDue,
+    ProgressDue,
+    RankMet,
+    RankProgressed,
+    RankRestored,
+    ReportAnswered,
+    SessionTimer,
+    WaitingDue,
+)
+from ray_ckpt.errors import RunConflict, RunSuperseded, Unavailable
+from ray_ckpt.types import RankRestore
+
+if TYPE_CHECKING:
+    from ray_ckpt.engine.node_host import NodeHost
+
+MAX_BARRIERS = 16  # barriers kept so that late ranks get the result; the coordinator keeps more
+BARRIER_GATHER_S = 1.0  # wait for all ranks of a node at a barrier; then the ranks present are reported
+PROGRESS_GATHER_S = 0.9  # time to gather the reports of a node's ranks, one per rank and second
+RESTORED_AGAIN_S = 2.0  # between a node's reports of its ranks that have restored and wait for others
+
+
+@dataclass(slots=True)
+class _Barrier:
+    """Ranks of this node at a barrier, and the answer once the barrier has ended for the whole group."""
+
+    ranks: set[int] = field(default_factory=set)
+    tokens: list[Token] = field(default_factory=list)
+    is_reported: bool = False  # all ranks of this node are at the barrier, which was reported
+    until_s: float = 0.0  # when a report that the coordinator does not take is given up
+    answer: tuple[int, ...] | Exception | None = None
+
+
+class NodeSession:
+    """The reports and waits of the ranks of one session. A new session gets a new object."""
+
+    def __init__(self, host: NodeHost, plan: SessionPlan) -> None:
+        self.plan = plan
+        self._host = host
+        self._progress: dict[int, RankProgress] = {}  # by rank, until it is forwarded
+        self._barriers: dict[int, _Barrier] = {}  # by the number of the barrier
+        self._met = 0  # the highest barrier that all ranks have reached
+        self._restored: dict[int, RankRestore] = {}
+        self._restoring: list[Token] = []  # callers that wait for the group's restore
+        self._is_restored = False  # all ranks of the group have restored
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        here = self._host.machine.here
+        return here.ranks if here is not None else ()
+
+    def supersede(self) -> None:
+        """End the waits of this session, because a new session begins; its ranks may restore again."""
+        tokens, self._restoring = self._restoring, []
+        for token in tokens:
+            self._host.ports.reply(token, False)
+        self.fail(RunSuperseded("A newer session owns this run."))
+
+    def fail(self, error: Exception) -> None:
+        """Raise `error` in all waits."""
+        self._fail_restore(error)
+        for number in self._barriers:
+            self._end_barrier(number, error)
+
+    def rank_came(self, event: RankProgressed | RankMet | RankRestored) -> None:
+        match event:
+            case RankProgressed():
+                self._progressed(event)
+            case RankMet():
+                self._came(event)
+            case RankRestored():
+                self._rank_restored(event)
+
+    def due(self, event: SessionTimer) -> None:
+        match event:
+            case ProgressDue():
+                self._forward_progress()
+            case BarrierDue():
+                self._barrier_due(event)
+            case WaitingDue():
+                self._report_waiting()
+
+    def answered(self, event: ReportAnswered) -> None:
+        match event.report:
+            case m.BarrierReached():
+                self._barrier_answered(event.report, event)
+            case m.NodeRestored():
+                self._restore_answered(event)
+
+    # -- progress ------------------------------------------------------------------------------------
+
+    def _progressed(self, event: RankProgressed) -> None:
+        """Take the progress of a rank, and forward it together with the progress of the other ranks."""
+        if not self._progress:
+            due = ProgressDue(session_key=self.plan.session_key)
+            self._host.ports.later(PROGRESS_GATHER_S, due)
+        self._progress[event.rank] = event.progress
+
+    def _forward_progress(self) -> None:
+        ranks, self._progress = self._progress, {}
+        event = m.RanksProgressed(
+            session_key=self.plan.session_key,
+            ranks=ranks,
+            captured=self._host.machine.incomplete(),
+            met=self._met,
+        )
+        self._host.ports.report(event)
+
+    # -- barriers ------------------------------------------------------------------------------------
+
+    def _came(self, event: RankMet) -> None:
+        """Take a rank that waits at a barrier; report when all ranks of this node have come."""
+        if event.rank not in self._ranks:
+            self._host.ports.fail(event.token, RunSuperseded("A newer session owns this run."))
+            return
+        barrier = self._barriers.get(event.number)
+        if barrier is None:
+            barrier = self._barriers[event.number] = _Barrier()
+            if len(self._barriers) > MAX_BARRIERS:
+                oldest = next(iter(self._barriers))
+                self._end_barrier(oldest, Unavailable(f"More than {MAX_BARRIERS} barriers are open."))
+                del self._barriers[oldest]
+            due = BarrierDue(session_key=self.plan.session_key, number=event.number, is_repeated=False)
+            self._host.ports.later(BARRIER_GATHER_S, due)
+        barrier.tokens.append(event.token)
+        barrier.ranks.add(event.rank)
+        if barrier.answer is not None:
+            self._end_barrier(event.number, barrier.answer)
+        elif barrier.ranks >= set(self._ranks) and not barrier.is_reported:
+            self._begin_report(event.number, barrier)
+
+    def _barrier_due(self, event: BarrierDue) -> None:
+        """Report a barrier once before all ranks of this node have come, if they take long, or again."""
+        barrier = self._barriers.get(event.number)
+        if barrier is None or barrier.answer is not None:
+            return
+        if event.is_repeated:
+            self._report_barrier(event.number, barrier)
+        elif not barrier.is_reported:
+            self._begin_report(event.number, barrier)
+
+    def _begin_report(self, number: int, barrier: _Barrier) -> None:
+        barrier.is_reported = barrier.ranks >= set(self._ranks)
+        barrier.until_s = self._host.ports.now_s() + BARRIER_S
+        self._report_barrier(number, barrier)
+
+    def _report_barrier(self, number: int, barrier: _Barrier) -> None:
+        self._host.ports.report(
+            m.BarrierReached(
+                token="",
+                session_key=self.plan.session_key,
+                number=number,
+                ranks=tuple(sorted(barrier.ranks)),
+            )
+        )
+
+    def _barrier_answered(self, report: m.BarrierReached, event: ReportAnswered) -> None:
+        barrier, error = self._barriers.get(report.number), event.error
+        if barrier is None or barrier.answer is not None:
+            return
+        if isinstance(event.value, m.BarrierAnswer):
+            missing = event.value.missing
+            self._met = self._met if missing else max(self._met, report.number)
+            self._end_barrier(report.number, missing)
+        elif error is not None:
+            if isinstance(error, RunConflict) or self._host.ports.now_s() > barrier.until_s:
+                self._end_barrier(report.number, error)
+            else:  # ranks of other nodes may have passed, and wait for this node in the next step
+                due = BarrierDue(session_key=report.session_key, number=report.number, is_repeated=True)
+                self._host.ports.later(BARRIER_GATHER_S, due)
+
+    def _end_barrier(self, number: int, answer: tuple[int, ...] | Exception) -> None:
+        """Answer the callers at a barrier; later callers get the first answer too."""
+        barrier = self._barriers[number]
+        barrier.answer = answer if barrier.answer is None else barrier.answer
+        tokens, barrier.tokens = barrier.tokens, []
+        for token in tokens:
+            if isinstance(barrier.answer, Exception):
+                self._host.ports.fail(token, barrier.answer)
+            else:
+                self._host.ports.reply(token, barrier.answer)
+
+    # -- restore -------------------------------------------------------------------------------------
+
+    def _rank_restored(self, event: RankRestored) -> None:
+        """Take a rank that has restored; report when all ranks of this node have."""
+        if event.report.rank not in self._ranks:
+            self._host.ports.fail(event.token, RunSuperseded("A newer session owns this run."))
+            return
+        if self._is_restored:
+            self._host.ports.reply(event.token, True)
+            return
+        is_first = not self._restored
+        self._restored[event.report.rank] = event.report
+        self._restoring.append(event.token)
+        if len(self._restored) == len(self._ranks):
+            ranks, node_id = tuple(self._restored.values()), self._host.node_id
+            key = self.plan.session_key
+            self._host.ports.report(m.NodeRestored(token="", session_key=key, node_id=node_id, ranks=ranks))
+        if is_first:
+            self._host.ports.later(RESTORED_AGAIN_S, WaitingDue(session_key=self.plan.session_key))
+
+    def _report_waiting(self) -> None:
+        """Report the ranks that have restored, repeatedly while they wait for others."""
+        if self._restoring:
+            ranks, key = tuple(sorted(self._restored)), self.plan.session_key
+            node_id = self._host.node_id
+            self._host.ports.report(m.RanksRestored(session_key=key, node_id=node_id, ranks=ranks))
+            self._host.ports.later(RESTORED_AGAIN_S, WaitingDue(session_key=key))
+
+    def _restore_answered(self, event: ReportAnswered) -> None:
+        """Let the ranks train, unless the coordinator begins a session with an older checkpoint."""
+        if event.error is not None:
+            self._fail_restore(event.error)
+        elif event.value is None and not self._is_restored:
+            self._is_restored = True
+            self._host.ports.free_restore()
+            self._host.ports.free_arenas()  # processes of the last session may still write into its arenas
+            tokens, self._restoring = self._restoring, []
+            for token in tokens:
+                self._host.ports.reply(token, True)
+
+    def _fail_restore(self, error: Exception) -> None:
+        tokens, self._restoring = self._restoring, []
+        for token in tokens:
+            self._host.ports.fail(token, error)
