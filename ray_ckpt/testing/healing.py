@@ -40,6 +40,7 @@ class Healing:
         world.disks_fail = False
         for process in world.coordinators.values():
             world.thaw(process.name)
+            process.host.notices.expire(frozenset(), process.host.ports.wall_s())
         for node in world.nodes.values():
             node.is_draining = False
         for _ in range(4):

@@ -107,6 +107,7 @@ class Schedule:
             self.fragment_altered: chance.choice([0, 0, 2]),
             self.clock_jumps: 1,
             self.node_drains: 1,
+            self.node_gets_notice: 1,
             self.run_finishes: 1,
             self.ranks_report: 3,
             self.ranks_meet: 3,
@@ -443,6 +444,15 @@ class Schedule:
         node = self.chance.choice(list(self.world.nodes.values()))
         node.is_draining = not node.is_draining
         return f"{node.name} {'is draining' if node.is_draining else 'stays'}"
+
+    def node_gets_notice(self) -> str | None:
+        """Let a cloud, or a signal, announce that a live node is about to go; it may stay after all."""
+        live = sorted(self.world.live(self.chance.choice(sorted(self.launchers))))
+        if (name := self._any(live)) is None:
+            return None
+        left_s = self.chance.choice([None, 30.0, 120.0])
+        self.world.notify_preemption(name, left_s)
+        return f"{name} is about to go{'' if left_s is None else f' in {left_s} s'}"
 
     def bytes_corrupted(self) -> str | None:
         there = [(x.name, copy) for x in self.world.nodes.values() if x.is_alive for copy in x.disk.fragments]

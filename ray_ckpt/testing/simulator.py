@@ -30,6 +30,7 @@ from ray_ckpt.errors import CheckpointError, ConfigError, RunSuperseded, Unavail
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.format.records import Drilled, decode_record
+from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.storage.log_store import TRIM_AFTER_S, trim_log, write_snapshot
 from ray_ckpt.testing.coordinators import RUN, Coordinators
 from ray_ckpt.testing.oracle import must
@@ -110,7 +111,9 @@ class World(Coordinators):
         """Let a coordinator check the clock and its nodes."""
         self.clock += 1
         process = self.coordinators[name]
-        self._feed(name, self.seen(process))
+        seen = self.seen(process)
+        process.host.notices.expire(seen.live, process.host.ports.wall_s())
+        self._feed(name, seen)
         if process.is_up:
             self.end_idle_agents(process)
         self.oracle.check(self)
@@ -200,6 +203,17 @@ class World(Coordinators):
         if process is not None:
             process.agents.discard(name)
             self.wire.append(Answer(process.name, (AgentDied(node=name),)))
+
+    def notify_preemption(self, name: str, left_s: float | None) -> None:
+        """Let a node, or a rank on it, report that it is about to go."""
+        self.clock += 1
+        process = self.process_of(self.nodes[name].service)
+        if process is not None and not process.is_frozen:
+            now_s = process.host.ports.wall_s()
+            source = "sigterm" if left_s is None else "aws"
+            deadline_s = None if left_s is None else now_s + left_s
+            notice = Notice(source=source, text="it goes", deadline_s=deadline_s)
+            process.host.notices.add(name, notice, now_s)
 
     def corrupt(self, name: str, copy: Copy, *, alters: bool = False) -> None:
         """Damage bytes of a copy; `alters`: of the fragment, which inventories then list with them."""

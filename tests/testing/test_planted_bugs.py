@@ -526,7 +526,7 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (the_end_of_a_session_wakes_all, "P7"),
     (a_node_comes_to_a_barrier_with_its_first_rank, "P9"),
     (a_node_answers_its_ranks_at_a_barrier_itself, "P9"),
-    (ranks_train_when_those_of_their_node_have_restored, "P7"),
+    (ranks_train_when_those_of_their_node_have_restored, "P3|P7"),
     (one_answer_ends_all_deletes_of_an_order, "P8"),
     (a_relay_that_dies_takes_orders_along, "P8"),
     (a_relay_forgets_its_own_order, "P8"),
