@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from jobs.bench.context import Context
 from jobs.bench.coordinator import RANKS_PER_NODE, stored
 from jobs.bench.row import Row, measure
 from jobs.bench.training import local_ray
-from ray_ckpt.actors.agent.relay import ReportRelay
+from ray_ckpt.actors import names
+from ray_ckpt.actors.agent.node import Node
+from ray_ckpt.actors.agent.relay import GATHER_S, ReportRelay
 from ray_ckpt.actors.coordinator.actor import Coordinator
 from ray_ckpt.actors.coordinator.agents import Agents
 from ray_ckpt.actors.coordinator.nodes import NodeList
@@ -39,7 +42,7 @@ from ray_ckpt.actors.messages import (
     SessionStart,
 )
 from ray_ckpt.actors.ray_cluster import NodesNow, owner_here
-from ray_ckpt.config import RunOptions
+from ray_ckpt.config import RunOptions, relay_nodes
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.values import (
     DiskSpace,
@@ -52,6 +55,7 @@ from ray_ckpt.core.values import (
 )
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.names import make_attempt
+from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.types import AttemptId, Level, RankRestore
 
 SIZES = (100, 1_000, 4_000, 10_000)  # nodes
@@ -62,6 +66,7 @@ REST_S = 10.0  # training without a save
 REPORT_S = 1.0  # between two reports of a node's ranks
 WARM_SAVES = 2  # afterwards, each commit retires a checkpoint
 CPU_LIMIT_S, REST_LIMIT, OPEN_LIMIT_S, OPEN_LIMIT_GB, COMMIT_LIMIT_S = 1.5, 0.05, 10.0, 0.5, 2.0
+KILLED_LIMIT_S = 3.0
 LIMITS_AT = 10_000  # nodes at which the limits hold
 
 
@@ -75,15 +80,20 @@ class _Member:
     node_id: str
     here: SessionNode | None = None
     relay: str = ""
+    agent: Node | None = None  # the real way to the coordinator through the relay that is killed
     held: dict[str, tuple[AttemptId, tuple[SessionNode, ...]]] = field(default_factory=dict)  # by folder
     level: Level | None = None  # of the save under way
 
 
 class Crowd:
-    """The agents of some nodes; the calls of the coordinator come with the node's id."""
+    """The agents of some nodes; the calls of the coordinator come with the node's id.
 
-    def __init__(self, coordinator: Any, nodes: Sequence[str]) -> None:
-        self._coordinator = coordinator
+    The relay `lone` is an actor of its own, which can be killed: other relays are in the crowds.
+    """
+
+    def __init__(self, coordinator: Any, nodes: Sequence[str], lone: str, neighbours: Any = None) -> None:
+        self._coordinator, self._lone, self._neighbours = coordinator, lone, neighbours
+        self._keys = ServiceKeys.make(datetime.now(UTC))
         self._members = {node: _Member(node) for node in nodes}
         self._relays: dict[str, ReportRelay] = {}  # by node; a relay and its members may be of two crowds
         self._packed = b""
@@ -93,7 +103,19 @@ class Crowd:
 
     async def call(self, node: str, method: str, *args: Any) -> Any:
         """Answer an order; orders without a meaning for a crowd are answered with None."""
+        if method == "pass_on" and node == self._lone:
+            return await asyncio.gather(*map(self._pass, args[1]))
         return self._do(node, method, args)
+
+    async def gather(self, report: GatheredReport) -> Any:
+        """Gather a report of the neighbours, as the relay that is killed."""
+        return await self._relays[self._lone].gather(report)
+
+    async def _pass(self, order: PassedOrder) -> PassedAnswer:
+        is_own = order.node in self._members
+        to = self.call if is_own else self._neighbours.call.remote
+        value = await to(order.node, order.method, *order.arguments)
+        return PassedAnswer(number=order.number, value=value)
 
     def _do(self, node: str, method: str, args: tuple[Any, ...]) -> Any:
         handler = getattr(self, f"_{method}", None)
@@ -124,7 +146,10 @@ class Crowd:
 
     def _start_session(self, member: _Member, start: SessionStart) -> None:
         member.relay = start.relay
-        if start.relay and start.relay not in self._relays:
+        if start.relay == self._lone and member.node_id != self._lone:
+            member.agent = member.agent or Node(member.node_id, self._keys)
+            member.agent.route.use(start.relay)
+        elif start.relay and start.relay not in self._relays:
             self._relays[start.relay] = ReportRelay(self._coordinator.gathered.remote)
         if start.packed == self._packed:  # the crowd unpacks once what each agent unpacks
             return
@@ -168,6 +193,8 @@ class Crowd:
         if not member.relay:
             answer: Awaitable[Any] = getattr(self._coordinator, method).remote(*args)
             return answer
+        if member.agent is not None:
+            return member.agent.request(method, *args)
         report = GatheredReport(method=method, arguments=args, waits=waits)
         return self._relays[member.relay].gather(report)
 
@@ -184,6 +211,13 @@ class Crowd:
 
     async def save(self, step: int) -> float:
         """Store a step and its copies on all nodes; return seconds until all know that it is replicated."""
+        begun_s = time.monotonic()
+        await self.store(step)
+        await self._settled.wait()
+        return time.monotonic() - begun_s
+
+    async def store(self, step: int) -> None:
+        """Report a step and its copies as stored on all nodes."""
         plan = self._plan
         assert plan is not None
         attempt = make_attempt(
@@ -200,10 +234,7 @@ class Crowd:
                 self._report(member, "replica_ended", _copied(attempt, here, holder, plan.epoch))
                 for holder in here.holders
             ]
-        begun_s = time.monotonic()
         await asyncio.gather(*reports)
-        await self._settled.wait()
-        return time.monotonic() - begun_s
 
     async def train(self, seconds: float, step: int) -> None:
         """Report the progress of all ranks, as agents do, for some time."""
@@ -334,11 +365,17 @@ class Fleet:
 
     def __init__(self, num_nodes: int, folder: Path) -> None:
         self.nodes = tuple(f"{index:056x}" for index in range(num_nodes))  # as long as Ray's ids
-        self.coordinator: Any = ray.remote(FleetCoordinator).options(num_cpus=0).remote()
-        crowd = ray.remote(Crowd).options(num_cpus=0)
-        parts = [self.nodes[at : at + CROWD_NODES] for at in range(0, num_nodes, CROWD_NODES)]
-        self.crowds: list[Any] = [crowd.remote(self.coordinator, part) for part in parts]
-        self._get(self.coordinator.play.remote(list(zip(self.crowds, parts, strict=True))))
+        coordinator, crowd = ray.remote(FleetCoordinator), ray.remote(Crowd).options(num_cpus=0)
+        named = {"namespace": names.NAMESPACE, "num_cpus": 0}
+        self.coordinator: Any = coordinator.options(name=names.COORDINATOR, **named).remote()
+        first = min(relay_nodes(), num_nodes - 1)  # the first addressee of the second group of nodes
+        lone, others = self.nodes[first], (*self.nodes[:first], *self.nodes[first + 1 :])
+        parts = [others[at : at + CROWD_NODES] for at in range(0, len(others), CROWD_NODES)]
+        self.crowds: list[Any] = [crowd.remote(self.coordinator, part, lone) for part in parts]
+        alone = ray.remote(Crowd).options(name=names.agent_name(lone), **named)
+        self.lone = alone.remote(self.coordinator, (lone,), lone, self.crowds[0])
+        self.crowds.append(self.lone)
+        self._get(self.coordinator.play.remote(list(zip(self.crowds, [*parts, (lone,)], strict=True))))
         options = RunOptions(retire_grace_s=0.0, scrub_bytes_per_s=0, remote_every=1_000_000, keep_last=2)
         self.spec = RunSpec(name="fleet", storage_path=str(folder / "storage"), options=options)
         self.owner, self.step = owner_here(by_job=True), 0
@@ -362,10 +399,21 @@ class Fleet:
         self._get([crowd.restore.remote() for crowd in self.crowds])
 
     def save(self) -> float:
-        """Save the next step; return the seconds from the last report to the last node's notice."""
+        """Save the next step; return the seconds from the first report to the last node's notice."""
         self.step += 1
         seconds: list[float] = self._get([crowd.save.remote(self.step) for crowd in self.crowds])
-        return min(seconds)
+        return max(seconds)
+
+    def save_without_relay(self) -> float:
+        """Kill a relay that has reported its own part, with the reports of its nodes; return as `save`."""
+        self.step += 1
+        self._get(self.lone.store.remote(self.step))
+        saves = [crowd.save.remote(self.step) for crowd in self.crowds[:-1]]
+        time.sleep(GATHER_S / 2)
+        ray.kill(self.lone)
+        del self.crowds[-1]
+        seconds: list[float] = self._get(saves)
+        return max(seconds)
 
     def train(self, seconds: float) -> None:
         self._get([crowd.train.remote(seconds, self.step) for crowd in self.crowds])
@@ -431,7 +479,7 @@ def _rows_at(fleet: Fleet, size: int, context: Context) -> Iterator[Row]:
     latest = iter(latencies)
     yield measure(
         f"fleet-commit-{size}",
-        f"a save: last report to last notice, {what}",
+        f"a save: first report to last notice, {what}",
         "s",
         lambda: next(latest),
         repeat=len(latencies),
