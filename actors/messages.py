@@ -118,22 +118,20 @@ class SessionStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassedOrder:
-    """A call to the agent of `node` that a relay passes on; `number` tells the calls of a batch apart."""
+    """A call to the agents of some nodes that a relay passes on; a number tells each call from others."""
 
-    number: int
-    node: str
+    nodes: tuple[tuple[int, str], ...]  # (number, node)
     method: str
     arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassedAnswer:
-    """The answer to a passed order."""
+class PassedAnswers:
+    """Answers to passed orders, by number; orders that are in none of these have no answer yet."""
 
-    number: int
-    value: Any = None
-    failure: Failure | None = None
-    is_undelivered: bool = False  # the relay did not reach the agent
+    values: Mapping[int, Any] = field(default_factory=dict)
+    failures: Mapping[int, Failure] = field(default_factory=dict)
+    undelivered: tuple[int, ...] = ()  # the relay did not reach the agent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

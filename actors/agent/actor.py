@@ -27,7 +27,7 @@ from ray_ckpt.actors.messages import (
     AgentCard,
     GatheredReport,
     OpenRun,
-    PassedAnswer,
+    PassedAnswers,
     PassedOrder,
     PutAwayRun,
     RunSpec,
@@ -112,7 +112,7 @@ class NodeAgent:
         log.info("nothing here is needed any more; this agent ends")
         asyncio.get_running_loop().call_later(EXIT_AFTER_S, os._exit, 0)
 
-    async def pass_on(self, batch: str, orders: tuple[PassedOrder, ...]) -> tuple[PassedAnswer, ...]:
+    async def pass_on(self, batch: str, orders: tuple[PassedOrder, ...]) -> PassedAnswers:
         """Pass on orders to other agents, or return further answers to the orders of an earlier call."""
         return await self._orders.pass_on(batch, orders)
 

@@ -17,9 +17,10 @@ import ray
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.failures import failure_of, reason
-from ray_ckpt.actors.messages import GatheredAnswer, GatheredReport, PassedAnswer, PassedOrder
+from ray_ckpt.actors.messages import GatheredAnswer, GatheredReport, PassedAnswers, PassedOrder
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core.progress import merge
+from ray_ckpt.engine.ports import Failure
 from ray_ckpt.errors import CheckpointError, Unavailable
 
 POLL_S = 1.0  # longest wait for new answers to a batch before the coordinator is answered
@@ -34,9 +35,19 @@ _Merged: TypeAlias = tuple[GatheredReport, list[asyncio.Future[Any]]]
 
 @dataclass(slots=True)
 class _Batch:
-    waiting: int
-    answers: list[PassedAnswer] = field(default_factory=list)  # not sent to the coordinator yet
+    """A batch of orders; answers stay here until the coordinator asks for them."""
+
+    waiting: int  # calls without an answer
+    values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    undelivered: list[int] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self) -> PassedAnswers:
+        found = PassedAnswers(values=self.values, failures=self.failures, undelivered=tuple(self.undelivered))
+        self.values, self.failures, self.undelivered = {}, {}, []
+        self.arrived.clear()
+        return found
 
 
 class OrderRelay:
@@ -48,34 +59,35 @@ class OrderRelay:
         self._lookups = ThreadPoolExecutor(1, "ray_ckpt-relay")  # Ray's lookup of an actor's name blocks
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def pass_on(self, name: str, orders: tuple[PassedOrder, ...]) -> tuple[PassedAnswer, ...]:
+    async def pass_on(self, name: str, orders: tuple[PassedOrder, ...]) -> PassedAnswers:
         """Pass on the orders of a new batch; return new answers of the batch, after POLL_S perhaps none."""
         if orders:
             while len(self._batches) >= MAX_BATCHES:
                 del self._batches[next(iter(self._batches))]
-            batch = self._batches[name] = _Batch(len(orders))
+            batch = self._batches[name] = _Batch(sum(len(order.nodes) for order in orders))
             task = asyncio.ensure_future(self._deliver(batch, orders))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         found = self._batches.get(name)
         if found is None:
             raise Unavailable("This relay does not have the batch.")
-        if not found.answers:
-            found.arrived.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(found.arrived.wait(), POLL_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(found.arrived.wait(), POLL_S)
         if found.waiting:
             await asyncio.sleep(GATHER_S)
-        answers, found.answers = tuple(found.answers), []
         if not found.waiting:
             self._batches.pop(name, None)
-        return answers
+        return found.take()
 
     async def _deliver(self, batch: _Batch, orders: tuple[PassedOrder, ...]) -> None:
         """Call the agents in the order of the orders, and collect the answers as they come."""
-        handles = await in_thread(self._lookups, self._find, {order.node for order in orders})
-        calls = [(order, self._call(handles.get(order.node), order)) for order in orders]
-        await asyncio.gather(*(self._collect(batch, order, call) for order, call in calls))
+        handles = await in_thread(self._lookups, self._find, {n for order in orders for _, n in order.nodes})
+        calls = [
+            (number, node, self._call(handles.get(node), order))
+            for order in orders
+            for number, node in order.nodes
+        ]
+        await asyncio.gather(*(self._collect(batch, *call) for call in calls))
 
     def _find(self, nodes: set[str]) -> dict[str, Any]:
         for node in nodes - self._agents.keys():
@@ -91,16 +103,17 @@ class OrderRelay:
         call: Awaitable[Any] = getattr(handle, order.method).remote(*order.arguments)
         return call
 
-    async def _collect(self, batch: _Batch, order: PassedOrder, call: Awaitable[Any] | None) -> None:
-        answer = PassedAnswer(number=order.number, is_undelivered=True)
+    async def _collect(self, batch: _Batch, number: int, node: str, call: Awaitable[Any] | None) -> None:
         try:
-            if call is not None:
-                answer = PassedAnswer(number=order.number, value=await call)
+            if call is None:
+                batch.undelivered.append(number)
+            else:
+                batch.values[number] = await call
         except ray.exceptions.RayTaskError as error:
-            answer = PassedAnswer(number=order.number, failure=failure_of(error))
+            batch.failures[number] = failure_of(error)
         except ray.exceptions.RayError:
-            self._agents.pop(order.node, None)  # the coordinator finds out what has become of the agent
-        batch.answers.append(answer)
+            self._agents.pop(node, None)  # the coordinator finds out what has become of the agent
+            batch.undelivered.append(number)
         batch.waiting -= 1
         batch.arrived.set()
 

@@ -20,7 +20,7 @@ from ray_ckpt.actors import ray_cluster
 from ray_ckpt.actors.coordinator.nodes import seen_by
 from ray_ckpt.actors.coordinator.storage_work import delete_all, list_remote, write_description
 from ray_ckpt.actors.failures import failure_of, reason
-from ray_ckpt.actors.messages import OpenRun, PassedAnswer, PassedOrder, PutAwayRun, SessionStart
+from ray_ckpt.actors.messages import OpenRun, PassedAnswers, PassedOrder, PutAwayRun, SessionStart
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
@@ -89,22 +89,22 @@ class RayPorts:
     async def _pass_on(self, batch: Batch) -> None:
         """Send calls through a relay; send again, without it, what it does not reach or answer in time."""
         agents, name, begun_s = self._engine.agents, uuid.uuid4().hex, time.monotonic()
-        orders: tuple[PassedOrder, ...] = tuple(self._passed(batch))
+        orders = tuple(self._passed(batch))
         try:
             while batch.calls:
                 answer = agents.call(batch.relay, "pass_on", name, orders)
-                answers: tuple[PassedAnswer, ...] = await asyncio.wait_for(answer, ORDERS_S)
+                answers: PassedAnswers = await asyncio.wait_for(answer, ORDERS_S)
                 orders, waited_s = (), time.monotonic() - begun_s
-                for found in answers:
-                    if (call := batch.answered(found.number)) is None:
-                        continue
-                    if found.is_undelivered:
+                for number, value in answers.values.items():
+                    self._end(batch.answered(number), value, None)
+                for number, failure in answers.failures.items():
+                    self._end(batch.answered(number), None, failure)
+                for number in answers.undelivered:
+                    if (call := batch.answered(number)) is not None:
                         self._call(call)
-                    else:
-                        self._answer(call, found.value, found.failure)
-                for number, call in list(batch.calls.items()):
-                    if waited_s > call.bound_s and batch.answered(number):
-                        self._answer(call, None, Failure(text="it did not answer in time"))
+                late = [number for number, call in batch.calls.items() if waited_s > call.bound_s]
+                for number in late:
+                    self._end(batch.answered(number), None, Failure(text="it did not answer in time"))
         except (ray.exceptions.RayError, TimeoutError, KeyError) as error:
             log.warning("relay %s does not answer: %s", batch.relay[:12], reason(error))
             self._relays.failed(batch.relay, time.monotonic())
@@ -113,14 +113,19 @@ class RayPorts:
 
     def _passed(self, batch: Batch) -> Iterator[PassedOrder]:
         """Yield the calls of a batch as orders; those that have no address are sent without the relay."""
-        for number, call in list(batch.calls.items()):
+        alike: dict[int, list[tuple[int, Call]]] = {}  # by order, which calls to several nodes share
+        for number, call in batch.calls.items():
+            alike.setdefault(id(call.order), []).append((number, call))
+        for calls in alike.values():
             try:
-                method, arguments = self._method(call, relay=batch.relay)
+                method, arguments = self._method(calls[0][1], relay=batch.relay)
             except KeyError:
-                batch.answered(number)
-                self._call(call)
+                for number, call in calls:
+                    batch.answered(number)
+                    self._call(call)
                 continue
-            yield PassedOrder(number=number, node=call.node, method=method, arguments=arguments)
+            nodes = tuple((number, call.node) for number, call in calls)
+            yield PassedOrder(nodes=nodes, method=method, arguments=arguments)
 
     def agents(self) -> Set[str]:
         return self._engine.agents.nodes
@@ -191,9 +196,12 @@ class RayPorts:
                 failure = Failure(text="its agent does not answer")
         except Exception as error:
             failure = failure_of(error)
-        self._answer(call, value, failure)
+        self._end(call, value, failure)
 
-    def _answer(self, call: Call, value: object, failure: Failure | None) -> None:
+    def _end(self, call: Call | None, value: object, failure: Failure | None) -> None:
+        """Answer a call; None was answered before."""
+        if call is None:
+            return
         is_noted = isinstance(call.work, NodeDeletes | None) and not isinstance(call.order, OpenOnNode)
         if failure is not None and is_noted:
             order = type(call.order).__name__

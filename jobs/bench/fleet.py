@@ -36,7 +36,7 @@ from ray_ckpt.actors.messages import (
     AgentCard,
     GatheredReport,
     OpenRun,
-    PassedAnswer,
+    PassedAnswers,
     PassedOrder,
     RunSpec,
     SessionStart,
@@ -104,18 +104,20 @@ class Crowd:
     async def call(self, node: str, method: str, *args: Any) -> Any:
         """Answer an order; orders without a meaning for a crowd are answered with None."""
         if method == "pass_on" and node == self._lone:
-            return await asyncio.gather(*map(self._pass, args[1]))
+            return await self._pass(args[1])
         return self._do(node, method, args)
 
     async def gather(self, report: GatheredReport) -> Any:
         """Gather a report of the neighbours, as the relay that is killed."""
         return await self._relays[self._lone].gather(report)
 
-    async def _pass(self, order: PassedOrder) -> PassedAnswer:
-        is_own = order.node in self._members
-        to = self.call if is_own else self._neighbours.call.remote
-        value = await to(order.node, order.method, *order.arguments)
-        return PassedAnswer(number=order.number, value=value)
+    async def _pass(self, orders: tuple[PassedOrder, ...]) -> PassedAnswers:
+        values = {}
+        for order in orders:
+            for number, node in order.nodes:
+                to = self.call if node in self._members else self._neighbours.call.remote
+                values[number] = await to(node, order.method, *order.arguments)
+        return PassedAnswers(values=values)
 
     def _do(self, node: str, method: str, args: tuple[Any, ...]) -> Any:
         handler = getattr(self, f"_{method}", None)
@@ -162,12 +164,13 @@ class Crowd:
                 if holder in self._holds:
                     self._holds[holder].append(node)
 
-    def _pass_on(
-        self, member: _Member, name: str, orders: tuple[PassedOrder, ...]
-    ) -> tuple[PassedAnswer, ...]:
-        return tuple(
-            PassedAnswer(number=order.number, value=self._do(order.node, order.method, order.arguments))
-            for order in orders
+    def _pass_on(self, member: _Member, name: str, orders: tuple[PassedOrder, ...]) -> PassedAnswers:
+        return PassedAnswers(
+            values={
+                number: self._do(node, order.method, order.arguments)
+                for order in orders
+                for number, node in order.nodes
+            }
         )
 
     def _notify_outcome(
@@ -511,3 +514,11 @@ def _rows_at(fleet: Fleet, size: int, context: Context) -> Iterator[Row]:
         limit=limit(OPEN_LIMIT_GB),
     )
     yield measure(f"fleet-memory-{size}", f"coordinator's memory, {what}", "GB", rss_gb, repeat=1)
+    yield measure(
+        f"fleet-killed-{size}",
+        f"a save whose relay is killed: first report to last notice, {what}",
+        "s",
+        fleet.save_without_relay,
+        repeat=1,
+        limit=KILLED_LIMIT_S,
+    )

@@ -6,7 +6,7 @@ would reach the coordinator about an attempt in which one rank of each node take
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ray_ckpt.core.values import Captured, RankProgress
@@ -32,7 +32,7 @@ class Captures:
         self._found: dict[str, _Capture] = {}
         self._updates: dict[int, int] = {}  # step -> optimizer steps that ranks had made at its save
 
-    def reported(self, captured: Iterable[Captured], ranks: Mapping[int, RankProgress], now_s: float) -> None:
+    def reported(self, captured: Iterable[Captured], ranks: Iterable[RankProgress], now_s: float) -> None:
         """Note the captures of some ranks of a node, and the progress of its ranks."""
         for reported in captured:
             new = _Capture(reported.attempt, since_s=now_s, reported_s=now_s)
@@ -40,7 +40,7 @@ class Captures:
             capture.reported_s = now_s
             capture.ranks.update(reported.ranks)
         _limit(self._found, MAX_CAPTURES)
-        for progress in ranks.values():
+        for progress in ranks:
             if progress.saved_updates:
                 known = self._updates.pop(progress.saved_step, 0)
                 self._updates[progress.saved_step] = max(known, progress.saved_updates)

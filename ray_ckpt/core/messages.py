@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -135,6 +135,10 @@ class RanksProgressed:
     ranks: Mapping[int, RankProgress]
     captured: tuple[Captured, ...] = ()  # incomplete captures, in each message until they are complete
     met: int = 0  # the highest number of a barrier that ranks of the node have entered; 0: none
+
+    def distinct(self) -> Iterable[RankProgress]:
+        """Return the progress of all ranks; what several ranks share, as a relay merges it, is there once."""
+        return {id(progress): progress for progress in self.ranks.values()}.values()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

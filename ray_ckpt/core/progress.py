@@ -97,9 +97,10 @@ class SessionProgress:
         plan, now_s = self._context.plan, self._context.now_s
         if plan is None or event.session_key != plan.session_key:
             return False
-        self._reports |= {rank: RankReport(progress, now_s) for rank, progress in event.ranks.items()}
+        made = {id(progress): RankReport(progress, now_s) for progress in event.distinct()}
+        self._reports |= {rank: made[id(progress)] for rank, progress in event.ranks.items()}
         captured = [found for found in event.captured if may_open(found.attempt)]
-        self._captures.reported(captured, event.ranks, now_s)
+        self._captures.reported(captured, event.distinct(), now_s)
         self._saved_before |= {rank for found in captured for rank in found.ranks}
         return True
 

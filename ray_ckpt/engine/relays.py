@@ -47,7 +47,7 @@ class OrderRelays:
     def divide(self, calls: Iterable[Call], agents: Set[str], now_s: float) -> Iterator[Call | Batch]:
         """Yield the calls of one moment, as batches if they go to more than `size` of the known `agents`.
 
-        The calls of one node stay in order, in one batch.
+        The calls of one node are in one batch.
         """
         by_node: dict[str, list[Call]] = {}
         for call in calls:
