@@ -53,6 +53,7 @@ from ray_ckpt.core.values import (
     SessionPlan,
     StoredFragment,
 )
+from ray_ckpt.engine.node_session import progress_period_s
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.transport.credentials import ServiceKeys
@@ -63,7 +64,6 @@ QUICK_SIZES = (8,)
 CROWD_NODES = 512  # nodes played by one actor
 CALL_S = 900.0  # longest answer of the coordinator or of a crowd
 REST_S = 10.0  # training without a save
-REPORT_S = 1.0  # between two reports of a node's ranks
 WARM_SAVES = 2  # afterwards, each commit retires a checkpoint
 CPU_LIMIT_S, REST_LIMIT, OPEN_LIMIT_S, OPEN_LIMIT_GB, COMMIT_LIMIT_S = 1.5, 0.05, 10.0, 0.5, 2.0
 KILLED_LIMIT_S = 3.0
@@ -243,7 +243,7 @@ class Crowd:
         """Report the progress of all ranks, as agents do, for some time."""
         plan, progress = self._plan, RankProgress(step=step, saved_step=step, step_s=1.0)
         assert plan is not None
-        end_s = time.monotonic() + seconds
+        end_s, period_s = time.monotonic() + seconds, progress_period_s(len(plan.nodes))
         while time.monotonic() < end_s:
             round_s = time.monotonic()
             reports = []
@@ -252,7 +252,7 @@ class Crowd:
                 event = m.RanksProgressed(session_key=plan.session_key, ranks=ranks)
                 reports.append(self._report(member, "ranks_progressed", plan.run_uid, event))
             await asyncio.gather(*reports)
-            await asyncio.sleep(max(0.0, round_s + REPORT_S - time.monotonic()))
+            await asyncio.sleep(max(0.0, round_s + period_s - time.monotonic()))
 
     def _here(self, member: _Member) -> SessionNode:
         assert member.here is not None

@@ -27,7 +27,14 @@ if TYPE_CHECKING:
 MAX_BARRIERS = 16  # barriers kept so that late ranks get the result; the coordinator keeps more
 BARRIER_GATHER_S = 1.0  # wait for all ranks of a node at a barrier; then the ranks present are reported
 PROGRESS_GATHER_S = 0.9  # time to gather the reports of a node's ranks, one per rank and second
+PROGRESS_NODE_S = 0.0005  # a coordinator takes 2,000 reports in a second at most; longer with more nodes
+MAX_PROGRESS_S = 5.0  # half of FRESH_PROGRESS_S and of STALE_S, after which a report proves nothing
 RESTORED_AGAIN_S = 2.0  # between a node's reports of its ranks that have restored and wait for others
+
+
+def progress_period_s(num_nodes: int) -> float:
+    """Return the seconds between two reports of progress by each node of a group."""
+    return min(max(PROGRESS_GATHER_S, num_nodes * PROGRESS_NODE_S), MAX_PROGRESS_S)
 
 
 @dataclass(slots=True)
@@ -48,6 +55,7 @@ class NodeSession:
         self.plan = plan
         self._host = host
         self._progress: dict[int, RankProgress] = {}  # by rank, until it is forwarded
+        self._missed: dict[int, int] = {}  # the last save signal that each rank read too late
         self._barriers: dict[int, _Barrier] = {}  # by the number of the barrier
         self._met = 0  # the highest barrier that all ranks have reached
         self._restored: dict[int, RankRestore] = {}
@@ -101,13 +109,18 @@ class NodeSession:
 
     def _progressed(self, event: RankProgressed) -> None:
         """Take the progress of a rank, and forward it together with the progress of the other ranks."""
-        if not self._progress:
-            due = ProgressDue(session_key=self.plan.session_key)
+        due, missed = ProgressDue(session_key=self.plan.session_key), event.progress.missed
+        if missed != self._missed.get(event.rank, 0):  # a save step waits for this report
+            self._missed[event.rank] = missed
             self._host.ports.later(PROGRESS_GATHER_S, due)
+        elif not self._progress:
+            self._host.ports.later(progress_period_s(len(self.plan.nodes)), due)
         self._progress[event.rank] = event.progress
 
     def _forward_progress(self) -> None:
         ranks, self._progress = self._progress, {}
+        if not ranks:  # they were forwarded early
+            return
         event = m.RanksProgressed(
             session_key=self.plan.session_key,
             ranks=ranks,

@@ -27,6 +27,7 @@ from ray_ckpt.engine.node_session import (
     MAX_BARRIERS,
     PROGRESS_GATHER_S,
     RESTORED_AGAIN_S,
+    progress_period_s,
 )
 from ray_ckpt.errors import Fenced, RunConflict, RunSuperseded, Unavailable
 from ray_ckpt.types import Level, RankRestore, SaveFacts
@@ -255,6 +256,18 @@ def test_the_progress_of_all_ranks_is_one_report_of_their_session() -> None:
     story.start(2)
     story.wait(PROGRESS_GATHER_S)
     assert not story.ports.reports, "its session is over"
+
+
+def test_a_missed_save_step_is_reported_at_once_and_progress_seldom_in_a_large_group() -> None:
+    assert [progress_period_s(n) for n in (1, 1_800, 4_000, 10_000, 100_000)] == [0.9, 0.9, 2.0, 5.0, 5.0]
+    story = started()
+    story.host.handle(RankProgressed(session=1, rank=0, progress=RankProgress(step=1, saved_step=-1)))
+    late = RankProgress(step=2, saved_step=-1, missed=7)
+    story.host.handle(RankProgressed(session=1, rank=0, progress=late))
+    assert len(story.ports.timers) == 2, "the usual one, and one for the missed step"
+    story.wait(PROGRESS_GATHER_S)
+    (report,) = story.ports.reports
+    assert isinstance(report, m.RanksProgressed) and report.ranks == {0: late}
 
 
 # -- barriers ----------------------------------------------------------------------------------------
