@@ -372,8 +372,11 @@ class Fleet:
         named = {"namespace": names.NAMESPACE, "num_cpus": 0}
         self.coordinator: Any = coordinator.options(name=names.COORDINATOR, **named).remote()
         first = min(relay_nodes(), num_nodes - 1)  # the first addressee of the second group of nodes
-        lone, others = self.nodes[first], (*self.nodes[:first], *self.nodes[first + 1 :])
-        parts = [others[at : at + CROWD_NODES] for at in range(0, len(others), CROWD_NODES)]
+        lone = self.nodes[first]
+        parts = [  # all other relays have their nodes in their own crowd
+            tuple(node for node in self.nodes[at : at + CROWD_NODES] if node != lone)
+            for at in range(0, num_nodes, CROWD_NODES)
+        ]
         self.crowds: list[Any] = [crowd.remote(self.coordinator, part, lone) for part in parts]
         alone = ray.remote(Crowd).options(name=names.agent_name(lone), **named)
         self.lone = alone.remote(self.coordinator, (lone,), lone, self.crowds[0])
