@@ -84,13 +84,10 @@ class Node:
             report = GatheredReport(method=method, arguments=args, waits=waits)
             try:
                 return await asyncio.wait_for(self._through(relay, report), None if waits else REPORT_S)
-            except CheckpointError:
-                raise
-            except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
-                if isinstance(error, ray.exceptions.RayTaskError) and isinstance(
-                    error.cause, CheckpointError
-                ):
-                    raise error.cause from None
+            except (ray.exceptions.RayError, CheckpointError, ValueError, TimeoutError) as error:
+                cause = getattr(error, "cause", None) or error  # Ray's error is of the cause's class too
+                if isinstance(cause, CheckpointError):
+                    raise cause from None
                 log.warning("relay %s does not answer: %s", relay[:12], reason(error))
                 self.route.failed(time.monotonic())
         return await self._request(method, *args)

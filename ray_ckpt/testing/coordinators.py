@@ -446,6 +446,8 @@ class Coordinators(StorageWork):
         event: Any = n.EpochSeen(epoch=order.epoch) if isinstance(order, OpenOnNode) else order
         if event.epoch >= agent.machine.epoch:
             _note_order(agent, event)
+        if isinstance(event, n.SessionStarted):
+            agent.route.use(message.batch.relay if message.batch is not None else "")
         self.num_orders += 1
         token = f"order-{self.num_orders}"
         self.order_calls[token] = OrderCall(message, fate, agent.number, ends_agent)
@@ -517,7 +519,21 @@ class Coordinators(StorageWork):
             agent=node.agent.number,
         )
 
+    def _gather(self, message: Report, fate: Fate) -> None:
+        """Deliver a report to its relay, which sends it on; if no answer comes, the node sends it too."""
+        is_taken = self._is_relay(message.relay) and fate != "lost"
+        sent = replace(message, relay="")
+        if is_taken:
+            self.wire.append(sent)
+        if not is_taken or fate == "unanswered":
+            self.wire.append(sent)
+            if (agent := self.nodes[message.node].agent) is not None:
+                agent.route.failed(self.now_s)
+
     def _report(self, message: Report, fate: Fate) -> None:
+        if message.relay:
+            self._gather(message, fate)
+            return
         process = self.process_of(message.service)
         if process is None or fate == "lost":
             if message.token:

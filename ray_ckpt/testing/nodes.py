@@ -133,7 +133,9 @@ class Nodes:
             self.waiting[token] = ("", Reporter(node, number, event))
             if isinstance(event, m.BarrierReached):
                 self.barriers[token] = event
-        self.wire.append(Report(self.nodes[node].service, event, token))
+        agent = self.nodes[node].agent
+        relay = agent.route.via(self.now_s) if agent is not None else ""
+        self.wire.append(Report(self.nodes[node].service, event, token, node, relay))
 
     def _token(self) -> Token:
         self.num_tokens += 1

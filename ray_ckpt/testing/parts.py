@@ -23,7 +23,7 @@ from ray_ckpt.engine.node_ports import (
     RankRestored,
 )
 from ray_ckpt.engine.ports import Call, HostEvent, StorageEffect
-from ray_ckpt.engine.relays import Batch, OrderRelays
+from ray_ckpt.engine.relays import Batch, OrderRelays, ReportRoute
 from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file
@@ -46,6 +46,7 @@ class Agent:
     number: int
     host: NodeHost
     signal: SaveSignal | None = None  # the signal on the page that the node's ranks read
+    route: ReportRoute = field(default_factory=ReportRoute)
     began: SessionKey = (0, 0)  # the newest session that an order has begun
     ended: SessionKey = (0, 0)  # the newest session that an order has ended
     over: SessionKey = (0, 0)  # the newest session that is surely over: its end is carried out
@@ -209,6 +210,8 @@ class Report:
     service: str
     event: m.Event
     token: Token = ""  # of the awaited reply; empty if no caller waits
+    node: str = ""  # of the agent
+    relay: str = ""  # the node to whose agent the report goes first; "" for none
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class World(Coordinators):
         match message:
             case Answer(coordinator=name):
                 return not self.coordinators[name].is_frozen
-            case Report(service=service):
+            case Report(service=service, relay=""):
                 process = self.coordinators.get(self.current.get(service, ""))
                 return process is None or not process.is_frozen
             case Create(is_late=False):

@@ -1,0 +1,204 @@
+"""An agent as a relay, and a node whose relay does not answer; without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+import ray
+
+from ray_ckpt.actors.agent import node as node_module
+from ray_ckpt.actors.agent import relay
+from ray_ckpt.actors.agent.node import Node
+from ray_ckpt.actors.agent.relay import MAX_BATCHES, MAX_GATHERED, OrderRelay, ReportRelay
+from ray_ckpt.actors.messages import GatheredAnswer, GatheredReport, PassedOrder
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.values import RankProgress
+from ray_ckpt.errors import Fenced, RunConflict, Unavailable
+from ray_ckpt.transport.credentials import ServiceKeys
+
+
+class Agent:
+    """The handle of an agent whose calls `do` carries out."""
+
+    def __init__(self, do: Callable[..., Any]) -> None:
+        self._do = do
+
+    def __getattr__(self, method: str) -> Any:
+        return _Call(self._do, method)
+
+
+class _Call:
+    def __init__(self, do: Callable[..., Any], method: str) -> None:
+        self._do, self._method = do, method
+
+    async def remote(self, *arguments: Any) -> Any:
+        return await self._do(self._method, *arguments)
+
+
+def relay_with(monkeypatch: pytest.MonkeyPatch, **agents: Callable[..., Any]) -> OrderRelay:
+    """A relay that reaches the agents of these nodes."""
+    monkeypatch.setattr(relay, "POLL_S", 0.05)
+    monkeypatch.setattr(relay, "GATHER_S", 0.0)
+    found = OrderRelay()
+    monkeypatch.setattr(found, "_find", lambda nodes: {n: Agent(do) for n, do in agents.items()})
+    return found
+
+
+def order(*nodes: str, method: str = "delete") -> PassedOrder:
+    return PassedOrder(nodes=tuple(enumerate(nodes)), method=method, arguments=("x",))
+
+
+async def echo(method: str, argument: str) -> str:
+    return f"{method} {argument}"
+
+
+def test_answers_and_failures_of_agents_come_back_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuses(*_: str) -> None:
+        cause = Fenced("It obeys epoch 7.", epoch=7)
+        raise ray.exceptions.RayTaskError("delete", "", cause).as_instanceof_cause()
+
+    async def died(*_: str) -> None:
+        raise ray.exceptions.ActorDiedError
+
+    relays = relay_with(monkeypatch, a=echo, b=refuses, c=died)
+    answers = asyncio.run(relays.pass_on("1", (order("a", "b", "c", "unknown"),)))
+    assert dict(answers.values) == {0: "delete x"}
+    assert {number: failure.epoch for number, failure in answers.failures.items()} == {1: 7}
+    assert sorted(answers.undelivered) == [2, 3], "the coordinator sends these without the relay"
+
+
+def test_answers_of_slow_agents_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        may_go = asyncio.Event()
+
+        async def slow(*_: str) -> str:
+            await may_go.wait()
+            return "late"
+
+        relays = relay_with(monkeypatch, a=echo, b=slow)
+        first = await relays.pass_on("1", (order("a", "b"),))
+        assert dict(first.values) == {0: "delete x"}
+        assert not (await relays.pass_on("1", ())).values, "nothing new"
+        may_go.set()
+        assert dict((await relays.pass_on("1", ())).values) == {1: "late"}
+        with pytest.raises(Unavailable):
+            await relays.pass_on("1", ())
+
+    asyncio.run(run())
+
+
+def test_a_relay_keeps_a_bounded_number_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: str) -> None:
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        relays = relay_with(monkeypatch, a=never)
+        calls = [relays.pass_on(str(k), (order("a"),)) for k in range(MAX_BATCHES + 1)]
+        await asyncio.gather(*calls)
+        with pytest.raises(Unavailable):
+            await relays.pass_on("0", ())
+        await relays.pass_on(str(MAX_BATCHES), ())
+
+    asyncio.run(run())
+
+
+def report(step: int, rank: int = 0, method: str = "ranks_progressed") -> GatheredReport:
+    ranks = {rank: RankProgress(step=step, saved_step=-1)}
+    event = m.RanksProgressed(session_key=(1, 1), ranks=ranks)
+    return GatheredReport(method=method, arguments=("uid", event), waits=False)
+
+
+def gathered(*reports: GatheredReport, error: Exception | None = None) -> tuple[list[Any], list[int]]:
+    """What the senders get, and the sizes of the messages to the coordinator."""
+    sizes: list[int] = []
+
+    async def send(sent: tuple[GatheredReport, ...]) -> tuple[GatheredAnswer, ...]:
+        sizes.append(len(sent))
+        if error is not None:
+            raise error
+        return tuple(
+            GatheredAnswer(value=each.method, error=RunConflict("no") if each.method == "bad" else None)
+            for each in sent
+        )
+
+    async def run() -> list[Any]:
+        relays = ReportRelay(send)
+        return await asyncio.gather(*map(relays.gather, reports), return_exceptions=True)
+
+    return asyncio.run(run()), sizes
+
+
+def test_reports_go_together_and_each_sender_gets_its_answer() -> None:
+    answers, sizes = gathered(report(1, method="stored"), report(1, method="bad"), report(3, 1), report(3, 2))
+    assert sizes == [3], "progress of two nodes is one report"
+    assert answers[0] == "stored" and isinstance(answers[1], RunConflict)
+    assert answers[2:] == ["ranks_progressed"] * 2
+    _, sizes = gathered(*(report(1, method="stored") for _ in range(MAX_GATHERED + 1)))
+    assert sizes == [MAX_GATHERED, 1]
+
+
+@pytest.mark.parametrize("error", [Unavailable("The coordinator is away."), KeyError("bug")])
+def test_after_any_error_no_sender_waits_for_ever(error: Exception) -> None:
+    answers, _ = gathered(report(1), report(2, method="stored"), error=error)
+    assert [type(answer) for answer in answers] == [Unavailable, Unavailable]
+
+
+def asked(
+    monkeypatch: pytest.MonkeyPatch, through: Callable[..., Any], method: str
+) -> tuple[list[Any], list[str]]:
+    """The answers to three requests of a node with a relay, and the ways that they took."""
+    monkeypatch.setattr(node_module, "REPORT_S", 0.05)
+    ways: list[str] = []
+
+    async def by_relay(relay: str, sent: GatheredReport) -> Any:
+        ways.append(relay)
+        return await through()
+
+    async def direct(method: str, *_: Any) -> str:
+        ways.append("direct")
+        return "answer"
+
+    async def run() -> list[Any]:
+        node = Node("n", ServiceKeys.make(datetime.now(UTC)))
+        monkeypatch.setattr(node, "_through", by_relay)
+        monkeypatch.setattr(node, "_request", direct)
+        node.route.use("r")
+        return [(await asyncio.gather(node.request(method), return_exceptions=True))[0] for _ in range(2)]
+
+    return asyncio.run(run()), ways
+
+
+async def hangs() -> None:
+    await asyncio.Event().wait()
+
+
+async def has_died() -> None:
+    raise ray.exceptions.ActorDiedError
+
+
+async def is_unknown() -> None:
+    raise ValueError("no actor of this name")
+
+
+@pytest.mark.parametrize("through", [hangs, has_died, is_unknown])
+def test_a_node_reports_itself_when_its_relay_does_not(
+    through: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asked(monkeypatch, through, "node_stored") == (["answer"] * 2, ["r", "direct", "direct"])
+
+
+def test_the_coordinators_error_comes_through_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused() -> None:
+        cause = RunConflict("Another group has the run.")
+        raise ray.exceptions.RayTaskError("gather", "", cause).as_instanceof_cause()
+
+    answers, ways = asked(monkeypatch, refused, "node_stored")
+    assert [type(answer) for answer in answers] == [RunConflict] * 2 and ways == ["r", "r"]
+
+
+def test_requests_that_are_no_reports_need_no_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(monkeypatch, hangs, "make_durable")[1] == ["direct", "direct"]
