@@ -42,6 +42,7 @@ class _Batch:
     failures: dict[int, Failure] = field(default_factory=dict)
     undelivered: list[int] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    is_complete: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self) -> PassedAnswers:
         found = PassedAnswers(values=self.values, failures=self.failures, undelivered=tuple(self.undelivered))
@@ -73,8 +74,7 @@ class OrderRelay:
             raise Unavailable("This relay does not have the batch.")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(found.arrived.wait(), POLL_S)
-        if found.waiting:
-            await asyncio.sleep(GATHER_S)
+            await asyncio.wait_for(found.is_complete.wait(), GATHER_S)
         if not found.waiting:
             self._batches.pop(name, None)
         return found.take()
@@ -116,6 +116,8 @@ class OrderRelay:
             batch.undelivered.append(number)
         batch.waiting -= 1
         batch.arrived.set()
+        if not batch.waiting:
+            batch.is_complete.set()
 
 
 class ReportRelay:
