@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -442,86 +443,57 @@ def rows(context: Context) -> Iterator[Row]:
             yield from _rows_at(found, size, context)
 
 
+class _Samples:
+    """Samples of the coordinator's process while a fleet works."""
+
+    def __init__(self, fleet: Fleet, rest_s: float) -> None:
+        self._fleet, self._rest_s = fleet, rest_s
+        self._latencies_s: deque[float] = deque()  # of the saves that `save` has measured
+
+    def save(self) -> float:
+        before = self._fleet.usage()
+        self._latencies_s.append(self._fleet.save())
+        return self._fleet.usage().cpu_s - before.cpu_s
+
+    def latency(self) -> float:
+        return self._latencies_s.popleft()
+
+    def rest(self) -> float:
+        before, began_s = self._fleet.usage(), time.monotonic()
+        self._fleet.train(self._rest_s)
+        return (self._fleet.usage().cpu_s - before.cpu_s) / (time.monotonic() - began_s)
+
+    def opening(self) -> float:
+        before = self._fleet.usage()
+        self._fleet.open_group()
+        return self._fleet.usage().cpu_s - before.cpu_s
+
+    def opening_gb(self) -> float:
+        before = self._fleet.usage(counts_bytes=True)
+        self._fleet.open_group()
+        return (self._fleet.usage().sent_bytes - before.sent_bytes) / 1e9
+
+    def rss_gb(self) -> float:
+        return self._fleet.usage().rss_bytes / 1e9
+
+
 def _rows_at(fleet: Fleet, size: int, context: Context) -> Iterator[Row]:
-    what, is_limited = f"{size:,} nodes x {RANKS_PER_NODE} ranks", size == LIMITS_AT
-    latencies: list[float] = []
-
-    def limit(value: float) -> float | None:
-        return value if is_limited else None
-
-    def save() -> float:
-        before = fleet.usage()
-        latencies.append(fleet.save())
-        return fleet.usage().cpu_s - before.cpu_s
-
-    def rest() -> float:
-        seconds = 1.0 if context.quick else REST_S
-        before, began_s = fleet.usage(), time.monotonic()
-        fleet.train(seconds)
-        return (fleet.usage().cpu_s - before.cpu_s) / (time.monotonic() - began_s)
-
-    def opening() -> float:
-        before = fleet.usage()
-        fleet.open_group()
-        return fleet.usage().cpu_s - before.cpu_s
-
-    def opening_gb() -> float:
-        before = fleet.usage(counts_bytes=True)
-        fleet.open_group()
-        return (fleet.usage().sent_bytes - before.sent_bytes) / 1e9
-
-    def rss_gb() -> float:
-        return fleet.usage().rss_bytes / 1e9
-
-    repeat = context.repeat
-    yield measure(
-        f"fleet-save-{size}",
-        f"coordinator's CPU of a save, {what}",
-        "s",
-        save,
-        repeat=repeat,
-        limit=limit(CPU_LIMIT_S),
+    samples, repeat = _Samples(fleet, 1.0 if context.quick else REST_S), context.repeat
+    table: tuple[tuple[str, str, str, Callable[[], float], int, float | None], ...] = (
+        ("save", "coordinator's CPU of a save", "s", samples.save, repeat, CPU_LIMIT_S),
+        ("commit", "a save: first report to last notice", "s", samples.latency, repeat, COMMIT_LIMIT_S),
+        ("rest", "coordinator's CPU per second of training", "s", samples.rest, 1, REST_LIMIT),
+        ("open", "coordinator's CPU of a group's opening", "s", samples.opening, repeat, OPEN_LIMIT_S),
+        ("open-bytes", "bytes sent for a group's opening", "GB", samples.opening_gb, 1, OPEN_LIMIT_GB),
+        ("memory", "coordinator's memory", "GB", samples.rss_gb, 1, None),
+        ("killed", "a save whose relay is killed", "s", fleet.save_without_relay, 1, KILLED_LIMIT_S),
     )
-    latest = iter(latencies)
-    yield measure(
-        f"fleet-commit-{size}",
-        f"a save: first report to last notice, {what}",
-        "s",
-        lambda: next(latest),
-        repeat=len(latencies),
-        limit=limit(COMMIT_LIMIT_S),
-        note="an upper bound: the crowds share the cores",
-    )
-    yield measure(
-        f"fleet-rest-{size}",
-        f"coordinator's CPU per second of training, {what}",
-        "s",
-        rest,
-        repeat=1,
-        limit=limit(REST_LIMIT),
-    )
-    yield measure(
-        f"fleet-open-{size}",
-        f"coordinator's CPU of a group's opening, {what}",
-        "s",
-        opening,
-        repeat=repeat,
-        limit=limit(OPEN_LIMIT_S),
-    )
-    yield measure(
-        f"fleet-open-bytes-{size}",
-        f"bytes sent for a group's opening, {what}",
-        "GB",
-        opening_gb,
-        repeat=1,
-        limit=limit(OPEN_LIMIT_GB),
-    )
-    yield measure(f"fleet-memory-{size}", f"coordinator's memory, {what}", "GB", rss_gb, repeat=1)
-    yield measure(
-        f"fleet-killed-{size}",
-        f"a save whose relay is killed: first report to last notice, {what}",
-        "s",
-        fleet.save_without_relay,
-        repeat=1,
-        limit=KILLED_LIMIT_S,
-    )
+    for name, what, unit, sample, times, limit in table:  # times are upper bounds: the crowds share the cores
+        yield measure(
+            f"fleet-{name}-{size}",
+            f"{what}, {size:,} nodes x {RANKS_PER_NODE} ranks",
+            unit,
+            sample,
+            repeat=times,
+            limit=limit if size == LIMITS_AT else None,
+        )

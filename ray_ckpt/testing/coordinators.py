@@ -37,7 +37,7 @@ from ray_ckpt.errors import Fenced, RunSuperseded, SaveNotCollective, Unavailabl
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.telemetry import Sample
-from ray_ckpt.testing.oracle import must
+from ray_ckpt.testing.oracle import accused, must
 from ray_ckpt.testing.parts import (
     Agent,
     Answer,
@@ -221,7 +221,7 @@ class Coordinators(StorageWork):
     def show_outcome(self, process: Coordinator, order: n.OutcomeNotified) -> None:
         attempt, error = order.attempt, order.error
         if isinstance(error, SaveNotCollective):
-            self.oracle.accused(attempt, self.now_s - self.saved_at_s[attempt.attempt], self.options)
+            accused(attempt, self.now_s - self.saved_at_s[attempt.attempt], self.options)
         self.oracle.gives_up(process.name, attempt, error, process.machine.view.live_nodes)
 
     def is_silent(self, process: Coordinator) -> bool:

@@ -53,6 +53,12 @@ class _Opening:
     agents: dict[str, int]  # node -> number of the agent that answered
 
 
+def accused(attempt: AttemptId, since_s: float, options: RunOptions) -> None:
+    """Check that misuse is reported only after a time-out, because all ranks of a world take part."""
+    is_late = since_s >= min(options.attempt_timeout_s, STAYS_OUT_S)
+    must(is_late, "P9", f"a rank was reported to stay out of step {attempt.step} after {since_s} s")
+
+
 @dataclass(slots=True)
 class Oracle:
     """Checker that follows all events of a world; raises Violation."""
@@ -341,11 +347,6 @@ class Oracle:
             self.entered(event.session_key, event.number)
         first = self.answers.setdefault((coordinator, event.session_key, event.number), answer)
         must(first == answer, "P9", f"{what} is entered by some ranks only")
-
-    def accused(self, attempt: AttemptId, since_s: float, options: RunOptions) -> None:
-        """Check that misuse is reported only after a time-out, because all ranks of a world take part."""
-        is_late = since_s >= min(options.attempt_timeout_s, STAYS_OUT_S)
-        must(is_late, "P9", f"a rank was reported to stay out of step {attempt.step} after {since_s} s")
 
     def finished(self, value: object) -> None:
         """Check the checkpoint that a launcher received as durable."""

@@ -163,19 +163,11 @@ class Schedule:
         if isinstance(message, Create) and message.is_late and chance.random() < 0.6:
             wire.append(wire.pop(index))
             return ""
-        fate = self._fate(message)
+        fate = _fate(chance, self.faults, message)
         twice = isinstance(message, NETWORK) and chance.random() < self.faults
         self.played.num_messages += 1
         self.world.deliver(index, fate, twice=twice)
         return f"{_label(message)}{'' if fate == 'delivered' else f'({fate})'}{'(twice)' if twice else ''}"
-
-    def _fate(self, message: Message) -> Fate:
-        chance, faults = self.chance, self.faults
-        if isinstance(message, Create) and message.is_late:
-            return "lost" if chance.random() < 0.3 else "delivered"
-        if not isinstance(message, (*NETWORK, Create, Local)) or chance.random() > 2 * faults:
-            return "delivered"
-        return "lost" if chance.random() < 0.5 else "unanswered"
 
     # -- ranks and launchers ---------------------------------------------------------------------------
 
@@ -206,14 +198,11 @@ class Schedule:
         launcher.resume = self.chance.choices(["auto", "never", "must"], [96, 2, 2])[0]
         if lineage and self.chance.random() < 0.03:
             launcher.resume = f"step:{self.chance.choice(lineage).step}"
-        self.world.absent = self._absent(launcher.service)
+        live = sorted(self.world.live(launcher.service))
+        is_absent = self.chance.random() < self.faults  # an agent does not answer a call to all agents
+        self.world.absent = frozenset(live[-1:]) if is_absent else frozenset()
         self.world.launch(launcher.name, size, in_parts=self.chance.random() < 0.2)
         return f"{launcher.name} launches"
-
-    def _absent(self, service: str) -> frozenset[str]:
-        """Choose the agents that do not answer a call to all agents."""
-        live = sorted(self.world.live(service))
-        return frozenset(live[-1:]) if self.chance.random() < self.faults else frozenset()
 
     def ranks_die(self) -> str | None:
         if (launcher := self._running_launcher()) is None:
@@ -487,6 +476,14 @@ def _options(chance: random.Random, *, keep_local_at_end: bool) -> RunOptions:
         keep_local_at_end=keep_local_at_end,
         agent_idle_s=chance.choice([20.0, 100.0, 600.0]),
     )
+
+
+def _fate(chance: random.Random, faults: float, message: Message) -> Fate:
+    if isinstance(message, Create) and message.is_late:
+        return "lost" if chance.random() < 0.3 else "delivered"
+    if not isinstance(message, (*NETWORK, Create, Local)) or chance.random() > 2 * faults:
+        return "delivered"
+    return "lost" if chance.random() < 0.5 else "unanswered"
 
 
 def _wants_group(launcher: Launcher) -> bool:
