@@ -177,19 +177,3 @@ def _merged(gathered: list[_Gathered]) -> Iterator[_Merged]:
         for event in merge([report.arguments[1] for report, _ in found]):
             senders = [s for report, s in found if event.ranks.keys() >= report.arguments[1].ranks.keys()]
             yield replace(found[0][0], arguments=(run_uid, event)), senders
-
-
-class RelayEndpoints:
-    """The calls to an agent as a relay."""
-
-    def __init__(self, reports: ReportRelay) -> None:
-        self._orders = OrderRelay()
-        self._reports = reports
-
-    async def pass_on(self, batch: str, orders: tuple[PassedOrder, ...]) -> PassedAnswers:
-        """Pass on orders to other agents, or return further answers to the orders of an earlier call."""
-        return await self._orders.pass_on(batch, orders)
-
-    async def gather(self, report: GatheredReport) -> Any:
-        """Send a report of another agent to the coordinator, together with others; return the answer."""
-        return await self._reports.gather(report)
