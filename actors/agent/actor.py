@@ -12,23 +12,19 @@ import logging
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import ray
 
 from ray_ckpt.actors.agent.files import inventory, scrub, upload
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.peer_files import PeerFiles
-from ray_ckpt.actors.agent.relay import OrderRelay
+from ray_ckpt.actors.agent.relay import OrderRelay, RelayEndpoints
 from ray_ckpt.actors.agent.restoring import NodeRestore
 from ray_ckpt.actors.agent.run import require
 from ray_ckpt.actors.agent.runs import NodeRuns
 from ray_ckpt.actors.messages import (
     AgentCard,
-    GatheredReport,
     OpenRun,
-    PassedAnswers,
-    PassedOrder,
     PutAwayRun,
     RunSpec,
     ServiceCard,
@@ -68,7 +64,7 @@ OUTCOME_SLACK_S = 60.0  # after the attempt's own time-outs; bounds a call that 
 EXIT_AFTER_S = 0.5  # so that the answer is sent before the process ends
 
 
-class NodeAgent:
+class NodeAgent(RelayEndpoints):
     """Endpoints of a node. Orders of the coordinator carry an epoch; a stale epoch raises Fenced."""
 
     def __init__(self, node_id: str, keys: ServiceKeys, service: str) -> None:
@@ -78,7 +74,7 @@ class NodeAgent:
         self._service = service
         self._node = Node(node_id, keys)
         self._runs = NodeRuns(self._node)
-        self._orders = OrderRelay()
+        self._orders, self._reports = OrderRelay(self._node.agents), self._node.reports
         self._server: PeerServer | None = None
         self._problem: ConfigError | None = None  # error in this node's environment, raised by `card`
         try:
@@ -111,14 +107,6 @@ class NodeAgent:
                 await self._runs.get(run_uid).obey(n.EpochSeen(epoch=epoch))
         log.info("nothing here is needed any more; this agent ends")
         asyncio.get_running_loop().call_later(EXIT_AFTER_S, os._exit, 0)
-
-    async def pass_on(self, batch: str, orders: tuple[PassedOrder, ...]) -> PassedAnswers:
-        """Pass on orders to other agents, or return further answers to the orders of an earlier call."""
-        return await self._orders.pass_on(batch, orders)
-
-    async def gather(self, report: GatheredReport) -> Any:
-        """Send a report of another agent to the coordinator, together with others; return the answer."""
-        return await self._node.reports.gather(report)
 
     # -- the coordinator's calls: runs and sessions ------------------------------------------------------
 

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import ray
@@ -15,7 +14,7 @@ import ray
 from ray_ckpt import telemetry
 from ray_ckpt.actors import names
 from ray_ckpt.actors.agent.priority import ActiveCopies, limit_heaps, yield_to_training
-from ray_ckpt.actors.agent.relay import ReportRelay
+from ray_ckpt.actors.agent.relay import OtherAgents, ReportRelay
 from ray_ckpt.actors.failures import reason
 from ray_ckpt.actors.messages import GatheredAnswer, GatheredReport
 from ray_ckpt.actors.metrics import Meters
@@ -59,7 +58,7 @@ class Node:
         self._coordinator: Any = None
         self.route = ReportRoute()
         self.reports = ReportRelay(self._send_gathered)
-        self._relay: tuple[str, Any] | None = None  # the relay's node and handle
+        self.agents = OtherAgents()
 
     def credentials(self, run_uid: str) -> Credentials:
         return self.keys.credentials(run_uid)
@@ -95,11 +94,14 @@ class Node:
     async def _through(self, relay: str, report: GatheredReport) -> Any:
         if relay == self.node_id:
             return await self.reports.gather(report)
-        if self._relay is None or self._relay[0] != relay:
-            name = names.agent_name(relay)
-            handle = await in_thread(self._cloud_io, partial(ray.get_actor, name, namespace=names.NAMESPACE))
-            self._relay = (relay, handle)
-        return await self._relay[1].gather.remote(report)
+        agent = (await self.agents.find([relay])).get(relay)
+        if agent is None:
+            raise ValueError("there is no such agent")
+        try:
+            return await agent.gather.remote(report)
+        except ray.exceptions.RayError:
+            self.agents.forget(relay)
+            raise
 
     async def _send_gathered(self, reports: tuple[GatheredReport, ...]) -> tuple[GatheredAnswer, ...]:
         answers: tuple[GatheredAnswer, ...] = await self._request("gathered", reports)

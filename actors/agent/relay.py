@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -51,13 +51,39 @@ class _Batch:
         return found
 
 
+class OtherAgents:
+    """Handles of other agents, which Ray looks up by name in a thread, since the lookup blocks."""
+
+    def __init__(self) -> None:
+        self._handles: dict[str, Any] = {}  # by node
+        self._lookups = ThreadPoolExecutor(1, "ray_ckpt-lookup")
+
+    async def find(self, nodes: Iterable[str]) -> dict[str, Any]:
+        """Return the handles by node, without the nodes that have no agent."""
+        wanted = frozenset(nodes)
+        if not wanted <= self._handles.keys():
+            self._handles |= await in_thread(self._lookups, _look_up, wanted - self._handles.keys())
+        return {node: self._handles[node] for node in wanted & self._handles.keys()}
+
+    def forget(self, node: str) -> None:
+        """Look the agent up again before its next call: it did not answer, and may have been replaced."""
+        self._handles.pop(node, None)
+
+
+def _look_up(nodes: Iterable[str]) -> dict[str, Any]:
+    found = {}
+    for node in nodes:
+        with contextlib.suppress(ValueError):
+            found[node] = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
+    return found
+
+
 class OrderRelay:
     """Orders that this agent passes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, agents: OtherAgents) -> None:
+        self._agents = agents
         self._batches: dict[str, _Batch] = {}
-        self._agents: dict[str, Any] = {}  # handles by node
-        self._lookups = ThreadPoolExecutor(1, "ray_ckpt-relay")  # Ray's lookup of an actor's name blocks
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def pass_on(self, name: str, orders: tuple[PassedOrder, ...]) -> PassedAnswers:
@@ -81,38 +107,27 @@ class OrderRelay:
 
     async def _deliver(self, batch: _Batch, orders: tuple[PassedOrder, ...]) -> None:
         """Call the agents in the order of the orders, and collect the answers as they come."""
-        handles = await in_thread(self._lookups, self._find, {n for order in orders for _, n in order.nodes})
-        calls = [
-            (number, node, self._call(handles.get(node), order))
-            for order in orders
-            for number, node in order.nodes
-        ]
-        await asyncio.gather(*(self._collect(batch, *call) for call in calls))
+        handles = await self._agents.find(node for order in orders for _, node in order.nodes)
+        await asyncio.gather(
+            *(
+                self._call(batch, number, node, handles.get(node), order)
+                for order in orders
+                for number, node in order.nodes
+            )
+        )
 
-    def _find(self, nodes: set[str]) -> dict[str, Any]:
-        for node in nodes - self._agents.keys():
-            try:
-                self._agents[node] = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
-            except ValueError:
-                continue
-        return {node: self._agents[node] for node in nodes & self._agents.keys()}
-
-    def _call(self, handle: Any, order: PassedOrder) -> Awaitable[Any] | None:
-        if handle is None:
-            return None
-        call: Awaitable[Any] = getattr(handle, order.method).remote(*order.arguments)
-        return call
-
-    async def _collect(self, batch: _Batch, number: int, node: str, call: Awaitable[Any] | None) -> None:
+    async def _call(
+        self, batch: _Batch, number: int, node: str, agent: Any | None, order: PassedOrder
+    ) -> None:
         try:
-            if call is None:
+            if agent is None:
                 batch.undelivered.append(number)
             else:
-                batch.values[number] = await call
+                batch.values[number] = await getattr(agent, order.method).remote(*order.arguments)
         except ray.exceptions.RayTaskError as error:
             batch.failures[number] = failure_of(error)
-        except ray.exceptions.RayError:
-            self._agents.pop(node, None)  # the coordinator finds out what has become of the agent
+        except Exception:  # after any error, the coordinator must call the agent itself
+            self._agents.forget(node)
             batch.undelivered.append(number)
         batch.waiting -= 1
         batch.arrived.set()
@@ -163,6 +178,21 @@ class ReportRelay:
                     sender.set_result(answer.value)
                 else:
                     sender.set_exception(answer.error)
+
+
+class RelayEndpoints:
+    """The calls of an agent as a relay. The agent's constructor sets the fields, as Ray binds no other."""
+
+    _orders: OrderRelay
+    _reports: ReportRelay
+
+    async def pass_on(self, batch: str, orders: tuple[PassedOrder, ...]) -> PassedAnswers:
+        """Pass on orders to other agents, or return further answers to the orders of an earlier call."""
+        return await self._orders.pass_on(batch, orders)
+
+    async def gather(self, report: GatheredReport) -> Any:
+        """Send a report of another agent to the coordinator, together with others; return the answer."""
+        return await self._reports.gather(report)
 
 
 def _merged(gathered: list[_Gathered]) -> Iterator[_Merged]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +10,7 @@ from ray_ckpt.actors.agent.captures import Captures
 from ray_ckpt.actors.agent.memory import RankMemory
 from ray_ckpt.actors.agent.priority import DrainRateLimiter, yield_to_training
 from ray_ckpt.actors.agent.restoring import NodeRestore
+from ray_ckpt.actors.callers import Callers
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.actors.threads import BriefThreads
 from ray_ckpt.core import node_messages as n
@@ -53,7 +52,7 @@ class NodeRun:
         self.missing = ""  # what is missing on the storage path; see `RemoteTier.missing`
         self._missing_s = 0.0  # when `missing` was last checked (monotonic); inf during a check
         self.starts: dict[SessionKey, tuple[RunSpec, dict[str, str]]] = {}  # orders that are being handled
-        self.waiting: dict[Token, asyncio.Future[Any]] = {}  # callers of the host
+        self.callers = Callers(lambda token: self.host.handle(CallerLeft(token=token)))
         self.host = host(self, NodeMachine(epoch=staging.epoch(run_uid)))
 
     @property
@@ -62,14 +61,7 @@ class NodeRun:
 
     async def request(self, event: Callable[[Token], NodeHostEvent]) -> Any:
         """Handle an event with a fresh token, and return the host's reply or raise its error."""
-        token = uuid.uuid4().hex
-        self.waiting[token] = asyncio.get_running_loop().create_future()
-        try:
-            self.host.handle(event(token))
-            return await self.waiting[token]
-        finally:
-            del self.waiting[token]
-            self.host.handle(CallerLeft(token=token))
+        return await self.callers.request(lambda token: self.host.handle(event(token)))
 
     async def obey(self, order: n.Order) -> dict[str, str] | None:
         """Carry out an order of a coordinator; return the folders that could not be deleted.

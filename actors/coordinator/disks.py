@@ -15,9 +15,7 @@ from ray_ckpt.actors.coordinator.agents import AGENT_CALL_S
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.run import Run
 
-LOOK_EVERY_S = (
-    10.0  # between two readings of a disk in a small cluster, and of the fullest ones in a large one
-)
+LOOK_EVERY_S = 10.0  # between two readings of each disk, in a large cluster of the fullest ones
 IDLE_EVERY_S = 60.0  # of a run without a group, whose files do not grow; for metrics only
 MAX_AT_A_TICK = 12  # readings to begin; at 0.5 ms of CPU per call these are some 1.2 % of a core
 

@@ -61,13 +61,7 @@ class Engine:
 
     async def request(self, run: Run, event: Callable[[Token], m.Event | HostEvent]) -> Any:
         """Handle an event with a fresh token, and return the host's reply or raise its error."""
-        token = uuid.uuid4().hex
-        run.waiting[token] = asyncio.get_running_loop().create_future()
-        try:
-            run.host.handle(event(token))
-            return await run.waiting[token]
-        finally:
-            del run.waiting[token]
+        return await run.callers.request(lambda token: run.host.handle(event(token)))
 
     async def is_alive(self, owner: str) -> bool:
         """Return whether a launcher is alive."""

@@ -288,12 +288,10 @@ class RayPorts:
         self._run.host.handle(LauncherSeen(owner=owner, is_alive=is_alive, ends_runs=ends_runs))
 
     def reply(self, token: Token, value: object) -> None:
-        if (future := self._run.waiting.get(token)) and not future.done():
-            future.set_result(value)
+        self._run.callers.reply(token, value)
 
     def fail(self, token: Token, error: Exception) -> None:
-        if (future := self._run.waiting.get(token)) and not future.done():
-            future.set_exception(error)
+        self._run.callers.fail(token, error)
 
     def now_s(self) -> float:
         return time.monotonic()

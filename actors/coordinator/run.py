@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import uuid
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
-from typing import Any
 
+from ray_ckpt.actors.callers import Callers
 from ray_ckpt.actors.messages import RunSpec, RunView
 from ray_ckpt.actors.threads import BriefThreads
 from ray_ckpt.core.run_machine import RunMachine
-from ray_ckpt.core.values import DiskSpace, Token
+from ray_ckpt.core.values import DiskSpace
 from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.storage.log_store import LogStore
 from ray_ckpt.telemetry import Sample
@@ -27,7 +26,7 @@ class Run:
         self.spec = spec
         self.remote = spec.storage.open()
         self.nonce = uuid.uuid4().hex
-        self.waiting: dict[Token, asyncio.Future[Any]] = {}
+        self.callers = Callers()
         # Separate threads for each run, so that a hanging store delays no other run.
         self.log_threads = BriefThreads(LOG_THREADS, f"ray_ckpt-log-{spec.name[:32]}")
         self.disks: dict[str, DiskSpace] = {}  # by node, read since the last report to the machine

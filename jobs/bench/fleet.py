@@ -283,7 +283,7 @@ def _fragment(attempt: AttemptId, node: SessionNode, plan: SessionPlan) -> Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What the coordinator's process has used since its start."""
+    """Resources that the coordinator's process has used since its start."""
 
     cpu_s: float
     rss_bytes: int

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from ray_ckpt.core import messages as m
 
-MAX_DIRECTORIES = (
-    32  # of one order: a folder may take a second, and the answer for all is due in AGENT_CALL_S
-)
+MAX_DIRECTORIES = 32  # of one order: a folder may take a second, and an answer AGENT_CALL_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

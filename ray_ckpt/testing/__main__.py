@@ -15,23 +15,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ray_ckpt.testing", description=__doc__)
     parser.add_argument("--seeds", default="0:200", help="first:last+1 of the random schedules")
     parser.add_argument("--events", type=int, default=schedules.NUM_EVENTS, help="of each schedule")
+    few = schedules.FEW_NODES
+    sizes = f"{few.start}:{few.stop}"
+    parser.add_argument("--nodes", default=sizes, help="first:last+1 sizes of a cluster, drawn by seed")
     parser.add_argument("--silences", default="0:0", help="first:last+1 of the schedules of silent links")
     parser.add_argument("--exhaustive", type=int, default=0, metavar="DEPTH", help="steps in every order")
     parser.add_argument("--states", type=int, default=exhaustive.MAX_STATES, help="bound of each scene")
     arguments = parser.parse_args()
-    failed = _random(_range(arguments.seeds), arguments.events)
+    failed = _random(_range(arguments.seeds), arguments.events, _range(arguments.nodes))
     failed += _silences(_range(arguments.silences))
     if arguments.exhaustive:
         failed += _exhaustive(arguments.exhaustive, arguments.states)
     return 1 if failed else 0
 
 
-def _random(seeds: range, num_events: int) -> int:
+def _random(seeds: range, num_events: int, sizes: range) -> int:
     counts: Counter[str] = Counter()
     events: Counter[str] = Counter()
     for seed in seeds:
         try:
-            played = schedules.play(seed, num_events)
+            played = schedules.play(seed, num_events, sizes)
         except Exception as error:
             counts["violations"] += 1
             if counts["violations"] <= MAX_SHOWN:
@@ -45,6 +48,7 @@ def _random(seeds: range, num_events: int) -> int:
         counts["sessions"] += played.num_sessions
         events += played.events
     print(f"random: seeds {seeds.start} to {seeds.stop - 1}, {num_events} events each")
+    print(f"  clusters of {sizes.start} to {sizes.stop - 1} nodes")
     for name in ("schedules", "events", "messages", "records", "commits", "sessions"):
         print(f"  {counts[name]:12,} {name}")
     for name, count in sorted(events.items()):

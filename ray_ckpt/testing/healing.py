@@ -20,7 +20,7 @@ A_DAY_S = DAY_S + 3_600.0  # longer than ORPHAN_AGE_S and the next interval betw
 ROUNDS = 60  # rounds of delivery and waiting; a world that needs more never comes to rest
 DAYS_TO_SWEEP = 3  # days until an orphan is old, listed, and deleted
 MAX_TIDYING = 4  # groups; after these, each orphan has had a group that deletes it
-MAX_DELIVERIES = 4_000  # deliveries in a round
+MAX_DELIVERIES = 4_000  # deliveries in a round of a small world
 
 
 class Healing:
@@ -105,7 +105,7 @@ class Healing:
                 errors = (launcher.error, *(member.error for member in members))
                 if any(isinstance(error, RestoreError) for error in errors):
                     launcher.resume = "never"  # no intact checkpoint is left
-                world.launch(launcher.name, 2)
+                world.launch(launcher.name, 2 * self._schedule.scale)
             for member in members:
                 if member.state == "waiting":
                     world.read_state(member, launcher.name)
@@ -180,7 +180,7 @@ class Healing:
     def _rest(self, seconds: float = 0.0) -> None:
         """Deliver all messages, then let time pass."""
         world = self._world
-        for _ in range(MAX_DELIVERIES):
+        for _ in range(MAX_DELIVERIES * self._schedule.scale):
             index = next((i for i, message in enumerate(world.wire) if world.can_deliver(message)), None)
             if index is None:
                 break

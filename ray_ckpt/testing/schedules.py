@@ -37,7 +37,9 @@ T = TypeVar("T")
 
 NUM_EVENTS = 200
 MIN_NODES = 3  # live nodes that a schedule leaves in each cluster
-MAX_NODES = 16  # nodes that ever join: limits the cost of a schedule
+MAX_NODES = 16  # nodes that ever join a small world: limits the cost of a schedule
+FEW_NODES = range(3, 6)  # sizes of the first cluster of a small world
+RELAY_NODES = 2, 8  # nodes of one relay in small and in large worlds
 MAX_COORDINATORS = 12
 REACH = 8  # a message overtakes at most this number of messages
 MAX_ANNOTATED = 6  # newest steps that are annotated: older steps are mostly retired
@@ -55,12 +57,19 @@ class Played:
 
 
 class Schedule:
-    """A world, and the random generator that chooses the world's events."""
+    """A world, and the random generator that chooses the world's events.
 
-    def __init__(self, seed: int) -> None:
+    The size of the first cluster is drawn from `sizes`. In a large world, messages and ranks come in larger
+    groups, so that saves of many nodes are completed.
+    """
+
+    def __init__(self, seed: int, sizes: range = FEW_NODES) -> None:
         self.chance = chance = random.Random(seed)
         options = _options(chance, keep_local_at_end=seed % 4 == 3)
-        clusters = {HOME: chance.choice([3, 4, 5])}
+        size = chance.choice(sizes)
+        self.scale = max(1, size // FEW_NODES[-1])  # factor of the sizes of groups and batches
+        self.max_nodes = MAX_NODES * self.scale
+        clusters = {HOME: size}
         if chance.random() < 0.4:
             clusters["west"] = 3
         self.world = World(
@@ -68,7 +77,7 @@ class Schedule:
             clusters,
             ranks_per_node=chance.choice([1, 1, 2]),
             disk_bytes=chance.choice([5_000, 100_000]),
-            relay_nodes=2 if seed % 3 == 2 else 0,
+            relay_nodes=RELAY_NODES[self.scale > 1] if seed % 3 == 2 else 0,
         )
         self.foreign = unknown_attempt(self.chance)  # attempt of an older log on the same path
         self.world.upload_late(self.foreign, age_s=2 * A_DAY_S)
@@ -148,7 +157,7 @@ class Schedule:
     def deliver_some(self) -> str | None:
         if not self.world.wire:
             return None
-        number = self.chance.choice([1, 4, 8, 16, 24])
+        number = self.chance.choice([1, 4, 8, 16, 24]) * self.scale
         return "deliver " + " ".join(name for _ in range(number) if (name := self._deliver_one()))
 
     def _deliver_one(self) -> str:
@@ -172,6 +181,10 @@ class Schedule:
     # -- ranks and launchers ---------------------------------------------------------------------------
 
     def ranks_act(self) -> str | None:
+        lines = [line for _ in range(self.scale) if (line := self._ranks_of_a_node_act())]
+        return ", ".join(lines) or None
+
+    def _ranks_of_a_node_act(self) -> str | None:
         ready: list[tuple[Launcher, Group, Member]] = []
         for launcher, group, member in self.world.members():
             is_free = not member.busy or self.chance.random() < 0.1
@@ -193,7 +206,7 @@ class Schedule:
             )
         ) is None:
             return None
-        size = self.chance.choice([1, 2, 2, 2, 3])
+        size = self.chance.choice([1, 2, 2, 2, 3]) * self.scale
         lineage = self.world.oracle.history.lineage()
         launcher.resume = self.chance.choices(["auto", "never", "must"], [96, 2, 2])[0]
         if lineage and self.chance.random() < 0.03:
@@ -405,7 +418,7 @@ class Schedule:
         return f"{name} {'and' if both else 'does not reach'} {peer}{' are cut off' if both else ''}"
 
     def node_comes(self) -> str | None:
-        if len(self.world.nodes) >= MAX_NODES:
+        if len(self.world.nodes) >= self.max_nodes:
             return None
         used = {id(node.disk) for node in self.world.nodes.values() if node.is_alive}
         away = [x for x in self.world.nodes.values() if id(x.disk) not in used and not x.disk.is_destroyed]
@@ -507,9 +520,9 @@ def _label(message: Message) -> str:
     return type(content or message).__name__
 
 
-def play(seed: int, num_events: int = NUM_EVENTS) -> Played:
+def play(seed: int, num_events: int = NUM_EVENTS, sizes: range = FEW_NODES) -> Played:
     """Play `num_events` events, then heal the world; a Violation carries the seed and the story."""
-    schedule = Schedule(seed)
+    schedule = Schedule(seed, sizes)
     try:
         for _ in range(num_events):
             schedule.happen()

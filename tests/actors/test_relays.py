@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import ray
 
+from ray_ckpt.actors import names
 from ray_ckpt.actors.agent import node as node_module
 from ray_ckpt.actors.agent import relay
 from ray_ckpt.actors.agent.node import Node
-from ray_ckpt.actors.agent.relay import MAX_BATCHES, MAX_GATHERED, OrderRelay, ReportRelay
+from ray_ckpt.actors.agent.relay import MAX_BATCHES, MAX_GATHERED, OrderRelay, OtherAgents, ReportRelay
 from ray_ckpt.actors.messages import GatheredAnswer, GatheredReport, PassedOrder
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.values import RankProgress
@@ -40,12 +41,22 @@ class _Call:
 
 
 def relay_with(monkeypatch: pytest.MonkeyPatch, **agents: Callable[..., Any]) -> OrderRelay:
-    """A relay that reaches the agents of these nodes."""
+    """Return a relay that reaches the agents of these nodes."""
     monkeypatch.setattr(relay, "POLL_S", 0.05)
     monkeypatch.setattr(relay, "GATHER_S", 0.0)
-    found = OrderRelay()
-    monkeypatch.setattr(found, "_find", lambda nodes: {n: Agent(do) for n, do in agents.items()})
-    return found
+    return OrderRelay(agents_of(monkeypatch, **agents))
+
+
+def agents_of(monkeypatch: pytest.MonkeyPatch, **agents: Callable[..., Any]) -> OtherAgents:
+    """Return the agents of these nodes."""
+
+    def get_actor(name: str, namespace: str) -> Agent:
+        if (do := agents.get(name.removeprefix(names.agent_name("")))) is None:
+            raise ValueError(name)
+        return Agent(do)
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    return OtherAgents()
 
 
 def order(*nodes: str, method: str = "delete") -> PassedOrder:
@@ -113,7 +124,7 @@ def report(step: int, rank: int = 0, method: str = "ranks_progressed") -> Gather
 
 
 def gathered(*reports: GatheredReport, error: Exception | None = None) -> tuple[list[Any], list[int]]:
-    """What the senders get, and the sizes of the messages to the coordinator."""
+    """Return the answer of each sender, and the sizes of the messages to the coordinator."""
     sizes: list[int] = []
 
     async def send(sent: tuple[GatheredReport, ...]) -> tuple[GatheredAnswer, ...]:
@@ -150,12 +161,12 @@ def test_after_any_error_no_sender_waits_for_ever(error: Exception) -> None:
 def asked(
     monkeypatch: pytest.MonkeyPatch, through: Callable[..., Any], method: str
 ) -> tuple[list[Any], list[str]]:
-    """The answers to three requests of a node with a relay, and the ways that they took."""
+    """Return the answers to two requests of a node with relay `r`, and the ways that they took."""
     monkeypatch.setattr(node_module, "REPORT_S", 0.05)
     ways: list[str] = []
 
-    async def by_relay(relay: str, sent: GatheredReport) -> Any:
-        ways.append(relay)
+    async def by_relay(method: str, sent: GatheredReport) -> Any:
+        ways.append("r")
         return await through()
 
     async def direct(method: str, *_: Any) -> str:
@@ -164,7 +175,7 @@ def asked(
 
     async def run() -> list[Any]:
         node = Node("n", ServiceKeys.make(datetime.now(UTC)))
-        monkeypatch.setattr(node, "_through", by_relay)
+        agents_of(monkeypatch, **({} if through is is_unknown else {"r": by_relay}))
         monkeypatch.setattr(node, "_request", direct)
         node.route.use("r")
         return [(await asyncio.gather(node.request(method), return_exceptions=True))[0] for _ in range(2)]
@@ -181,14 +192,27 @@ async def has_died() -> None:
 
 
 async def is_unknown() -> None:
-    raise ValueError("no actor of this name")
+    """Stand for a relay whose agent does not exist."""
 
 
 @pytest.mark.parametrize("through", [hangs, has_died, is_unknown])
 def test_a_node_reports_itself_when_its_relay_does_not(
     through: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert asked(monkeypatch, through, "node_stored") == (["answer"] * 2, ["r", "direct", "direct"])
+    ways = ["direct", "direct"] if through is is_unknown else ["r", "direct", "direct"]
+    assert asked(monkeypatch, through, "node_stored") == (["answer"] * 2, ways)
+
+
+def test_an_agent_that_did_not_answer_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> list[dict[str, Any]]:
+        agents = agents_of(monkeypatch, a=echo)
+        found = [await agents.find("ab"), await agents.find("a")]
+        agents.forget("a")
+        return [*found, await agents.find("a")]
+
+    first, kept, again = asyncio.run(run())
+    assert first.keys() == {"a"} and kept["a"] is first["a"]
+    assert again["a"] is not first["a"], "it may have been replaced"
 
 
 def test_the_coordinators_error_comes_through_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
