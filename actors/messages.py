@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray_ckpt.actors.pickling import pickle_quickly
 from ray_ckpt.catalog.uri import Origin
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.attempts import SaveUnderway
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.drain import DrainUnderway
 from ray_ckpt.core.loss_scenarios import LiveCheckpoint
-from ray_ckpt.core.values import SessionNode, SessionPlan
+from ray_ckpt.core.messages import NodeStored, RanksProgressed, ReplicaEnded
+from ray_ckpt.core.values import RankProgress, SessionNode, SessionPlan
 from ray_ckpt.engine.ports import Failure
 from ray_ckpt.engine.stopping import RunState
 from ray_ckpt.errors import CheckpointError
@@ -22,7 +24,7 @@ from ray_ckpt.format.records import LogRecord
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.transport.credentials import Credentials, ServiceKeys
-from ray_ckpt.types import CheckpointInfo, Exposure, GroupPart, RankRestore
+from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, GroupPart, RankRestore, SaveFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,3 +290,17 @@ class DrillSources:
     credentials: Credentials = field(repr=False)
     storage: RemoteRef
     last_step: int  # last step that the run completed, or 0
+
+
+pickle_quickly(
+    AttemptId,
+    FileEntry,
+    SaveFacts,
+    RankProgress,
+    NodeStored,
+    ReplicaEnded,
+    RanksProgressed,
+    GatheredReport,
+    GatheredAnswer,
+    Failure,
+)

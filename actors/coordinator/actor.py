@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ray_ckpt.actors import names
+from ray_ckpt.actors.agent.priority import collect_seldom, settle_heap
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.opening import RunOpener
 from ray_ckpt.actors.coordinator.recovery import Recovery
@@ -57,6 +58,7 @@ log = logging.getLogger("ray_ckpt.coordinator")
 LAST_RECORDS_S = 10.0  # wait for records in flight at a stop; the next service finds later ones too
 LAST_RECORDS_POLL_S = 0.5
 ENDING_S = 120.0  # until this actor, if shut_down's caller has not killed it, exits for Ray to restart
+FEW_NODES = 1_000  # of a group whose objects a collection of garbage visits in some 10 ms
 
 
 class Coordinator:
@@ -69,6 +71,7 @@ class Coordinator:
             encrypt, num_relayed = is_encrypted(), relay_nodes()
         except ConfigError as error:
             self._problem = error
+        collect_seldom()
         keys = ServiceKeys.make(datetime.now(UTC), encrypt=encrypt)
         self.engine = Engine(keys, relay_nodes=num_relayed)
         self._watch = ClusterWatch(self.engine)
@@ -112,6 +115,8 @@ class Coordinator:
     async def _join(self, run: Run, request: Callable[[Token], HostEvent]) -> Joined:
         origin = await self._find_origin(run)
         plan = await self.engine.request(run, request)
+        if len(plan.nodes) > FEW_NODES:
+            settle_heap()
         return Joined(
             run_uid=run.run_uid,
             spec=run.spec,
@@ -257,7 +262,8 @@ class Coordinator:
         """Take reports that a relay has gathered, in order, and answer each."""
         if any(report.waits for report in reports):
             return tuple(await asyncio.gather(*map(self._answered, reports)))
-        return tuple([await self._answered(report) for report in reports])
+        take = self.engine.take
+        return tuple([take(report) or await self._answered(report) for report in reports])
 
     async def _answered(self, report: GatheredReport) -> GatheredAnswer:
         try:

@@ -22,7 +22,7 @@ from ray_ckpt.actors.coordinator.overview import view_of
 from ray_ckpt.actors.coordinator.ports import RayPorts
 from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.coordinator.runs import Runs
-from ray_ckpt.actors.messages import RunSpec
+from ray_ckpt.actors.messages import GatheredAnswer, GatheredReport, RunSpec
 from ray_ckpt.actors.metrics import Meters
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
@@ -31,12 +31,15 @@ from ray_ckpt.core.values import Token
 from ray_ckpt.engine.notices import Notices
 from ray_ckpt.engine.ports import AgentDied, HostEvent
 from ray_ckpt.engine.run_host import RunHost
+from ray_ckpt.errors import CheckpointError
 from ray_ckpt.transport.credentials import ServiceKeys
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
 CONTROL_THREADS = 2  # for calls to Ray, which block
 REMOTE_THREADS = 4  # for deletes and descriptions on storage paths, over all runs
+EVENTS = frozenset({"node_stored", "replica_ended", "save_refused"})  # calls of agents without an answer
+DONE = GatheredAnswer()
 EXIT_AFTER_S = 0.5  # so that log lines are sent before the process ends
 
 
@@ -74,6 +77,20 @@ class Engine:
                 self.agents.forget(node)
                 for run in self.runs:
                     run.host.handle(AgentDied(node=node))
+
+    def take(self, report: GatheredReport) -> GatheredAnswer | None:
+        """Handle a report that is an event of a save, and answer it; return None for any other report.
+
+        This is the way of most reports, so it is short: Ray wraps each method of an actor's class.
+        """
+        if report.method not in EVENTS:
+            return None
+        (event,) = report.arguments
+        try:
+            self.runs.by_uid(event.attempt.run_uid).host.handle(event)
+        except CheckpointError as error:
+            return GatheredAnswer(error=error)
+        return DONE
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Executor
+from dataclasses import replace
 
 from ray_ckpt.actors import ray_cluster
 from ray_ckpt.actors.ray_cluster import NodesNow
@@ -42,8 +43,11 @@ class NodeList:
     async def _read(self) -> NodesNow:
         async with self._turn:
             self._next = None
-            self._last = await in_thread(self._control_io, ray_cluster.nodes_now)
-            return self._last
+            found = await in_thread(self._control_io, ray_cluster.nodes_now)
+            if self._last is not None and found.live == self._last.live:
+                found = replace(found, live=self._last.live)  # so that nobody compares the sets
+            self._last = found
+            return found
 
 
 def seen_by(nodes: NodesNow, options: RunOptions) -> m.NodesSeen:

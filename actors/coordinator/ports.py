@@ -202,8 +202,8 @@ class RayPorts:
         """Answer a call; None was answered before."""
         if call is None:
             return
-        is_noted = isinstance(call.work, NodeDeletes | None) and not isinstance(call.order, OpenOnNode)
-        if failure is not None and is_noted:
+        is_noted = failure is not None and isinstance(call.work, NodeDeletes | None)
+        if failure is not None and is_noted and not isinstance(call.order, OpenOnNode):
             order = type(call.order).__name__
             log.warning("node %s did not take %s: %s", call.node[:12], order, failure.text)
         if value and isinstance(call.order, n.DeleteOrdered):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -135,10 +135,12 @@ class RanksProgressed:
     ranks: Mapping[int, RankProgress]
     captured: tuple[Captured, ...] = ()  # incomplete captures, in each message until they are complete
     met: int = 0  # the highest number of a barrier that ranks of the node have entered; 0: none
+    distinct: tuple[RankProgress, ...] = field(init=False, compare=False)
+    """The progress of all ranks; an object that ranks share, as in a relay's report, is there once."""
 
-    def distinct(self) -> Iterable[RankProgress]:
-        """Return the progress of all ranks; what several ranks share, as a relay merges it, is there once."""
-        return {id(progress): progress for progress in self.ranks.values()}.values()
+    def __post_init__(self) -> None:
+        distinct = {id(progress): progress for progress in self.ranks.values()}
+        object.__setattr__(self, "distinct", tuple(distinct.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

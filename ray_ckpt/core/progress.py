@@ -80,7 +80,7 @@ class SessionProgress:
         self._saved_before: set[int] = set()  # ranks that have taken part in a save
         self._captures = Captures()
         self._idle_since_s: dict[int, float] = {}  # idle rank -> when others began to wait
-        self._ended_step = 0
+        self._ended_step = self._last_step = 0
         self._num_ended = self._num_skipped = 0
 
     def _enter(self) -> None:
@@ -97,10 +97,11 @@ class SessionProgress:
         plan, now_s = self._context.plan, self._context.now_s
         if plan is None or event.session_key != plan.session_key:
             return False
-        made = {id(progress): RankReport(progress, now_s) for progress in event.distinct()}
+        made = {id(progress): RankReport(progress, now_s) for progress in event.distinct}
         self._reports |= {rank: made[id(progress)] for rank, progress in event.ranks.items()}
+        self._last_step = max([self._last_step, *(progress.step for progress in event.distinct)])
         captured = [found for found in event.captured if may_open(found.attempt)]
-        self._captures.reported(captured, event.distinct(), now_s)
+        self._captures.reported(captured, event.distinct, now_s)
         self._saved_before |= {rank for found in captured for rank in found.ranks}
         return True
 
@@ -138,7 +139,8 @@ class SessionProgress:
     @property
     def last_step(self) -> int:
         """The highest optimizer step that any rank has reported; 0 if there is no report."""
-        return max((report.progress.step for report in self.reports().values()), default=0)
+        self._enter()
+        return self._last_step
 
     @property
     def step_s(self) -> float:

@@ -292,9 +292,9 @@ class RunMachine:
         if not ledger.is_settled:
             yield from self._sessions.decide_without_log()
             return
-        for decision in _DECISIONS:
-            if (ledger.is_settled or not decision.appends) and decision.is_due(self):
-                yield from decision.decide(self)
+        for is_due, decide, appends in _DECISIONS:
+            if is_due(self) and (not appends or ledger.is_settled):
+                yield from decide(self)
 
     def _maintain(self) -> Iterator[m.Effect]:
         yield from self._maintenance.decide(wall_s=self._context.wall_s, busy=self._retirement.busy())
@@ -475,8 +475,10 @@ class RunMachine:
 
     def _on_nodes_seen(self, event: m.NodesSeen) -> Iterator[m.Effect]:
         context = self._context
-        lost = context.holders.live - event.live
-        if event.live != context.holders.live or event.draining != context.draining:
+        lost: frozenset[str] = frozenset()
+        if event.live is not context.holders.live:  # mostly it is: the sets are compared only after a change
+            lost = context.holders.live - event.live
+        if lost or len(event.live) != len(context.holders.live) or event.draining != context.draining:
             self._maintenance.nodes_changed(lost)
         context.holders.seen(event.live)
         context.draining, context.domains = event.draining, event.domains
@@ -502,7 +504,7 @@ class _Decision(NamedTuple):
 
 
 _DECISIONS = (  # taken in this order, after each event, while no record is pending
-    _Decision(lambda run: True, lambda run: run._sessions.decide()),
+    _Decision(lambda run: run._sessions.is_choosing, lambda run: run._sessions.decide()),
     _Decision(lambda run: run._requests, lambda run: run._requests.decide(run._attempts)),
     _Decision(lambda run: run._retirement.is_due, lambda run: run._retirement.decide()),
     _Decision(lambda run: run._maintenance.is_due and run._sessions.owner_has_run, RunMachine._maintain),

@@ -49,7 +49,7 @@ class SaveIntervals:
             self._trained_s = now_s
 
     def progressed(self, event: m.RanksProgressed) -> None:
-        if event.session_key == self._session_key:
+        if event.session_key == self._session_key and any(p.stall_s > 0 for p in event.distinct):
             saved = {rank: p.stall_s for rank, p in event.ranks.items() if p.stall_s > 0}
             self._stalls_s |= saved
 

@@ -66,7 +66,7 @@ class SaveSteps:
             return
         self._enter(event.session_key)
         announced = self._announced
-        if announced is not None and any(p.missed == announced.signal.word for p in event.distinct()):
+        if announced is not None and any(p.missed == announced.signal.word for p in event.distinct):
             self._announced, self._last_s = None, -math.inf
             self._reach_s = min(2 * self._reach_s, MAX_REACH_S)
 

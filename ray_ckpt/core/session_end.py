@@ -70,7 +70,7 @@ class SessionEnd:
         if event.session_key != self._session_key:
             return
         furthest: RankProgress | None = None
-        for progress in event.distinct():
+        for progress in event.distinct:
             if furthest is None or progress.step > furthest.step:
                 furthest = progress
             # Stalls of one save overlap, so the longest stall of all ranks counts.

@@ -166,10 +166,14 @@ class Sessions:
         for token in tokens:
             yield m.Fail(token=token, error=error)
 
+    @property
+    def is_choosing(self) -> bool:
+        """True if a group waits for the choice of its checkpoint."""
+        return self._choosing and not self._requested
+
     def decide(self) -> Iterator[m.Effect]:
-        """Choose a checkpoint if a group waits for one; called only while no record is pending."""
-        if self._choosing and not self._requested:
-            yield from self._choose(self._context.history)
+        """Choose a checkpoint for the group that waits; called only while no record is pending."""
+        yield from self._choose(self._context.history)
 
     def decide_without_log(self) -> Iterator[m.Effect]:
         """Open the group from the copies on nodes while the store is away, as if pending records were logged.
@@ -183,7 +187,7 @@ class Sessions:
         if not self._waiting or context.now_s - self._since_s < context.options.store_wait_s:
             return
         waiting = sum(isinstance(op, r.Session) for op in context.ledger.pending)
-        if self._choosing and not self._requested:
+        if self.is_choosing:
             if waiting >= MAX_WAITING_SESSIONS:
                 error = Unavailable("The log of the run does not answer, and too many groups have failed.")
                 yield from self.end(error)

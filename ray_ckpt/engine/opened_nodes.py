@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
@@ -14,6 +14,8 @@ from ray_ckpt.errors import CheckpointError, StorageNotShared, StoragePathError
 
 if TYPE_CHECKING:
     from ray_ckpt.engine.run_host import RunHost, Waiting
+
+_Both: TypeAlias = tuple[frozenset[str], frozenset[str], frozenset[str]]  # two sets and their intersection
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
@@ -36,13 +38,14 @@ class OpenedNodes:
 
     def __init__(self, host: RunHost) -> None:
         self._host = host
-        self.opened: set[str] = set()  # nodes whose agents have opened the run
+        self.opened: frozenset[str] = frozenset()  # nodes whose agents have opened the run
         self.skipped: set[str] = set()  # nodes that failed or are idle, until the next group opens
         self.is_ready = False  # the run has been opened on all nodes
         self._joining: set[str] = set()  # nodes on which the run is being opened since they joined
         self._is_released = False  # the launcher has ended the run, and the agents were notified
         self._seen = m.NodesSeen(live=frozenset())  # the cluster at the last look
         self._in_session: dict[SessionKey, set[str]] = {}  # nodes whose agents have a session
+        self._live_opened: _Both = (frozenset(), frozenset(), frozenset())
         self._members: tuple[SessionPlan | None, frozenset[str]] = (None, frozenset())  # nodes of a plan
         self._renewing: set[str] = set()  # nodes to which the session at work was sent, without an answer
         self._rounds: dict[int, _Round] = {}
@@ -63,7 +66,7 @@ class OpenedNodes:
         """True while the run is being opened on nodes."""
         return bool(self._rounds or self._joining)
 
-    def known(self) -> set[str]:
+    def known(self) -> frozenset[str]:
         """Return the nodes that may hold files of the run, dead or alive."""
         return self.opened | self.skipped | self._joining
 
@@ -97,7 +100,7 @@ class OpenedNodes:
                 self._begin(number, opening)
         if not self.is_ready:  # the log is still being opened
             return
-        self._host.apply(self._now(event.live & self.opened, event))
+        self._host.apply(self._now(self._live_and_opened(event.live), event))
         cause = self._host.machine.view.end_cause
         if (cause is not None) != self._is_released:
             self._is_released = cause is not None
@@ -110,8 +113,9 @@ class OpenedNodes:
                 self._host.send(sorted(self.opened), released)
         if cause is None:
             self.renew()
-            for node in sorted(event.live - self.known()):
-                self._join(node)
+            if len(self._live_opened[2]) < len(event.live):
+                for node in sorted(event.live - self.known()):
+                    self._join(node)
 
     def agent_died(self, node: str) -> None:
         """Open the run on a node whose agent has died."""
@@ -140,7 +144,10 @@ class OpenedNodes:
         host, plan = self._host, self._host.machine.plan
         if plan is None or host.is_starting:
             return
-        new = (self._members_of(plan) & self.opened) - self._in_session.get(plan.session_key, set())
+        members, have = self._members_of(plan), self._in_session.get(plan.session_key, set())
+        if len(members) == len(have):
+            return
+        new = (members & self.opened) - have
         for node in sorted(new - self._renewing):
             self._renewing.add(node)
             epoch = host.machine.epoch
@@ -190,8 +197,8 @@ class OpenedNodes:
         if opening.error is not None:
             self._host.opened_on_all(opening.event, opening.error)
             return
-        self.opened, self.skipped, self.is_ready = set(opening.inventories), set(), True
-        self._host.apply(self._now(frozenset(self.opened), self._seen))
+        self.opened, self.skipped, self.is_ready = frozenset(opening.inventories), set(), True
+        self._host.apply(self._now(self.opened, self._seen))
         self._host.opened_on_all(opening.event, opening.inventories)
 
     def _open(self, node: str, number: int) -> None:
@@ -208,7 +215,7 @@ class OpenedNodes:
         self._joining.discard(node)
         if inventory is not None:
             self.skipped.discard(node)
-            self.opened.add(node)
+            self.opened |= {node}
             self.has_session(node, inventory.plan)
             for opening in self._rounds.values():
                 opening.renewed.add(node)
@@ -230,6 +237,12 @@ class OpenedNodes:
         if self._members[0] is not plan:
             self._members = (plan, frozenset(member.node_id for member in plan.nodes))
         return self._members[1]
+
+    def _live_and_opened(self, live: frozenset[str]) -> frozenset[str]:
+        """Return the live nodes that have opened the run: the same object until there is a change."""
+        if self._live_opened[0] is not live or self._live_opened[1] is not self.opened:
+            self._live_opened = (live, self.opened, live & self.opened)
+        return self._live_opened[2]
 
     def _now(self, live: frozenset[str], seen: m.NodesSeen) -> m.NodesSeen:
         """Return the cluster with the notices; the state of all nodes, since placement considers all."""

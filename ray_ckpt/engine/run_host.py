@@ -226,7 +226,7 @@ class RunHost:
     def _put_away(self, effect: m.PutAway) -> None:
         """Order all live nodes that may hold files of the run to delete them."""
         nodes = self.nodes.known() | self.ports.agents()
-        self._putting_away, self._put_away_error = nodes & self.nodes.live, None
+        self._putting_away, self._put_away_error = set(nodes & self.nodes.live), None
         order = n.RunPutAway(kept=effect.kept, epoch=self.machine.epoch)
         for node in sorted(self._putting_away):
             self.ports.call(Call(node=node, order=order, work=effect, bound_s=OPEN_S))

@@ -37,7 +37,7 @@ class Nodes:
         for name in self.names:
             engine.agents._actors[name] = SimpleNamespace(disk=SimpleNamespace(remote=self._disk_of(name)))
         for run in runs:
-            run.host.nodes.opened = set(self.names)
+            run.host.nodes.opened = frozenset(self.names)
 
     def _disk_of(self, name: str) -> Callable[[str], Awaitable[DiskSpace]]:
         async def disk(run_uid: str) -> DiskSpace:
