@@ -6,18 +6,21 @@ import asyncio
 import contextlib
 import heapq
 import math
+import random
+import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import ray
 
 from ray_ckpt.actors.coordinator.agents import AGENT_CALL_S
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.run import Run
+from ray_ckpt.actors.messages import PassedAnswers, PassedOrder
 
 LOOK_EVERY_S = 10.0  # between two readings of each disk, in a large cluster of the fullest ones
 IDLE_EVERY_S = 60.0  # of a run without a group, whose files do not grow; for metrics only
-MAX_AT_A_TICK = 12  # readings to begin; at 0.5 ms of CPU per call these are some 1.2 % of a core
+MAX_AT_A_TICK = 12  # calls to begin; more nodes are read by one call through a relay
 
 
 class DiskReadings:
@@ -37,10 +40,18 @@ class DiskReadings:
                 self._due.extendleft(self._fullest())
             else:
                 self._due.extend(self._all(now_s))
-        for _ in range(min(len(self._due), MAX_AT_A_TICK)):
+        engine = self._engine
+        by_run: dict[Run, list[str]] = {}
+        for _ in range(min(len(self._due), max(MAX_AT_A_TICK, engine.relay_nodes))):
             run, node = self._due.popleft()
-            if node in run.host.nodes.opened and node in self._engine.agents.nodes:
-                self._engine.spawn(read_disk(self._engine, run, node, AGENT_CALL_S))
+            if node in run.host.nodes.opened and node in engine.agents.nodes:
+                by_run.setdefault(run, []).append(node)
+        for run, nodes in by_run.items():
+            if len(nodes) > MAX_AT_A_TICK:
+                engine.spawn(_read_through_relay(engine, run, nodes))
+            else:
+                for node in nodes:
+                    engine.spawn(read_disk(engine, run, node, AGENT_CALL_S))
 
     def _all(self, now_s: float) -> Iterable[tuple[Run, str]]:
         with_idle = now_s - self._idle_s >= IDLE_EVERY_S
@@ -69,3 +80,15 @@ async def read_disk(engine: Engine, run: Run, node: str, wait_s: float) -> None:
     with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
         disk = engine.agents.call(node, "disk", run.run_uid)
         run.disks[node] = run.seen_disks[node] = await asyncio.wait_for(disk, wait_s)
+
+
+async def _read_through_relay(engine: Engine, run: Run, nodes: Sequence[str]) -> None:
+    """Let one of the nodes read the disks of all; answers that come too late are left out."""
+    numbered = tuple(enumerate(nodes))
+    order = PassedOrder(nodes=numbered, method="disk", arguments=(run.run_uid,))
+    with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
+        answer = engine.agents.call(random.choice(nodes), "pass_on", uuid.uuid4().hex, (order,))
+        found: PassedAnswers = await asyncio.wait_for(answer, AGENT_CALL_S)
+        disks = {node: found.values[number] for number, node in numbered if number in found.values}
+        run.disks |= disks
+        run.seen_disks |= disks

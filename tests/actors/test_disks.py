@@ -16,6 +16,7 @@ from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.coordinator.status import StatusReader
 from ray_ckpt.actors.coordinator.watch import TICK_S
+from ray_ckpt.actors.messages import PassedAnswers, PassedOrder
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.values import DiskSpace
 from tests.actors.test_overview import trained
@@ -32,30 +33,38 @@ class Nodes:
         self.names = [f"n{k:05d}" for k in range(num_nodes)]
         self.free = dict.fromkeys(self.names, SIZE // 2)
         self.readings = Counter[tuple[str, str]]()  # by run uid and node
-        self.most = 0  # readings of one tick
+        self.calls = self.most = 0  # all calls of the coordinator; the most of one tick
         self._due, self._now_s = DiskReadings(engine), 1e6
         for name in self.names:
-            engine.agents._actors[name] = SimpleNamespace(disk=SimpleNamespace(remote=self._disk_of(name)))
+            disk, pass_on = (SimpleNamespace(remote=x) for x in (self._disk_of(name), self._pass_on))
+            engine.agents._actors[name] = SimpleNamespace(disk=disk, pass_on=pass_on)
         for run in runs:
             run.host.nodes.opened = frozenset(self.names)
 
     def _disk_of(self, name: str) -> Callable[[str], Awaitable[DiskSpace]]:
         async def disk(run_uid: str) -> DiskSpace:
             self.readings[run_uid, name] += 1
+            self.calls += 1
             return DiskSpace(free_bytes=self.free[name], total_bytes=SIZE)
 
         return disk
+
+    async def _pass_on(self, name: str, orders: tuple[PassedOrder, ...]) -> PassedAnswers:
+        (order,) = orders
+        values = {number: await self._disk_of(node)(*order.arguments) for number, node in order.nodes}
+        self.calls -= len(values) - 1
+        return PassedAnswers(values=values)
 
     async def wait(self, seconds: float) -> Counter[tuple[str, str]]:
         """Return the readings of this time."""
         self.readings.clear()
         for _ in range(round(seconds / TICK_S)):
-            before = self.readings.total()
+            before = self.calls
             self._due.begin_due(self._now_s)
             self._now_s += TICK_S
             for _ in range(4):
                 await asyncio.sleep(0)
-            self.most = max(self.most, self.readings.total() - before)
+            self.most = max(self.most, self.calls - before)
         return Counter(self.readings)
 
 
@@ -94,6 +103,22 @@ def test_in_a_large_cluster_each_disk_has_its_turn_and_the_fullest_are_read_as_o
         later = await nodes.wait(10 * LOOK_EVERY_S)
         assert later.total() <= MAX_AT_A_TICK * 10 * LOOK_EVERY_S / TICK_S
         assert later[run.run_uid, "n00777"] >= 9 and len(later) == 1_000
+
+    asyncio.run(reads())
+
+
+def test_with_relays_one_call_reads_the_disks_of_many_nodes() -> None:
+    async def reads() -> None:
+        engine = make_engine()
+        engine.relay_nodes = 64
+        run = training(engine)
+        nodes = Nodes(engine, run, num_nodes=1_000)
+        nodes.free["n00777"] = 1
+        first = await nodes.wait(16 * TICK_S)
+        assert len(first) == len(run.seen_disks) == 1_000 and nodes.calls == 16
+        assert run.seen_disks["n00777"].free_bytes == 1
+        later = await nodes.wait(10 * LOOK_EVERY_S)
+        assert set(later.values()) == {10}, "all are read again, each time"
 
     asyncio.run(reads())
 
