@@ -16,7 +16,7 @@ from ray_ckpt.preemption.cloud import METADATA_ENV
 pytest_plugins = ["tests.support.peer_nodes", "tests.servers.fixtures"]
 
 os.environ.pop("COLUMNS", None)  # how wide the terminal is that tests were started in; tests set their own
-os.environ[METADATA_ENV] = "off"  # no test may ask a cloud's service; those of notices set their own
+os.environ[METADATA_ENV] = "off"  # no test may query a cloud's service; tests of notices set their own
 
 # Machines are slow and shared: no test may fail because an example took long.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

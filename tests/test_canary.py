@@ -2,7 +2,7 @@
 
 A process is given credentials that hold a marked value, does all that it can with a store, well and badly,
 and then the value must not be found in any log, error, repr, pickle or stored byte: as it is, as a URL or
-base64 has it. The logs of client libraries at DEBUG are theirs; `LEAKING` names those that tell it.
+base64 has it. The logs of client libraries at DEBUG are theirs; `LEAKING` names those that log it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MIB = 1 << 20
 
 
 def spellings(secret: str) -> set[str]:
-    """Of a secret: itself, in a URL, in JSON, in hex, in base64 at any place of a longer text."""
+    """Return spellings of a secret: plain, in a URL, in JSON, in hex, in base64 anywhere in a longer text."""
     data = secret.encode()
     found = {secret, quote(secret), quote(secret, safe=""), quote_plus(secret), data.hex()}
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
@@ -65,9 +65,9 @@ def secrets_in(text: str) -> list[str]:
 
 @dataclass
 class Watch(logging.Handler):
-    """All that was said, by whom."""
+    """All that was logged, by logger."""
 
-    said: dict[tuple[str, int], list[str]] = field(default_factory=dict)
+    logged: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     errors: list[BaseException] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Watch(logging.Handler):
         text = f"{record.getMessage()} {record.args!r}"
         if record.exc_info:
             text += "".join(traceback.format_exception(*record.exc_info))
-        self.said.setdefault((record.name, record.levelno), []).append(text)
+        self.logged.setdefault((record.name, record.levelno), []).append(text)
 
     def attempt(self, call: Callable[[], object]) -> None:
         """Do it, and keep what it raises."""
@@ -163,7 +163,7 @@ def use(tier: RemoteTier, watch: Watch, path: Path) -> None:
 
 
 def all_of(error: BaseException) -> str:
-    """What anyone could print of an error, with those that it came from, and what Ray would send."""
+    """Return all that can be printed of an error and of its causes, and the bytes that Ray would send."""
     texts = [str(error), repr(error), "".join(traceback.format_exception(error))]
     if isinstance(error, CheckpointError):
         texts += [error.hint, repr(error.fields), pickle.dumps(error).decode("latin-1")]
@@ -174,14 +174,14 @@ def all_of(error: BaseException) -> str:
 
 
 def check(watch: Watch, capfd: pytest.CaptureFixture[str]) -> set[str]:
-    """The canary is nowhere. The loggers of libraries that have told it all the same."""
+    """The canary is nowhere. Return the loggers of libraries that have logged it all the same."""
     for error in watch.errors:
         assert not secrets_in(all_of(error)), f"{type(error).__name__}"
     output = capfd.readouterr()
     assert not secrets_in(output.out + output.err)
-    telling = {logger for logger, texts in watch.said.items() if secrets_in("\n".join(texts))}
-    assert telling <= {(name, logging.DEBUG) for name in LEAKING}
-    return {name for name, _ in telling}
+    leaking = {logger for logger, texts in watch.logged.items() if secrets_in("\n".join(texts))}
+    assert leaking <= {(name, logging.DEBUG) for name in LEAKING}
+    return {name for name, _ in leaking}
 
 
 def test_the_spellings_are_found_where_they_hide() -> None:
@@ -210,8 +210,8 @@ def test_a_run_that_goes_well(
     use(tier, watch, staged(tmp_path, 17 * MIB))
     assert {type(error) for error in watch.errors} <= {StorageNotShared, EOFError}
     assert len(tier.files_of(DIRECTORY)) > 1 and tier.log.create("still", b"works") is CreateResult.OK
-    told = check(watch, capfd)
-    assert told <= LEAKING and bool(told) == kind.endswith("s3")  # botocore logs some of them
+    leaked = check(watch, capfd)
+    assert leaked <= LEAKING and bool(leaked) == kind.endswith("s3")  # botocore logs some of them
     for path in (tmp_path / "store").rglob("*"):
         assert not secrets_in(path.name + (path.read_bytes().decode("latin-1") if path.is_file() else ""))
     options = RunOptions(storage_options=dict(ref.options))
@@ -316,7 +316,7 @@ def test_a_storage_option_with_a_secret_is_refused_without_showing_it(
 def test_a_provider_that_prints_nonsense(
     credentials: None, watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a program for credentials prints is not shown, even if it is not what was expected."""
+    """The output of a program for credentials is not shown, even if the output is not as expected."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     config = tmp_path / "config"

@@ -167,7 +167,7 @@ def test_every_python_block_runs_here_or_on_a_cluster() -> None:
     assert not passed_over, [str(block) for block in passed_over]
 
 
-def test_what_the_readme_says_a_sample_run_gives_is_what_it_gives(tmp_path: Path) -> None:
+def test_a_sample_run_gives_what_the_readme_shows(tmp_path: Path) -> None:
     given, replace = _sample(tmp_path)
     found = run_python(find("docs/guides/reading.md", "write_run(Path("), given, replace)
     rows = re.findall(

@@ -1,4 +1,4 @@
-"""The options of a run: what is refused, and that the message says what to set instead."""
+"""The options of a run: refused values, and messages that show what to set instead."""
 
 from __future__ import annotations
 

@@ -303,14 +303,22 @@ def test_the_number_of_batches_is_that_of_the_whole_run() -> None:
         len(sampler_of(10, 4))
 
 
-def test_epochs_are_told_of_the_next_sample() -> None:
+def test_epochs_are_those_of_the_next_sample() -> None:
     batches = indices_of(10, 4)
     iterator = iter(batches)
-    told = [(batches.position, batches.epoch, batches.epoch_fraction)]
+    positions = [(batches.position, batches.epoch, batches.epoch_fraction)]
     for _ in range(6):
         next(iterator)
-        told += [(batches.position, batches.epoch, batches.epoch_fraction)]
-    assert told == [(0, 0, 0), (4, 0, 0.4), (8, 0, 0.8), (12, 1, 0.2), (16, 1, 0.6), (20, 2, 0), (24, 2, 0.4)]
+        positions += [(batches.position, batches.epoch, batches.epoch_fraction)]
+    assert positions == [
+        (0, 0, 0),
+        (4, 0, 0.4),
+        (8, 0, 0.8),
+        (12, 1, 0.2),
+        (16, 1, 0.6),
+        (20, 2, 0),
+        (24, 2, 0.4),
+    ]
 
 
 # -- wrong use ---------------------------------------------------------------------------------------
@@ -360,7 +368,7 @@ def test_a_loader_without_order_is_refused() -> None:
 
 
 def test_a_loader_that_begins_again_in_iter_is_begun_once() -> None:
-    """As the one that ray.train.torch.prepare_data_loader makes: an iterator whose iter() is not itself."""
+    """ray.train.torch.prepare_data_loader makes such a loader: an iterator whose iter() is not itself."""
 
     class Prefetching:
         def __init__(self, sampler: GlobalBatchSampler) -> None:
@@ -394,7 +402,7 @@ def test_a_live_iterator_is_refused_and_a_dropped_one_is_not() -> None:
 
 
 def test_a_framework_may_reset_the_iterator() -> None:
-    """As Lightning does: it looks whether a loader can be iterated, and resets it by setting `_iterator`."""
+    """Lightning checks that a loader can be iterated, and resets it by setting `_iterator`."""
     batches = indices_of(10, 4, num_batches=5)
     iter(batches)
     first = iter(batches)
@@ -526,7 +534,7 @@ def endless(loader: Any) -> Iterator[Drawn]:
 
 
 def continued(loader: Any, other: Any, *, after: int, count: int = 7) -> tuple[list[Drawn], list[Drawn]]:
-    """What `loader` gives after `after` batches, and what `other` gives that was restored there."""
+    """Return the batches of `loader` after `after` batches, and those of `other`, restored at that point."""
     item, other_item = adapt("loader", loader, {}), adapt("loader", other, {})
     for part in (item, other_item):
         Checkpoint(part)  # the Checkpointer looks at every item before it restores
@@ -564,7 +572,7 @@ def test_a_stateful_loader_saved_between_epochs_gives_the_next_epoch(num_workers
 
 
 def test_a_generator_given_to_a_stateful_loader_changes_its_next_epoch() -> None:
-    """Why the module says not to. If this fails, torchdata has changed: see the module's docstring."""
+    """The reason for the module's warning. If this fails, torchdata has changed; see the module docstring."""
     first, second = (stateful(0, generator=torch.Generator().manual_seed(1)) for _ in range(2))
     whole, restarted = continued(first, second, after=2, count=4)
     assert restarted[:2] == whole[:2], "what is left of the epoch"
@@ -611,7 +619,7 @@ def test_other_objects_have_no_loader_problems() -> None:
 
 
 def test_a_stateful_loader_loses_samples_at_another_world_size() -> None:
-    """Why it is bound to its world size: torchdata says nothing."""
+    """The reason why a loader is bound to its world size: torchdata reports no error."""
     data = TensorDataset(torch.arange(12.0))
 
     def loader(rank: int, world_size: int) -> Any:

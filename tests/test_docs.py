@@ -144,7 +144,7 @@ def test_the_page_of_python_has_every_public_name() -> None:
             assert re.search(rf"\b{name}\b", tree), name
 
 
-def test_every_field_of_what_calls_give_has_a_docstring_or_a_word_on_the_page() -> None:
+def test_every_field_of_a_result_has_a_docstring_or_is_on_the_page() -> None:
     page = _page("reference/python.md").split("\n## Results\n")[1]
     for kind in (SaveStats, RestoredPart):
         unnamed = [
@@ -231,7 +231,7 @@ def test_the_page_of_the_service_has_the_actors_and_the_protocol_by_their_names(
     assert len(versions) == 3 and set(versions) == {str(names.PROTOCOL_VERSION)}
 
 
-def test_the_readme_says_what_an_installation_needs_and_has() -> None:
+def test_the_readme_lists_what_an_installation_needs_and_has() -> None:
     project = PYPROJECT["project"]
     text = README.read_text().split("\n## Install\n")[1].split("\n## ")[0]
     pinned = [needed for needed in project["dependencies"] if re.match(r"(ray|torch)\b", needed)]
@@ -255,11 +255,11 @@ def test_all_texts_have_the_same_exit_codes() -> None:
     rows = {int(code): text for code, text in re.findall(r"^\| (\d+) \| (.+) \|$", table, re.MULTILINE)}
     assert rows.keys() == codes
     page = _page("operations/troubleshooting.md").split("\n## Errors\n")[1].split("\n## ")[0].splitlines()[-1]
-    told = " ".join(CliRunner().invoke(app, ["--help"], terminal_width=200).stdout.split())
-    for text in (rows[1], page, told.split("Exit codes: ")[1]):
+    help_text = " ".join(CliRunner().invoke(app, ["--help"], terminal_width=200).stdout.split())
+    for text in (rows[1], page, help_text.split("Exit codes: ")[1]):
         assert "damage" in text and "check" in text and "refus" in text, text
     assert all(f"`{command}`" in rows[1] for command in ("rollback", "pin", "unpin", "down"))
-    assert re.findall(r"\b\d+\b", told.split("Exit codes: ")[1]) == [str(code) for code in sorted(codes)]
+    assert re.findall(r"\b\d+\b", help_text.split("Exit codes: ")[1]) == [str(code) for code in sorted(codes)]
     assert "(../reference/commands.md#exit-codes)" in page
 
 

@@ -1,4 +1,4 @@
-"""What errors say: never nothing."""
+"""Every error has a text."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ from ray_ckpt.errors import Unavailable, named_text, text_of
         (Unavailable("gone", hint="Wait."), "gone Wait.", "Unavailable: gone Wait."),
     ],
 )
-def test_an_error_that_says_nothing_is_named(error: Exception, text: str, named: str) -> None:
+def test_an_error_without_a_text_is_named(error: Exception, text: str, named: str) -> None:
     assert text_of(error) == reason(error) == text
     assert named_text(error) == named

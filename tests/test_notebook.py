@@ -54,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Executed:
-    """What a notebook showed."""
+    """The output of a notebook."""
 
     def __init__(self, outputs: list[Any]) -> None:
         self.stderr = [o.text for o in outputs if o.output_type == "stream" and o.name == "stderr"]
@@ -131,7 +131,7 @@ def test_the_goodput_notebook_counts_failures_alone(kernel: KernelManager, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "num_sessions", "said"),
+    ("name", "num_sessions", "message"),
     [
         ("explore_catalog", 1, "The run has no checkpoint yet"),
         ("goodput_and_cadence", 0, "There is no time to look at"),
@@ -139,8 +139,8 @@ def test_the_goodput_notebook_counts_failures_alone(kernel: KernelManager, tmp_p
         ("goodput_and_cadence", 2, "The run has no checkpoint yet"),
     ],
 )
-def test_a_notebook_says_that_a_run_has_too_little(
-    kernel: KernelManager, tmp_path: Path, name: str, num_sessions: int, said: str
+def test_a_notebook_reports_a_run_with_too_few_sessions(
+    kernel: KernelManager, tmp_path: Path, name: str, num_sessions: int, message: str
 ) -> None:
     log = Story()
     log.create()
@@ -148,7 +148,7 @@ def test_a_notebook_says_that_a_run_has_too_little(
         log.trained(session, start=0, steps=5)
     with pytest.raises(CellExecutionError) as caught:
         execute(kernel, name, log.write(tmp_path))
-    assert caught.value.ename == "AssertionError" and said in caught.value.evalue
+    assert caught.value.ename == "AssertionError" and message in caught.value.evalue
 
 
 def test_the_evaluation_notebook_runs(kernel: KernelManager, trained: Path) -> None:

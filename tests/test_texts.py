@@ -1,4 +1,4 @@
-"""What people read: sizes and tiers in words, and no Python in log lines."""
+"""Texts for people: sizes and tiers in words, and no Python in log lines."""
 
 from __future__ import annotations
 

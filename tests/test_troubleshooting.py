@@ -18,7 +18,7 @@ PAGE = OPERATIONS / "troubleshooting.md"
 ALERTS = ROOT / "jobs/dashboards"
 GAP = "\0"  # what a message leaves open
 LOGGED = {"warning", "error", "exception"}  # methods of a logger
-MIN_CHARS = 12  # of its own words: "%s: %s" says nothing by itself
+MIN_CHARS = 12  # of fixed text; a pattern such as "%s: %s" has too few
 
 
 def _sources() -> Iterator[Path]:
@@ -51,7 +51,7 @@ def _strings() -> Iterator[str]:
 
 
 def _warnings() -> Iterator[str]:
-    """What the library logs as a warning or worse, or has the coordinator log."""
+    """Return the messages that the library or the coordinator logs as a warning or worse."""
     for node in _nodes():
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -64,7 +64,7 @@ def _warnings() -> Iterator[str]:
 
 
 def _fits(line: str, message: str) -> bool:
-    """Whether a line of the page, with its `...`, is this message or a part of it."""
+    """Return whether a line of the page, with its `...`, is this message or a part of it."""
     at = 0
     for part in (part.strip() for part in line.split("...")):
         at = message.find(part, at)
@@ -140,7 +140,7 @@ def test_every_alert_is_there() -> None:
     assert alerts and named == alerts
 
 
-def test_every_entry_of_the_runbook_says_what_to_do_and_when_it_is_over() -> None:
+def test_every_entry_of_the_runbook_has_its_steps_and_its_end() -> None:
     runbook = RUNBOOK.read_text()
     entries = runbook.split("\n## ")[1:]
     assert len(entries) > 20

@@ -149,7 +149,7 @@ def _optimizer_problem(item: BaseOptimizerItem, saved: Any, then: str) -> str | 
     does = [f"does not use {_listed(unused)}"] * bool(unused) + [f"lacks {_listed(lacking)}"] * bool(lacking)
     if not does and not is_unknown:
         return None
-    reason = " and ".join(does) or "whether it can use that state cannot be told before its first step"
+    reason = " and ".join(does) or "whether it can use that state is not known before its first step"
     return f"{_both(then, _path(type(optimizer)))}: {reason}"
 
 

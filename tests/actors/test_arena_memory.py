@@ -33,7 +33,7 @@ def test_auto_takes_what_leaves_memory_to_the_training(
     assert choose_mode("auto", all_bytes=int(all_bytes * GIB), free_bytes=int(free_bytes * GIB)) == expected
 
 
-def test_what_is_asked_for_by_name_is_checked() -> None:
+def test_a_mode_that_is_set_by_name_is_checked() -> None:
     assert choose_mode("single", all_bytes=7 * GIB, free_bytes=8 * GIB) == "single"
     assert choose_mode("stream", all_bytes=700 * GIB, free_bytes=8 * GIB) == "stream"
     for mode, size in (("single", 8 * GIB), ("double", 4 * GIB)):
@@ -72,7 +72,7 @@ def test_auto_takes_what_fits_into_dev_shm_where_the_memory_has_to_be_there(
         ("stream", 1, 134_221_824),
     ],
 )
-def test_what_does_not_fit_into_dev_shm_is_an_error_that_says_what_would_help(
+def test_what_does_not_fit_into_dev_shm_is_an_error_with_a_remedy(
     mode: str, all_bytes: int, needed: int
 ) -> None:
     room = ShmRoom(free_bytes=63 * MIB, size_bytes=64 * MIB)

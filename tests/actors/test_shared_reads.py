@@ -66,8 +66,8 @@ class Agent:
     def fetch_of(self, rank: int, before: Callable[[], None] = lambda: None) -> FetchRows:
         def fetch(wants: Sharers, taken: Sequence[RowKey]) -> SharedRows:
             before()
-            asked = asyncio.run_coroutine_threadsafe(self.shared.fetch(rank, wants, taken), self._loop)
-            answer = asked.result(20)
+            requested = asyncio.run_coroutine_threadsafe(self.shared.fetch(rank, wants, taken), self._loop)
+            answer = requested.result(20)
             used = sum(size for _, size in self.shared._space.free)
             self.peak_bytes = max(self.peak_bytes, self.shared._space.size_bytes - used)
             return answer

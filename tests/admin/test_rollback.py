@@ -128,7 +128,7 @@ def test_a_target_that_is_only_in_the_cluster_is_warned_about(tmp_path: Path) ->
         ({"before": 20, "to": 10}, "Give --before STEP or --to STEP."),
     ],
 )
-def test_without_a_target_it_says_what_there_is(target: dict[str, int], message: str) -> None:
+def test_without_a_target_it_lists_the_checkpoints(target: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_rollback(read_tail(trained(10, 20).store).history, **target)
 
@@ -324,12 +324,12 @@ class Between(MemoryLogStore):
     ) -> None:
         super().__init__()
         self.objects, self._name, self._happens = objects, names.record_file(seq), happens
-        self.asked = 0
+        self.requested = 0
 
     def create(self, name: str, data: bytes) -> CreateResult:
         if name != self._name:
             return super().create(name, data)
-        self.asked += 1
+        self.requested += 1
         return self._happens(name, data)
 
 
@@ -367,17 +367,17 @@ def test_who_comes_between_the_two_records_has_the_run() -> None:
 
 @pytest.mark.parametrize("record", [0, 1])
 @pytest.mark.parametrize("is_written", [True, False])
-def test_answers_that_are_lost_are_asked_for_again(record: int, is_written: bool) -> None:
+def test_requests_are_repeated_if_their_answers_are_lost(record: int, is_written: bool) -> None:
     run = trained(10, 20)
     plan, seq = planned(run)
     pauses: list[float] = []
 
     def lost(name: str, data: bytes) -> CreateResult:
-        if is_written or store.asked > 2:
+        if is_written or store.requested > 2:
             outcome = (
                 CreateResult.OK if run.store.objects.setdefault(name, data) == data else CreateResult.EXISTS
             )
-        return outcome if store.asked > 2 else CreateResult.UNKNOWN
+        return outcome if store.requested > 2 else CreateResult.UNKNOWN
 
     store = Between(run.store.objects, seq + record, lost)
     assert roll_back(store, plan, now_s=START_S, pause=pauses.append).session == 2
@@ -397,7 +397,7 @@ def test_a_store_that_stays_silent_ends_it_and_a_second_try_finds_out(record: in
     store = Between(run.store.objects, seq + record, silent)
     with pytest.raises(Unavailable, match=message):
         roll_back(store, plan, now_s=START_S, pause=pauses.append)
-    assert store.asked == CREATE_TRIES == len(pauses) + 1
+    assert store.requested == CREATE_TRIES == len(pauses) + 1
     go_back(run.store, before=20)
     assert read_tail(run.store).history.lineage()[-1].step == 10
 
@@ -464,7 +464,7 @@ def test_the_command_as_json(run: SampleRun) -> None:
     assert json.loads(command("rollback", run.folder, "--to", 20, "--yes", "--json"))["was_done"]
 
 
-def test_it_asks_first(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_requests_confirmation_first(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> None:
     for answer in ("n\n", ""):
         result = CliRunner().invoke(app, ["rollback", str(run.folder), "--before", "40"], input=answer)
         assert isinstance(result.exception, ConfigError) and "Nothing was changed" in str(result.exception)
@@ -486,7 +486,7 @@ def test_ctrl_c_at_the_question_is_that(run: SampleRun) -> None:
     assert len(Catalog(run.folder).sessions) == 1
 
 
-def test_tree_tells_a_rollback_from_a_training(run: SampleRun) -> None:
+def test_tree_distinguishes_a_rollback_from_a_training(run: SampleRun) -> None:
     command("rollback", run.folder, "--to", 20, "--yes")
     (line,) = (line for line in command("tree", run.folder).splitlines() if "session 2" in line)
     assert "session 2  rolled back to step 20 of session 1" in line and "ranks" not in line

@@ -109,7 +109,7 @@ def diffs(log: RunLog, a: int = 1, b: int = 2, **options: Any) -> dict[str, Tens
 
 
 def expected(a: torch.Tensor, b: torch.Tensor) -> dict[str, float]:
-    """By torch, in double precision."""
+    """Compute the expected comparison with torch, in double precision."""
     kind = torch.complex128 if a.is_complex() else torch.float64
     x, y = a.to(kind).flatten(), b.to(kind).flatten()
     pairs = [torch.view_as_real(t).flatten() if t.is_complex() else t for t in (x, y)]

@@ -345,10 +345,10 @@ def test_the_bounds_hold_for_a_training_whose_steps_are_known(seed: int) -> None
 # Measured
 
 
-def test_a_session_that_was_told_to_its_end_is_measured() -> None:
+def test_a_session_that_is_reported_to_its_end_is_measured() -> None:
     """Ready after 12 s, first step at 20 s, a step each second, saves held it up for 1.5 s each.
 
-    Of the second session nobody has told how long it restored.
+    The restore time of the second session is not reported.
     """
     log = Log().session(0.0).restored(12.0, restore_s=0.2)
     log.commit(34.0, 10, lag_s=4.0, stall_s=1.5)
@@ -391,7 +391,7 @@ def test_a_commit_that_came_after_its_session_is_placed_by_its_step() -> None:
     assert log.measured().badput["lost_steps"] == exactly(50.0)
 
 
-def test_a_session_that_nobody_told_of_is_estimated_from_its_restore_on() -> None:
+def test_a_session_without_a_report_is_estimated_from_its_restore_on() -> None:
     log = Log().session(0.0).restored(30.0, restore_s=20.0)
     log.commit(50.0, 10)
     log.commit(60.0, 20)
@@ -445,7 +445,7 @@ def test_steps_of_another_run_are_neither_done_nor_lost() -> None:
     assert [p.step for p in found.progress][:2] == [50_000, 50_000]
 
 
-def test_a_session_that_told_of_no_step_has_lost_none() -> None:
+def test_a_session_that_reported_no_step_has_lost_none() -> None:
     """The run begins anew twice, and of each 60 s none were steps."""
     log = Log().session(0.0).ended("process", 0, None, None)
     log.session(60.0).ended("node", 0, None, None)
@@ -460,7 +460,7 @@ def test_a_session_that_told_of_no_step_has_lost_none() -> None:
     assert found.badput["down_node"] == exactly(60.0) and found.measured_s == found.wall_s
 
 
-def test_a_save_before_the_first_step_is_no_word_of_a_step() -> None:
+def test_a_save_before_the_first_step_is_no_report_of_a_step() -> None:
     log = Log().session(0.0)
     begun = log.commit(5.0, 0)
     log.ended("process", 0, None, None).session(60.0, begun)
@@ -468,7 +468,7 @@ def test_a_save_before_the_first_step_is_no_word_of_a_step() -> None:
     assert found.badput["down_process"] == exactly(60.0) and found.measured_s == 60.0
 
 
-def test_stalls_of_a_session_at_work_are_told_by_its_commits() -> None:
+def test_stalls_of_a_session_at_work_are_those_of_its_commits() -> None:
     """The newest save's stall lies in time that is guessed."""
     log = Log().session(0.0).restored(10.0)
     saved = [log.commit(at_s, step, stall_s=1.5) for at_s, step in ((30.0, 10), (40.0, 20), (50.0, 30))]
@@ -579,10 +579,11 @@ SKEW_S = 0.2  # of a rank's clock against the coordinator's
 JITTER = 0.3  # of a step's time
 
 
-def simulate(seed: int, *, told: float = 1.0) -> Truth:
-    """Sessions that restore, start, step and save, and die at a moment of chance; a part `told` of them leave
-    word of it. Commits come late, and those that would come after a death never do. Resumes go back to the
-    newest checkpoint, mostly.
+def simulate(seed: int, *, share: float = 1.0) -> Truth:
+    """Simulate sessions that restore, start, step and save, and die at a random moment.
+
+    A part `share` of them report their end. Commits come late, and those that would come after a death are
+    lost. Most resumes go back to the newest checkpoint.
     """
     chance = random.Random(seed)
     step_s, every = chance.uniform(0.5, 5.0), chance.randint(5, 40)
@@ -623,7 +624,7 @@ def simulate(seed: int, *, told: float = 1.0) -> Truth:
             if at_s <= last_s or cause == "finished":
                 commits.append(log.commit(at_s, at_step, lag_s, stall_s))
                 done[commits[-1].id.attempt] = [*past, *((number, t, s) for t, s in own[:count])]
-        if chance.random() < told:
+        if chance.random() < share:
             log.ended(cause, step, first_s + skew_s, last_s + skew_s, stalled_s)
         elif chance.random() < 0.5:
             log.ended(cause, step, None, last_s + skew_s)  # its coordinator was restarted
@@ -679,8 +680,8 @@ def test_measured_goodput_is_that_of_a_simulated_run(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_what_nobody_told_of_stays_between_its_bounds(seed: int) -> None:
-    truth = simulate(seed, told=0.5)
+def test_unreported_time_stays_between_its_bounds(seed: int) -> None:
+    truth = simulate(seed, share=0.5)
     found = truth.log.measured()
     slack_s = truth.sessions * (2 * SKEW_S + 2 * 5.0 * JITTER)
     assert found.productive.low <= truth.useful_s + truth.useful_stalls_s + slack_s
@@ -707,7 +708,7 @@ def impossible_facts(chance: random.Random, info: SessionInfo) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_measured_times_add_up_whatever_the_log_says(seed: int) -> None:
+def test_measured_times_add_up_whatever_is_in_the_log(seed: int) -> None:
     """Logs of chance with facts of chance, most of them impossible."""
     chance, log = random.Random(seed), random_log(seed)
     log.sessions = [replace(info, **impossible_facts(chance, info)) for info in log.sessions]
@@ -731,7 +732,7 @@ def run_cli(*args: object) -> str:
     return result.stdout
 
 
-def test_the_command_says_where_the_time_went(tmp_path: Path) -> None:
+def test_the_command_shows_where_the_time_went(tmp_path: Path) -> None:
     """Records are 30 s apart: session 1 at 60, commits from 90 on, session 2 of step 30 at 300."""
     run = write_run(tmp_path, resume_at=30, resumed_steps=(40, 50))
     text = run_cli("goodput", run.folder)
@@ -790,7 +791,7 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     assert list(tmp_path.glob(".goodput*")) == []
 
 
-def test_the_plot_replaces_no_file_unasked(tmp_path: Path) -> None:
+def test_the_plot_replaces_no_file_without_force(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run, file = write_run(tmp_path, resume_at=30, resumed_steps=(40, 50)), tmp_path / "mine.png"
     file.write_text("mine")
@@ -825,8 +826,8 @@ def title_of(monkeypatch: pytest.MonkeyPatch, run_name: str, found: Goodput) -> 
     return seen[0]
 
 
-def test_the_picture_says_how_sure_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that has told of one commit: all of its time may have been steps, or nearly none."""
+def test_the_picture_shows_how_certain_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with one commit: all of its time may have been steps, or nearly none."""
     pytest.importorskip("matplotlib")
     log = Log().session(0.0)
     log.commit(100.0, 10)
@@ -851,21 +852,21 @@ def test_days_that_are_not_counted_are_not_drawn() -> None:
     assert _beginnings(log.measured()) == {1: 0.0, 2: 86300.0}
 
 
-def said(log: Log) -> str:
-    """What the command prints of it."""
+def printed(log: Log) -> str:
+    """Return the output of the command."""
     out = io.StringIO()
     _print(Output(file=out, width=200), "gpt", log.measured())
     return out.getvalue()
 
 
 def test_what_is_not_all_measured_is_not_called_so() -> None:
-    """Of 1000 s the restore of the last session is known, and not what it did for 3.5 s since."""
+    """1000 s are known up to the restore of the last session; the 3.5 s since then are not."""
     log = Log().session(0.0)
     last = log.commit(900.0, 10)
     log.ended("process", 10, first_s=0.0, last_s=900.0, stalled_s=0.0)
     log.session(900.0, last).restored(996.5)
     log.commit(1000.0, 11)
-    text = said(log)
+    text = printed(log)
     assert "measured 99 % of it" in text and "Times that are not in the log are estimated" in text
     assert "cause " in text and " measured " not in text.splitlines()[3], "the column has estimates too"
 
@@ -875,17 +876,17 @@ def test_one_committed_step_is_no_steps() -> None:
     first = log.commit(10.0, 10)
     log.commit(20.0, 11)
     log.session(30.0, first)
-    assert "step 10, 1 committed step lost;" in said(log)
+    assert "step 10, 1 committed step lost;" in printed(log)
 
 
 @pytest.mark.parametrize("jump_s", [86400.0, -86400.0])
-def test_a_jump_of_a_clock_is_said_in_either_direction(jump_s: float) -> None:
+def test_a_jump_of_a_clock_is_reported_in_either_direction(jump_s: float) -> None:
     log = Log().session(1e6)
     log.commit(1e6 + 60.0, 10)
     log.commit(1e6 + 120.0 + jump_s, 20)
     log.commit(1e6 + 180.0, 30)
     log.commit(1e6 + 240.0, 40)
-    text = said(log)
+    text = printed(log)
     assert "Clocks differed or jumped by up to 24.0 h; times around there are wrong" in text
     assert "wall 4.0 min" in text and "missing" not in text
 
@@ -910,7 +911,7 @@ def test_a_time_names_its_zone(monkeypatch: pytest.MonkeyPatch, zone: str, text:
 
 
 def test_a_clock_that_went_back_makes_no_steps_undone() -> None:
-    """What the session told of its end lies before the commit that it made."""
+    """The reported end of the session lies before the commit that it made."""
     log = Log().session(0.0)
     log.sessions[-1] = replace(
         log.sessions[-1], ended=SessionEnd(cause="process", step=0, first_at_s=1.0, last_at_s=2.0)
@@ -935,7 +936,7 @@ def test_a_crash_loop_is_down(tmp_path: Path) -> None:
     assert "no_commit" not in line and "85.0 %" in line
 
 
-def test_the_command_says_what_is_not_counted(tmp_path: Path) -> None:
+def test_the_command_shows_what_is_not_counted(tmp_path: Path) -> None:
     """The first session finishes with its last commit at 120; the second one opens a minute later."""
     log = RunLog(folder=tmp_path / "gpt")
     log.create()
@@ -954,5 +955,5 @@ def test_the_command_says_what_is_not_counted(tmp_path: Path) -> None:
 
 
 def test_each_part_has_a_colour_of_its_own() -> None:
-    """As in the upper half of the picture, so in the lower one; a notebook takes them from here, too."""
+    """Both halves of the picture use the same colours, and so does a notebook."""
     assert set(COLOURS) == {"goodput", *CAUSES} and len(set(COLOURS.values())) == len(COLOURS)

@@ -1,4 +1,4 @@
-"""The page of a run: what it says, that nothing in a log breaks out of it, and that its size is bounded."""
+"""The page of a run: its content, its markup for any log, and the bound on its size."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Story(RunLog):
 
     folder: Path = Path("/runs/gpt")
     now_s: float = NOON_S
-    told: list[records.LogRecord] = field(default_factory=list)
+    logged: list[records.LogRecord] = field(default_factory=list)
     history: RunHistory = field(default_factory=RunHistory)
 
     def append(self, op: records.Op, *, time_s: float | None = None) -> None:
@@ -60,20 +60,20 @@ class Story(RunLog):
         )
         self.seq, self.prev = self.seq + 1, digest(records.encode_record(record))
         self.history.apply(record, self.prev)
-        self.told.append(record)
+        self.logged.append(record)
 
     def write(self, storage: Path) -> Path:
         """The run's folder, all but its first record in a snapshot."""
         folder = storage / self.folder.name
         store = RunLog(folder=folder).store
-        for record in self.told:
+        for record in self.logged:
             data = records.encode_record(record)
             (folder / names.SERVICE_DIR / names.LOG_DIR / names.record_file(record.seq)).write_bytes(data)
         assert write_snapshot(store, self.history.to_snapshot(self.now_s)) is CreateResult.OK
         return folder
 
     def report(self, after_s: float = 30.0) -> RunReport:
-        """As `read_report` gives it, `after_s` seconds after the last record."""
+        """Return the report that `read_report` gives `after_s` seconds after the last record."""
         return RunReport(
             run_name=self.history.run_name,
             run_uid=self.history.run_uid,
@@ -82,7 +82,7 @@ class Story(RunLog):
             sessions=tuple(self.history.sessions.values()),
             checkpoints=tuple(self.history.checkpoints.values()),
             lineage=self.history.lineage(),
-            events=drawn_events(events_table(self.told, self.history)),
+            events=drawn_events(events_table(self.logged, self.history)),
         )
 
     def trained(
@@ -173,7 +173,7 @@ class Story(RunLog):
         return attempt.attempt
 
 
-def tell_story() -> Story:
+def night_story() -> Story:
     """A night: a process fails, somebody goes back, and at four in the morning a node is lost."""
     log = Story(now_s=NOON_S - 12 * 3600)
     log.create()
@@ -237,7 +237,7 @@ class Parsed(HTMLParser):
 
 
 def parsed(text: str) -> Parsed:
-    """Checks on the way that it is well-formed XML, and asks the network for nothing."""
+    """Parse the page; check that it is well-formed XML and refers to nothing on the network."""
     root = ElementTree.fromstring(text)
     found = Parsed(text)
     assert len(list(root.iter())) == len(found.elements)
@@ -250,7 +250,7 @@ def parsed(text: str) -> Parsed:
 
 @pytest.fixture(scope="module")
 def night() -> Story:
-    return tell_story()
+    return night_story()
 
 
 def test_the_page_has_all_its_parts(night: Story) -> None:
@@ -258,7 +258,7 @@ def test_the_page_has_all_its_parts(night: Story) -> None:
     found = parsed(text)
     assert set(SECTIONS) <= set(found.ids) and "last-failure" in found.ids
     assert found.elements.count("svg") == 4, "two timelines, goodput, saves"
-    for said in (
+    for line in (
         "By the log it survives the loss of any one node",
         "node lost at step 5,050",
         "573.0 GB from memory, 191.0 GB from other nodes",
@@ -268,30 +268,30 @@ def test_the_page_has_all_its_parts(night: Story) -> None:
         "prefers-color-scheme: dark",
         "all times are UTC",
     ):
-        assert said in text, said
+        assert line in text, line
 
 
-def test_the_first_lines_tell_what_was_lost_and_whether_the_run_is_protected(night: Story) -> None:
-    told = to_json(night.report())["verdicts"]
-    assert [(v["tone"], v["head"]) for v in told] == [
+def test_the_first_lines_show_what_was_lost_and_whether_the_run_is_protected(night: Story) -> None:
+    verdicts = to_json(night.report())["verdicts"]
+    assert [(v["tone"], v["head"]) for v in verdicts] == [
         ("good", "step 5940"),
         ("good", "open"),
         ("plain", "lost 10 steps"),
         ("plain", "69.3 %"),
         ("good", "passed"),
     ]
-    assert "Without the cluster it would be step 5700." in told[0]["text"]
-    assert "Node lost at 2026-09-22 03:10:21. Training again after" in told[2]["text"]
+    assert "Without the cluster it would be step 5700." in verdicts[0]["text"]
+    assert "Node lost at 2026-09-22 03:10:21. Training again after" in verdicts[2]["text"]
 
 
-def test_a_run_that_is_down_says_so() -> None:
-    told = to_json(failed_story().report())
-    assert [(v["tone"], v["head"]) for v in told["verdicts"][:3]] == [
+def test_a_run_that_is_down_is_shown_as_down() -> None:
+    shown = to_json(failed_story().report())
+    assert [(v["tone"], v["head"]) for v in shown["verdicts"][:3]] == [
         ("good", "step 300"),
         ("bad", "down: node lost"),
         ("bad", "lost 30 steps"),
     ]
-    (problem,) = told["interruptions"]
+    (problem,) = shown["interruptions"]
     assert (problem["next_session"], problem["recovery"], problem["steps_lost"]["high"]) == (None, None, 30)
 
 
@@ -321,14 +321,14 @@ def test_the_recovery_goes_through_sessions_without_a_step() -> None:
     assert first.recovery.estimate - second.recovery.estimate == pytest.approx(died_s - lost_s)
     assert first.recovery.low - second.recovery.low == pytest.approx(died_s - lost_s)
     assert second.recovery.low >= opened_s - died_s and not first.is_waiting
-    told = to_json(log.report())["verdicts"][2]
-    assert told["tone"] == "plain" and "Training again after" in told["text"]
+    verdict = to_json(log.report())["verdicts"][2]
+    assert verdict["tone"] == "plain" and "Training again after" in verdict["text"]
 
 
 def test_before_its_first_commit_nothing_is_known_of_an_open_session() -> None:
     log = crashed_again(None)
-    told = to_json(log.report())["verdicts"][2]
-    assert told["text"].endswith("No commit since.") and again_after(log) == ["no commit yet"]
+    verdict = to_json(log.report())["verdicts"][2]
+    assert verdict["text"].endswith("No commit since.") and again_after(log) == ["no commit yet"]
     assert again_after(crashed_again("process", None)) == ["no commit yet", "none: it ended first"]
     assert again_after(crashed_again("process")) == ["not yet", "none: it ended first"]
     assert again_after(crashed_again("finished")) == ["none: it ended first"]
@@ -355,9 +355,9 @@ def test_a_rollback_is_no_session_that_hangs_or_ended() -> None:
     log.create()
     log.trained(1, start=0, steps=330, ended="finished", seed=1)
     report = rolled_back(log, 2).report(after_s=86400)
-    told = to_json(report)["verdicts"]
-    assert (told[1]["tone"], told[1]["head"]) == ("plain", "rolled back to step 300")
-    assert told[1]["text"].endswith("the run was not opened since.")
+    verdicts = to_json(report)["verdicts"]
+    assert (verdicts[1]["tone"], verdicts[1]["head"]) == ("plain", "rolled back to step 300")
+    assert verdicts[1]["text"].endswith("the run was not opened since.")
     text = page(report)
     assert "session 2: rolled back; the run was not opened since" in text, "the timeline"
     assert "a rollback to step 300 of session 1" in text
@@ -384,8 +384,8 @@ def test_a_day_without_a_checkpoint_is_a_warning_without_a_known_cadence_too() -
     log.create()
     log.trained(1, start=0, steps=30)
     for after_s, tone in ((3600.0, "good"), (2 * 86400.0, "warn")):
-        told = to_json(log.report(after_s))["verdicts"][1]
-        assert (told["tone"], "may be stuck" in told["text"]) == (tone, tone == "warn")
+        verdict = to_json(log.report(after_s))["verdicts"][1]
+        assert (verdict["tone"], "may be stuck" in verdict["text"]) == (tone, tone == "warn")
 
 
 def test_a_run_that_went_on_from_another_one_is_not_from_scratch() -> None:
@@ -398,7 +398,7 @@ def test_a_run_that_went_on_from_another_one_is_not_from_scratch() -> None:
     assert "session 1: step 50000 of another run in " in page(report)
 
 
-def test_time_that_is_not_counted_is_said() -> None:
+def test_time_that_is_not_counted_is_shown() -> None:
     log = Story()
     log.create()
     log.trained(1, start=0, steps=330, ended="finished")
@@ -430,32 +430,32 @@ def test_one_of_a_kind_is_not_many() -> None:
     log.trained(1, start=0, steps=61, ended="node", seed=1)
     found = log.report()
     small = replace(found, sessions=[replace(found.sessions[0], world_size=1, num_nodes=1)])
-    told = to_json(small)["verdicts"]
-    assert told[2]["head"] == "lost 1 step" and "1 rank on 1 node;" in page(small)
+    verdicts = to_json(small)["verdicts"]
+    assert verdicts[2]["head"] == "lost 1 step" and "1 rank on 1 node;" in page(small)
 
 
 def test_what_is_measured_is_rounded_down() -> None:
-    found = tell_story().report().goodput
+    found = night_story().report().goodput
     shares = [measured_percent(replace(found, measured_s=found.wall_s * part)) for part in (0.9965, 0.99951)]
     assert shares == [99, 100]
 
 
-def test_clocks_that_jumped_are_told_of() -> None:
+def test_clocks_that_jumped_are_reported() -> None:
     log = failed_story()
     log.now_s -= 86400
     log.trained(2, start=300, steps=100, resumed_from=log.newest, seed=2)
-    said = "Clocks differed or jumped by up to 24.0 h; times around there are wrong by up to that much."
-    assert page(log.report()).count(said) == 2, "in the first lines, and where goodput is"
-    assert "Clocks" not in page(tell_story().report())
+    note = "Clocks differed or jumped by up to 24.0 h; times around there are wrong by up to that much."
+    assert page(log.report()).count(note) == 2, "in the first lines, and where goodput is"
+    assert "Clocks" not in page(night_story().report())
 
 
 def test_copies_on_nodes_alone_are_a_warning(tmp_path: Path) -> None:
-    (told, *_) = to_json(failed_story(durable_every=10_000).report())["verdicts"]
-    assert told["tone"] == "warn" and "Nothing is on the storage path" in told["text"]
+    (verdict, *_) = to_json(failed_story(durable_every=10_000).report())["verdicts"]
+    assert verdict["tone"] == "warn" and "Nothing is on the storage path" in verdict["text"]
     run = write_run(tmp_path, replicas=0, durable=())
     found = read_report(Catalog(run.folder), NOON_S)
-    (told, *_) = to_json(found)["verdicts"]
-    assert told["tone"] == "bad" and "from nothing" in told["text"]
+    (verdict, *_) = to_json(found)["verdicts"]
+    assert verdict["tone"] == "bad" and "from nothing" in verdict["text"]
     assert to_json(found)["in_cluster_steps"] == [10, 20, 30, 40]
 
 
@@ -513,11 +513,11 @@ def test_the_bar_is_named_by_what_it_is() -> None:
     log.create()
     log.trained(1, start=0, steps=130, seed=1)
     assert name(log) == "estimated"
-    assert name(tell_story()) == "partly measured"
+    assert name(night_story()) == "partly measured"
     assert name(failed_story()) == "measured"
 
 
-def test_parts_can_be_told_without_colours() -> None:
+def test_parts_can_be_distinguished_without_colours() -> None:
     """Those side by side by a gap, lost steps by a hatch, which stays within its part."""
     bars = "".join(part("productive", "kept", x=0, y=0, width=50, height=20))
     bars += "".join(part("lost_steps", "lost", x=50, y=0, width=30, height=20))
@@ -527,7 +527,7 @@ def test_parts_can_be_told_without_colours() -> None:
     numbers = [float(number) for number in re.findall(r"[0-9.]+", hatch.get("d") or "")]
     assert len(numbers) > 20
     assert all(50 <= x <= 79 for x in numbers[::2]) and all(0 <= y <= 20 for y in numbers[1::2])
-    report = tell_story().report()
+    report = night_story().report()
     lost = page(report).count('class="c-lost_steps"')
     assert lost and page(report).count('class="hatch"') == lost
 
@@ -570,7 +570,7 @@ def test_a_run_without_sessions_or_saves_has_a_page(tmp_path: Path) -> None:
     log.trained(1, start=0, steps=5)
     assert "nothing in the log since" in page(log.report())
     run = write_run(tmp_path, "old", resume_at=30, resumed_steps=(40,), lost=(20,), collected=(10,))
-    text = page(read_report(Catalog(run.folder), NOON_S))  # of a log that tells no times
+    text = page(read_report(Catalog(run.folder), NOON_S))  # of a log without times
     assert (
         set(SECTIONS) <= set(parsed(text).ids)
         and "until it was on the storage path" in text
@@ -581,7 +581,7 @@ def test_a_run_without_sessions_or_saves_has_a_page(tmp_path: Path) -> None:
 HOSTILE = "</title></style></svg><script>alert(1)</script><img src=x onerror='alert(1)'>\"'&\x00\x1b[2J\ud800"
 
 
-def test_nothing_that_a_log_says_becomes_markup(night: Story) -> None:
+def test_nothing_in_a_log_becomes_markup(night: Story) -> None:
     found = night.report()
     last = found.checkpoints[-1]
     hostile = replace(
@@ -734,8 +734,8 @@ def test_the_command_writes_the_page_once(night: Story, tmp_path: Path) -> None:
     document = json.loads(run_cli("report", run, "--html", out, "--force", "--json"))
     assert document["num_checkpoints"] == 136 and len(document["verdicts"]) == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "storage"]
-    found, told = read_report(Catalog(run), night.now_s), night.report(after_s=0)
-    assert page(found) == page(replace(told, where=found.where))
+    found, expected = read_report(Catalog(run), night.now_s), night.report(after_s=0)
+    assert page(found) == page(replace(expected, where=found.where))
 
 
 def test_the_command_wants_something_to_do(night: Story, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def locals_of(model: nn.Module) -> list[torch.Tensor]:
-    """What this rank holds of each tensor that an optimizer of the model has, without padding."""
+    """Return this rank's part of each tensor that an optimizer of the model has, without padding."""
     return [unpadded(param, param) for param in model.parameters()]
 
 

@@ -123,7 +123,7 @@ class LocalLink:
         return self.grants[-1]
 
     def signal_page(self, *, named: bool = False) -> str:
-        with self._opening:  # the progress thread asks, too
+        with self._opening:  # the progress thread calls this, too
             if self.page is None:
                 self.page = SignalPage(named=named)
             return self.page.path
@@ -229,12 +229,12 @@ class LocalLink:
         return LocalLink(options=options or self.options, given=ticket)
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
-        """What the checkpoint of that step holds, by key."""
+        """Return the tensors of the checkpoint of a step, by key."""
         found: dict[str, torch.Tensor] = load(self.files[step])
         return found
 
     def state(self, step: int) -> dict[str, object]:
-        """Its tree of everything else."""
+        """Return the state of the checkpoint of a step without its tensors."""
         tree: dict[str, object] = decode_tree(next(s.state for s in self.sealed if s.attempt.step == step))
         return tree
 

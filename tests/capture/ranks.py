@@ -41,7 +41,7 @@ _C10D: Any = torch._C._distributed_c10d
 
 
 def on_ranks(world_size: int, work: Callable[[int], Result]) -> list[Result]:
-    """What `work(rank)` returns on each of `world_size` ranks; the first error that it raised on one."""
+    """Return the results of `work(rank)` on `world_size` ranks, or raise the first error of a rank."""
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
     world, store = _PG._install_threaded_pg(), _C10D.HashStore()
@@ -89,7 +89,7 @@ class Files:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def save(self, items: Mapping[str, Item], rank: int) -> Walked:
-        """What `rank` adds."""
+        """Add the shard of `rank`."""
         walked = walk(items, rank=rank, world_size=self.world_size)
         owned = {live.slice_key: live for live in walked.owned(rank)}
         layout = build_layout(live.slice for live in owned.values())
@@ -117,7 +117,7 @@ class Files:
         return walked
 
     def load(self, items: Mapping[str, Item], rank: int, world_size: int) -> SourceReader:
-        """Restore as `rank` of `world_size`; the reader tells what was read."""
+        """Restore as `rank` of `world_size`; the returned reader counts the bytes that were read."""
         sources = {
             row.file: (FileSource(tier="local", where="here", path=str(self.folder / row.file)),)
             for row in self.rows

@@ -1,4 +1,4 @@
-"""The arena is a safetensors file behind a page that says which attempt it holds."""
+"""The arena is a safetensors file behind a page with the attempt that it holds."""
 
 from __future__ import annotations
 

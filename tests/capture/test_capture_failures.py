@@ -62,7 +62,7 @@ def small() -> Iterator[Small]:
 
 
 def ends(work: Callable[[], object]) -> bool:
-    """Whether it returns within LONG_S."""
+    """Return whether `work` returns within LONG_S."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(LONG_S)
@@ -215,7 +215,7 @@ def test_whatever_a_capture_raises_training_goes_on(
     assert list(small.link.files) == [2]
 
 
-def test_after_an_interrupted_save_the_agent_is_told_the_layout_again(
+def test_after_an_interrupted_save_the_agent_gets_the_layout_again(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small.ckpt.save(1)

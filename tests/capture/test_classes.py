@@ -29,7 +29,7 @@ MakeOptimizer: TypeAlias = Callable[[list[Any]], Optimizer]
 
 
 class Signed(Optimizer):
-    """As users write them: the state is not known before the first step."""
+    """An optimizer as users write them: its state is not known before the first step."""
 
     key: str
 
@@ -65,7 +65,7 @@ class ClippedAdamW(optim.AdamW):
 
 
 class Wrapped(Optimizer):
-    """As Accelerate wraps an optimizer: state and groups are those of the inner one."""
+    """An optimizer that wraps another, as in Accelerate: state and groups are those of the inner one."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.optimizer = inner
@@ -182,11 +182,11 @@ MISFITS = [
     ("SGD momentum", "AdamW", "does not use momentum_buffer and lacks exp_avg"),
     ("Adadelta", "RMSprop", "does not use acc_delta"),
     ("NAdam", "Adam", "does not use mu_product"),
-    ("AdamW", "LBFGS", "cannot be told"),
+    ("AdamW", "LBFGS", "is not known"),
     ("LBFGS", "AdamW", "lacks exp_avg"),
-    ("AdamW", "Lion", "cannot be told"),
+    ("AdamW", "Lion", "is not known"),
     ("Lion", "AdamW", "lacks exp_avg_sq"),
-    ("Lion", "Tiger", "cannot be told"),
+    ("Lion", "Tiger", "is not known"),
     ("SGD momentum", "ClippedAdamW", "lacks exp_avg"),
     ("ClippedAdamW", "SGD", "does not use exp_avg"),
     ("AdamW", "wrapped SGD", "lacks momentum_buffer"),
@@ -294,7 +294,7 @@ def test_a_setting_that_is_kept_and_needs_other_state_is_an_error(tmp_path: Path
         restored(link, tmp_path, Training(OPTIMIZERS["AdamW amsgrad"]), keep=("optimizer.*",))
 
 
-def test_a_checkpoint_that_does_not_say_its_classes_is_compared_by_state(tmp_path: Path) -> None:
+def test_a_checkpoint_without_class_names_is_compared_by_state(tmp_path: Path) -> None:
     link = saved(Training(OPTIMIZERS["AdamW"]))
     shard = link.sealed[0]
     tree = json.loads(shard.state)

@@ -1,4 +1,4 @@
-"""What is particular to FullyShardedDataParallel; moves between layouts are in test_shapes.py."""
+"""Cases of FullyShardedDataParallel only; test_shapes.py has the moves between layouts."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_nothing_is_copied_and_parameters_may_be_captured_in_the_background(kind
 
 @pytest.mark.parametrize("kind", ["orig", "flat"])
 def test_state_that_has_moved_is_seen(kind: str) -> None:
-    """As after optimizer.load_state_dict, which makes new tensors."""
+    """optimizer.load_state_dict makes new tensors, as this test does."""
 
     def look(rank: int) -> None:
         model = build(kind)
@@ -231,7 +231,7 @@ def test_what_is_whole_on_every_rank_is_saved_by_one(tmp_path: Path) -> None:
     assert len(keys) == len(set(keys)) == 2 * (1 + 3)
 
 
-def test_what_fsdp1_makes_of_it_that_cannot_be_told_is_refused() -> None:
+def test_unclear_forms_of_fsdp1_are_refused() -> None:
     class Rows(torch.optim.SGD):
         """State that follows from how the parameter was cut."""
 

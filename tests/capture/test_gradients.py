@@ -169,7 +169,7 @@ def test_the_hooks_hinder_nobody_and_can_be_taken_back(loop: Loop) -> None:
     loop.window.close()
     loop.backward()
     loop.step()
-    assert loop.window.is_open(), "nobody said that they were used"
+    assert loop.window.is_open(), "no call has reported their use"
 
 
 def test_an_optimizer_without_hooks_is_left_out(loop: Loop) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint changes of the settings that a program was built with is listed, and kept where asked."""
+"""Settings that a checkpoint changes are listed, and those in `keep` stay as the program built them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def cyclic(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
 
 
 class WarmUp(lr_scheduler.LRScheduler):
-    """As users write them."""
+    """A scheduler as users write them."""
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int) -> None:
         self.warmup_steps = warmup_steps

@@ -199,7 +199,7 @@ def test_tensors_are_restored_in_place(tmp_path: Path) -> None:
     assert second.everything() == first.everything()
 
 
-def test_every_byte_is_read_once_and_told(tmp_path: Path) -> None:
+def test_every_byte_is_read_once_and_counted(tmp_path: Path) -> None:
     training = Training()
     training.train(1)
     saved = Saved(tmp_path).save(training.items)
@@ -279,7 +279,7 @@ def test_other_items_are_named(tmp_path: Path) -> None:
 
 
 def test_other_parameter_groups_leave_the_model_as_it_was(tmp_path: Path) -> None:
-    """What does not fit is found before any byte is read, as `load_items` says."""
+    """A misfit is found before any byte is read, as the docstring of `load_items` promises."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saved = Saved(tmp_path).save(items_of(model=model, optimizer=optimizer))
@@ -372,17 +372,17 @@ def test_dtensors_are_filled_in_place_at_another_mesh(
         column = rank % here[1]
         local = torch.zeros_like(mine[column]) if column < len(mine) else torch.zeros(0, 5)
         live = dtensor(local, here, [Replicate(), Shard(0)])
-        asked: list[Mapping[RowKey, tuple[int, ...]]] = []
+        requested: list[Mapping[RowKey, tuple[int, ...]]] = []
 
-        def fetch(wants: Any, _: Any, asked: list[Any] = asked) -> SharedRows:
-            asked.append(wants)
+        def fetch(wants: Any, _: Any, requested: list[Any] = requested) -> SharedRows:
+            requested.append(wants)
             return refuse(wants)
 
         reader = saved.reader(fetch=fetch)
         items = items_of(state={"w": live})
         saved.load(items, reader=reader, rank=rank, world_size=4, node_ranks=range(4))
         assert torch.equal(local, mine[column])
-        wanted = {place: ranks for wants in asked for place, ranks in wants.items()}
+        wanted = {place: ranks for wants in requested for place, ranks in wants.items()}
         assert wanted == sharing(saved.rows, rank, here[1])
 
 
@@ -415,22 +415,22 @@ def refuse(wants: Mapping[RowKey, tuple[int, ...]]) -> SharedRows:
     return SharedRows(refused=tuple(wants))
 
 
-def test_only_what_ranks_hold_in_common_is_asked_of_the_agent(tmp_path: Path) -> None:
+def test_only_rows_that_ranks_hold_in_common_are_requested_from_the_agent(tmp_path: Path) -> None:
     training = Training()
     training.train(1)
     saved = Saved(tmp_path, 2)
     for rank in range(2):
         saved.save(training.items, rank=rank)
-    asked: set[RowKey] = set()
+    requested: set[RowKey] = set()
     rank_sets: set[tuple[int, ...]] = set()
 
     def fetch(wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]) -> SharedRows:
-        asked.update(wants)
+        requested.update(wants)
         rank_sets.update(wants.values())
         return refuse(wants)
 
     saved.load(Training().items, reader=saved.reader(fetch=fetch), rank=1, node_ranks=(0, 1, 5))
-    keys = {row.slice.key for row in saved.rows if row.slice and row_key(row) in asked}
+    keys = {row.slice.key for row in saved.rows if row.slice and row_key(row) in requested}
     parameters = {f"model.{name}" for name, _ in training.model.named_parameters()}
     assert {key for key in keys if key.startswith("model.")} == parameters, "no buffers"
     assert "optimizer.state.0.weight.exp_avg" in keys

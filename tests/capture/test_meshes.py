@@ -56,7 +56,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout, Layout]:
 
 
 def spread(whole: torch.Tensor, layout: Layout) -> Any:
-    """As torch lays it out, on the rank that asks."""
+    """Return the DTensor that torch makes of `whole`, on the rank of the caller."""
     mesh = init_device_mesh("cpu", layout[0])
     return distribute_tensor(whole, mesh, layout[1], src_data_rank=None)
 
@@ -179,7 +179,7 @@ def test_uneven_parts_that_two_layouts_would_read_otherwise_are_refused() -> Non
         tensor = distribute_tensor(
             torch.arange(38), init_device_mesh("cpu", (4, 4)), placed, src_data_rank=None
         )
-        assert not list(boxes_on(tensor, range(16))), "ranks cannot tell of each other what they hold"
+        assert not list(boxes_on(tensor, range(16))), "no rank can compute the parts of the others"
         try:
             slices = walk(items_of(state={"w": tensor}), rank=rank, world_size=16).slices
         except UnsupportedLeaf as error:
@@ -217,7 +217,7 @@ def test_a_dtensor_on_some_of_the_ranks_is_saved_by_these(tmp_path: Path) -> Non
 
 
 class Average:
-    """As a user writes one: its state_dict holds what the model holds."""
+    """An averaged model as users write one: its state_dict holds the tensors of the model."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
@@ -316,7 +316,7 @@ def test_weights_that_are_tied_here_only_fit_if_they_were_equal(tmp_path: Path, 
 
 
 def test_values_that_share_a_tensor_come_apart_into_two_that_do_not(tmp_path: Path) -> None:
-    """A shared step counter, say: two states that each count with it must not count twice."""
+    """A shared step counter is an example: two states that each count with it must not count twice."""
     shared = torch.ones(2)
     files = Files(tmp_path, 1)
     files.save(items_of(state={"a": shared, "b": shared}), 0)

@@ -50,7 +50,7 @@ class Rank:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[tuple[Rank, ...]]:
-    """Two after 60 steps; the word of step 10 has not come to rank 1, and those of 20, 30, ... have."""
+    """Return two ranks after 60 steps; rank 1 has not seen the signal of step 10, but those of 20, 30, ..."""
     options = RunOptions(every_s=1e9)
     group = tuple(Rank(LocalLink(options=options, rank=rank, world_size=2)) for rank in range(2))
     for step in range(1, 61):
@@ -72,12 +72,12 @@ def test_the_ranks_report_at_the_same_steps(ranks: tuple[Rank, ...]) -> None:
 
 
 def test_a_rank_at_its_first_save_is_not_taken_for_one_with_other_parameters(ranks: tuple[Rank, ...]) -> None:
-    told = [{s.attempt.step: s.replicated for s in rank.link.sealed} for rank in ranks]
-    assert [sorted(each) for each in told] == [[10, 20, 30, 40, 50, 60], [20, 30, 40, 50, 60]]
+    counts = [{s.attempt.step: s.replicated for s in rank.link.sealed} for rank in ranks]
+    assert [sorted(each) for each in counts] == [[10, 20, 30, 40, 50, 60], [20, 30, 40, 50, 60]]
     run = Harness("ab")
     run.open("ab")
     attempt = run.attempt(20)
-    stored = (run.stored(attempt, node, replicated=each[20]) for node, each in zip("ab", told, strict=True))
+    stored = (run.stored(attempt, node, replicated=each[20]) for node, each in zip("ab", counts, strict=True))
     effects = run.feed(*stored)
     copied = (run.copied(attempt, node.node_id, holder) for node in run.plan.nodes for holder in node.holders)
     effects += run.feed(*copied)
@@ -94,7 +94,7 @@ def test_the_pace_after_an_evaluation_is_that_of_before(monkeypatch: pytest.Monk
     assert agreed.progress(step=22, saved_step=0, stall_s=0.0).step_s == pytest.approx(0.5)
 
 
-def test_a_loop_that_only_asks_whether_a_save_is_due_tells_where_it_is(
+def test_a_loop_that_only_calls_due_reports_its_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else no step could be named that lies ahead of it, and nothing is saved by time or in an emergency."""
@@ -108,14 +108,14 @@ def test_a_loop_that_only_asks_whether_a_save_is_due_tells_where_it_is(
         if step == 17:
             page.show(SaveSignal(step=19, number=1, urgent=False).word)
         if rank.ckpt.due(step):
-            assert rank.ckpt.due(step), "asked twice, it says the same"
+            assert rank.ckpt.due(step), "a second call gives the same answer"
             rank.ckpt.save(step)
-    told = rank.ckpt._progress()
+    progress = rank.ckpt._progress()
     rank.ckpt.close()
-    assert (told.step, told.saved_step, told.step_s) == (20, 19, 0.5)
+    assert (progress.step, progress.saved_step, progress.step_s) == (20, 19, 0.5)
 
 
-def test_a_save_that_ended_badly_is_heard_of_by_a_loop_that_only_asks() -> None:
+def test_a_loop_that_only_calls_due_gets_the_error_of_a_failed_save() -> None:
     rank = Rank(LocalLink(options=RunOptions(every_steps=2)))
     rank.ckpt.save(1)
     rank.ckpt.flush()

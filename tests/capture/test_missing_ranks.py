@@ -1,4 +1,4 @@
-"""What a rank does while others are missing: it says so, and enters no barrier without them."""
+"""A rank that waits for missing ranks logs a warning, and enters no barrier without them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ray_ckpt.types import RankRestore
 from tests.capture.local import LocalLink
 from tests.capture.test_missed_steps import Barrier
 
-Said: TypeAlias = Callable[[], list[str]]
+Warnings: TypeAlias = Callable[[], list[str]]
 
 
 @dataclass(slots=True)
 class Alone(LocalLink):
-    """A link of rank 0 of two; the other rank comes to nothing."""
+    """A link of rank 0 of two; the other rank joins nothing."""
 
-    said: tuple[Awaited, ...] = ()
+    missing: tuple[Awaited, ...] = ()
     met: list[int] = field(default_factory=list)
     answer: Future[tuple[int, ...]] = field(default_factory=Future)
     answers_restore: bool = True
@@ -41,7 +41,7 @@ class Alone(LocalLink):
         return LocalLink.restored(self, session, report) if self.answers_restore else Future()
 
     def awaited(self) -> tuple[Awaited, ...]:
-        return self.said
+        return self.missing
 
     def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
         self.met.append(number)
@@ -55,7 +55,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[Said]:
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Warnings]:
     """Warnings so far."""
     with caplog.at_level(logging.WARNING, logger="ray_ckpt"):
         yield lambda: caplog.messages
@@ -69,17 +69,19 @@ def checkpointer(link: LocalLink, reporter: Barrier | None = None) -> Checkpoint
         set_connection(Connection())
 
 
-def test_a_restore_names_who_is_missing_and_gives_up(said: Said) -> None:
+def test_a_restore_names_who_is_missing_and_gives_up(warnings: Warnings) -> None:
     options = RunOptions(restore_timeout_s=0.3)
-    link = Alone(world_size=2, options=options, answers_restore=False, said=(awaited_restore((1,), 7.0),))
+    link = Alone(world_size=2, options=options, answers_restore=False, missing=(awaited_restore((1,), 7.0),))
     ckpt = checkpointer(link)
     with pytest.raises(CollectiveError, match=r"waited 0 s for rank\(s\) 1\. Every rank must make") as caught:
         ckpt.restore()
     assert caught.value.fields["missing_ranks"] == (1,)
-    assert [text for text in said() if "waits for" in text] == [awaited_restore((1,), 7.0).text], "said once"
+    assert [text for text in warnings() if "waits for" in text] == [awaited_restore((1,), 7.0).text], (
+        "logged once"
+    )
 
 
-def test_words_come_from_one_rank_and_seldom_again(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_warns_and_seldom_repeats(warnings: Warnings, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     monkeypatch.setattr("ray_ckpt.trainer.waiting.time.monotonic", lambda: now_s[0])
     link = Alone(world_size=3, rank=1)
@@ -87,27 +89,29 @@ def test_words_come_from_one_rank_and_seldom_again(said: Said, monkeypatch: pyte
     times: list[int] = []
     for second in range(0, 200, 5):
         now_s[0] = float(second)
-        link.said = (
+        link.missing = (
             awaited_restore((0,), 9.0),
             awaited_save(10, (0,), 6.0, {}),
             awaited_save(20, (0,), 5.0, {}),
         )
         words.log_waiting()
-        times += [second] * (len(said()) - len(times))
+        times += [second] * (len(warnings()) - len(times))
     assert times == [0, 15, 45, 105], "with doubled pauses"
-    assert all(text.startswith("The save of step 10 waits for rank(s) 0") for text in said())
-    other = waiting.WaitingLog(Alone(world_size=3, rank=2, said=link.said), "save")
+    assert all(text.startswith("The save of step 10 waits for rank(s) 0") for text in warnings())
+    other = waiting.WaitingLog(Alone(world_size=3, rank=2, missing=link.missing), "save")
     other.log_waiting()
-    assert len(said()) == 4, "rank 1 waits too, and speaks"
+    assert len(warnings()) == 4, "rank 1 waits too, and logs it"
 
 
-def test_an_agent_that_is_away_costs_words_only(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_is_away_costs_a_warning_only(
+    warnings: Warnings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def away(self: Alone) -> tuple[Awaited, ...]:
         raise Unavailable("away")
 
     monkeypatch.setattr(Alone, "awaited", away)
     waiting.WaitingLog(Alone(), "save").log_waiting()
-    assert not said()
+    assert not warnings()
 
 
 def train(ckpt: Checkpointer, first: int, last: int) -> None:
@@ -115,7 +119,7 @@ def train(ckpt: Checkpointer, first: int, last: int) -> None:
         ckpt.step(step)
 
 
-def test_no_report_is_entered_without_the_others(said: Said) -> None:
+def test_no_report_is_entered_without_the_others(warnings: Warnings) -> None:
     link, barrier = Alone(world_size=2, options=RunOptions(every_steps=1000)), Barrier()
     ckpt = checkpointer(link, barrier)
     ckpt.restore()
@@ -124,7 +128,7 @@ def test_no_report_is_entered_without_the_others(said: Said) -> None:
     train(ckpt, 1, 75)
     assert barrier.steps == [] and link.met == [10, 20, 40], "after twice as many steps each time"
     assert all(
-        re.search(r"not reported to Ray Train: rank\(s\) 1 did not come", text) for text in said()[-3:]
+        re.search(r"not reported to Ray Train: rank\(s\) 1 did not come", text) for text in warnings()[-3:]
     )
     link.answer = Future()
     link.answer.set_result(())
@@ -151,21 +155,21 @@ def test_misuse_that_is_found_meanwhile_ends_the_wait() -> None:
     ckpt.close()
 
 
-def test_a_rank_tells_what_proves_that_it_takes_part() -> None:
+def test_a_rank_reports_what_proves_that_it_takes_part() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     set_connection(Connection(link=LocalLink(options=RunOptions(every_steps=4))))
     ckpt = Checkpointer(model=model, optimizer=optimizer)
     set_connection(Connection())
-    told = []
+    sent = []
     for step in ckpt.steps(total=10):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         ckpt.step(step)
-        told.append(ckpt._progress())
-    assert (told[2].saved_before, told[2].updates, told[2].saved_updates) == (None, 3, 0)
-    assert (told[4].saved_before, told[4].saved_step, told[4].saved_updates) == (0, 4, 4)
-    assert (told[9].saved_before, told[9].saved_step, told[9].updates, told[9].is_over) == (4, 8, 10, False)
+        sent.append(ckpt._progress())
+    assert (sent[2].saved_before, sent[2].updates, sent[2].saved_updates) == (None, 3, 0)
+    assert (sent[4].saved_before, sent[4].saved_step, sent[4].saved_updates) == (0, 4, 4)
+    assert (sent[9].saved_before, sent[9].saved_step, sent[9].updates, sent[9].is_over) == (4, 8, 10, False)
     assert ckpt._progress().is_over and ckpt._progress().saved_step == 10
     ckpt.close()

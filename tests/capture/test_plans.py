@@ -215,5 +215,5 @@ def test_a_name_that_comes_twice_is_refused_beside_a_container_that_is_known() -
 
 
 def _prefix(link: LocalLink) -> str:
-    """Of the tensors of the dict."""
+    """Return the prefix of the keys of the dict's tensors."""
     return next(key for key in link.tensors(1) if key.endswith(".t0")).removesuffix(".t0")

@@ -1,6 +1,7 @@
 """Saved on one layout, restored on another.
 
-What a rank is to hold after a restore is what torch's own wrappers give it of a model with the saved values.
+After a restore, a rank must hold the same as if torch's own wrappers had sharded a model with the saved
+values.
 """
 
 from __future__ import annotations

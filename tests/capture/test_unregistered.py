@@ -1,4 +1,4 @@
-"""What lives beside the registered objects and an exact resume needs is named, and nothing else is."""
+"""Unregistered objects that an exact resume needs are named, and no others."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_an_enabled_scaler_is_named_and_a_disabled_one_is_not(objects: dict[str,
     assert not off.is_enabled()
 
 
-def test_an_averaged_model_is_told_by_its_shapes(objects: dict[str, object], model: nn.Module) -> None:
+def test_an_averaged_model_is_recognized_by_its_shapes(objects: dict[str, object], model: nn.Module) -> None:
     ema, other = AveragedModel(model), AveragedModel(nn.Linear(1, 1))
     assert unregistered(objects) == ["an averaged model (AveragedModel) of the registered module 'model'"]
     assert unregistered(objects | {"ema": ema}) == []

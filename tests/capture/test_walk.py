@@ -85,7 +85,7 @@ def test_tensors_that_cannot_be_stored_are_named(tensor: torch.Tensor, what: str
 
 
 def test_two_tensors_cannot_have_one_name() -> None:
-    """On one rank the layout would refuse it; dealt out to two ranks nobody would notice."""
+    """On one rank the layout would refuse it; on two ranks, each with one tensor, no layout would."""
     clash = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}
     with pytest.raises((UnsupportedLeaf, ValueError)):
         walk(items_of(state=clash), rank=0, world_size=2)
@@ -133,7 +133,7 @@ def test_what_all_hold_is_saved_exactly_once_and_evenly(sizes: list[int], world_
 
 
 def test_small_plain_tensors_are_saved_once_on_each_node() -> None:
-    """Optimizer steps, say: so that the fragment of a node has all that its ranks restore."""
+    """With them (such as step counters of optimizers), a node's fragment has all that its ranks restore."""
     large = nn.Parameter(torch.zeros(SMALL_BYTES // 4))
     items = items_of(model=nn.ParameterDict({"small": nn.Parameter(torch.zeros(8)), "large": large}))
     nodes = ((0, 1), (2,), (3, 4, 5))
@@ -225,7 +225,7 @@ def test_an_empty_local_part_is_no_slice_and_a_partial_one_is_refused(fake_world
 # -- what must be the same everywhere ------------------------------------------------------------------
 
 
-def test_the_shared_digest_sees_names_shapes_and_if_asked_bytes() -> None:
+def test_the_shared_digest_covers_names_shapes_and_optionally_bytes() -> None:
     def shared(model: nn.Module, *, rank: int = 0, content: bool = False) -> str:
         walked = walk(items_of(model=model), rank=rank, world_size=2)
         contents = {s.slice.key: bytes_digest(s.tensor) for s in walked.shared((0, 1))} if content else {}

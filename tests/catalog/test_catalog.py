@@ -1,4 +1,4 @@
-"""The catalog tells what the log says, and `verify` finds every change of a checkpoint's files."""
+"""The catalog shows the content of the log, and `verify` finds every change of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def found(folder: Path, root: str | None = None) -> list[tuple[str, str]]:
     return [(d.file, d.where) for d in verify_directory(folder, root_digest=root).damages]
 
 
-# What the log says
+# The content of the log
 
 
 def test_a_run_is_read_from_its_folder_or_its_subfolder(branched: SampleRun) -> None:
@@ -205,7 +205,7 @@ def test_metrics_that_came_later_are_shown(tmp_path: Path) -> None:
     assert (event["op"], event["step"], event["text"]) == ("annotated", 10, "accuracy=0.5, worst=-inf")
 
 
-def test_a_trimmed_log_tells_the_same(branched: SampleRun) -> None:
+def test_a_trimmed_log_gives_the_same_catalog(branched: SampleRun) -> None:
     whole = Catalog(branched.folder)
     for time_s in (0.0, 1.0):
         branched.log.snapshot(time_s=time_s)
@@ -508,7 +508,7 @@ def test_a_shard_that_nobody_lists_is_found(folder: Path) -> None:
 
 
 def test_damaged_data_is_found_without_the_fragment_that_describes_it(folder: Path, root_of: RootOf) -> None:
-    """By its digest, if checkpoint.json lists that, or else as a file that no fragment lists."""
+    """The finding is a wrong digest if checkpoint.json lists the file, else a file that no fragment lists."""
     (folder / FRAGMENT).unlink()
     flip(folder / SHARD, 5000)
     where = "digest" if root_of == "files" else "unlisted"
@@ -671,7 +671,7 @@ def put(folder: Path, url: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "memory"])
-def test_a_store_tells_what_a_folder_does(
+def test_a_store_gives_the_same_catalog_as_a_folder(
     branched: SampleRun, strict: StrictStore, credentials: None, scheme: str
 ) -> None:
     storage = f"memory://catalog/{uuid.uuid4().hex}"
@@ -750,7 +750,7 @@ def test_an_answer_that_breaks_off_is_no_damage(
 def test_marker_objects_of_folders_are_neither_runs_nor_files(
     branched: SampleRun, storage: str, strict: StrictStore
 ) -> None:
-    """As pyarrow leaves them, which Ray Train writes with."""
+    """pyarrow, with which Ray Train writes, leaves such objects."""
     import pyarrow.fs as pafs
 
     put(branched.folder, storage_of(storage))

@@ -251,7 +251,7 @@ def test_damage_exits_with_1_and_leaves_nothing(
 
 
 def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
-    """Of 256 MiB, what the process allocates meanwhile; mapped pages of the file are the kernel's."""
+    """The tensor has 256 MiB. Allocations of the process are counted, not mapped pages of the file."""
     catalog = write_tensor(tmp_path, torch.ones(1 << 16, 1 << 10), [np.s_[:, :]])
     before = rss_anon_bytes()
     seen: list[int] = []

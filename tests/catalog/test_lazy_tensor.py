@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> SampleRun:
 
 
 def saved_as(tensor: torch.Tensor) -> Any:
-    """As the sample run keeps it: bfloat16 as its bits."""
+    """Return the array that the sample run keeps: bfloat16 as its bits."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
@@ -207,7 +207,7 @@ def test_missing_and_cut_files_are_named(run: SampleRun) -> None:
         Catalog(run.folder)[30][WEIGHT].load()
 
 
-def test_what_is_deleted_meanwhile_is_said_as_that(run: SampleRun) -> None:
+def test_what_is_deleted_meanwhile_is_reported_as_deleted(run: SampleRun) -> None:
     opened, unopened = (Catalog(run.folder)[30] for _ in range(2))
     lazy = opened[WEIGHT]
     lazy[0]
@@ -291,7 +291,7 @@ def test_the_manifest_is_read_once(run: SampleRun, monkeypatch: pytest.MonkeyPat
 
 
 def test_memory_does_not_grow_with_what_is_not_wanted(tmp_path: Path) -> None:
-    """Of 256 MiB some columns, and all of it into a file, with blocks of BLOCK_BYTES in hand."""
+    """Some columns of 256 MiB are read, and all of it is written to a file, in blocks of BLOCK_BYTES."""
     write_tensor(tmp_path, torch.ones(1 << 16, 1 << 10), [np.s_[:, :]])
     code = """
 import resource, sys, numpy as np, torch

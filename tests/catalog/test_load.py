@@ -68,7 +68,7 @@ def opened(run: SampleRun) -> OpenedRun:
 
 
 def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """As the sample run keeps it: bfloat16 as its bits."""
+    """Return the array that the sample run keeps: bfloat16 as its bits."""
     array: npt.NDArray[Any] = (
         tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
     ).numpy()
@@ -76,7 +76,7 @@ def as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def assert_saved(run: SampleRun, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """That these are the tensors of that step, by their full names."""
+    """Assert that these are tensors of that step, by their full names."""
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(as_array(tensor), run.checkpoints[step].tensors[name], err_msg=name)
 
@@ -97,7 +97,7 @@ def place_of(run: SampleRun, step: int, key: str, rank: int = 1) -> int:
 # What is given back
 
 
-def test_a_whole_checkpoint_is_what_its_items_said(
+def test_a_whole_checkpoint_has_the_state_of_its_items(
     run: SampleRun, opened: OpenedRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = opened.load()
@@ -142,9 +142,9 @@ def test_a_durable_checkpoint_is_read_behind_a_newer_one_of_its_step(
     assert found is not None and (found.info.id.session, found.where) == (2, None)
     for _ in range(2):
         assert catalog[40].info.id == saved and catalog[40][WEIGHT].load().shape == (8, 6)
-    (said,) = caplog.messages
-    assert "session 2, is in the cluster only; the durable one of session 1 is read" in said
-    assert saved.directory in said
+    (message,) = caplog.messages
+    assert "session 2, is in the cluster only; the durable one of session 1 is read" in message
+    assert saved.directory in message
     run_opened = ray_ckpt.open(run.folder)
     assert run_opened.choose(40).info.id == saved and run_opened.load("model", step=40)
     with pytest.raises(ConfigError, match="step 20 in the cluster only"):
@@ -182,7 +182,9 @@ def test_buffers_that_differ_between_ranks_are_those_of_the_rank(tmp_path: Path)
     assert model.running_mean is not None and model.running_mean.tolist() == [0, 0]
 
 
-def test_parts_that_only_other_ranks_have_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_that_only_other_ranks_have_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     log, weight = RunLog(folder=tmp_path / "gpt"), torch.ones(2)
     save(log, [items_of(stages={"first": weight}), items_of(stages={"second": weight})])
     opened = ray_ckpt.open(log.folder)
@@ -211,7 +213,7 @@ def test_a_step_that_cannot_be_read_from_here_is_named(run: SampleRun, opened: O
         opened.load(step=41)
 
 
-def test_a_run_with_nothing_durable_says_so(tmp_path: Path) -> None:
+def test_a_run_with_nothing_durable_is_reported_as_such(tmp_path: Path) -> None:
     run = write_run(tmp_path, durable=())
     with pytest.raises(
         ConfigError, match=r"gpt has no durable checkpoint\. The run has no durable checkpoint at all"
@@ -578,7 +580,7 @@ def requests(before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
     return totals[1] - totals[0]
 
 
-def test_answers_that_fail_or_end_too_early_are_asked_for_again(
+def test_requests_are_repeated_if_their_answers_fail_or_end_too_early(
     run: SampleRun, strict: StrictStore, at_s3: str
 ) -> None:
     opened = ray_ckpt.open(at_s3)

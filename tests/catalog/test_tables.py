@@ -1,4 +1,4 @@
-"""The catalog as tables: what the log and manifests say, in Arrow, DuckDB and Parquet, in bounded memory."""
+"""The catalog as tables: log and manifests in Arrow, DuckDB and Parquet, in bounded memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def rows(table: pa.Table, *columns: str) -> list[tuple[Any, ...]]:
 # The log
 
 
-def test_a_checkpoint_says_how_long_it_took_and_what_became_of_it(tmp_path: Path) -> None:
+def test_a_checkpoint_shows_how_long_it_took_and_what_became_of_it(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=(10,), durable=(10,), replicas=2)
     saved = make_checkpoint(run.log.attempt(1, 20))
     attempt = saved.attempt.attempt
@@ -145,7 +145,7 @@ def test_sessions_have_their_lineage_restore_and_end(run: SampleRun) -> None:
     assert list(catalog.to_pandas("sessions")["branch"]) == [1, 2]
 
 
-def test_a_session_says_which_step_of_another_run_it_went_on_from(
+def test_a_session_has_the_step_of_another_run_from_which_it_continued(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path, steps=())
@@ -225,8 +225,8 @@ def test_every_file_and_slice_of_what_is_durable_has_a_row(run: SampleRun) -> No
         assert row["tensor"] == f"{row['item']}.{row['name']}" and f"-{row['rank']:05d}-of" in row["file"]
 
 
-def test_cuts_tell_how_tensors_are_cut(run: SampleRun) -> None:
-    """Of the sample run: matrices along their longer side in two, most bytes along the second one."""
+def test_cuts_show_how_tensors_are_cut(run: SampleRun) -> None:
+    """The sample run cuts matrices in two along their longer side, most bytes along the second dimension."""
     catalog = Catalog(run.folder)
     assert catalog.to_arrow(steps=[30, 50])["cuts"].to_pylist() == [["2", "1x2", "1"]] * 2
     assert catalog.to_arrow()["cuts"].null_count == 6
@@ -248,7 +248,7 @@ def test_steps_may_be_a_column_or_an_iterator(run: SampleRun, tmp_path: Path) ->
 
 
 def cuts(parts: Sequence[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]) -> tuple[str, ...]:
-    """Of slices (name, global shape, offset, shape) of bytes."""
+    """Return the texts for slices (name, global shape, offset, shape) of bytes."""
     found = Cuts()
     for name, whole, offset, shape in parts:
         part = Slice(item="m", name=name, dtype="U8", global_shape=whole, offset=offset, shape=shape)
@@ -436,7 +436,7 @@ def test_ls_writes_parquet_to_no_url(
     assert "is not a folder" in capsys.readouterr().err and sorted(tmp_path.iterdir()) == [run.folder]
 
 
-def test_ls_says_what_keeps_it_from_writing(
+def test_ls_reports_why_it_cannot_write(
     run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> SampleRun:
 
 
 def ray_ckpt_cli(*args: object) -> str:
-    """What a command that ends well prints."""
+    """Return the output of a command that succeeds."""
     result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -234,7 +234,7 @@ def test_a_word_that_is_longer_than_the_terminal_is_folded() -> None:
 def at_sixty(
     table: FittedTable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[list[str], int]:
-    """What a terminal of 60 columns shows: all words, and the length of the longest line."""
+    """Return all words on a terminal of 60 columns, and the length of the longest line."""
     monkeypatch.setenv("COLUMNS", "60")
     stdout().print(table)
     printed = capsys.readouterr().out
@@ -276,7 +276,7 @@ def test_tables_of_long_runs_have_the_newest_rows(
 
 
 @pytest.mark.parametrize("columns", ["0", "", "many", "1"])
-def test_a_width_that_says_nothing_hides_nothing(
+def test_a_meaningless_width_hides_nothing(
     run: SampleRun, columns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -284,13 +284,13 @@ def test_a_width_that_says_nothing_hides_nothing(
 
 
 def test_json_has_the_durations_of_a_save(run: SampleRun) -> None:
-    told = {"stall_s", "capture_s", "local_s", "replicate_s", "durable_at_s", "drill", "drilled_at_s"}
-    assert told <= set(as_json("show", run.folder, 50)) & set(as_json("ls", run.folder)["checkpoints"][0])
+    measured = {"stall_s", "capture_s", "local_s", "replicate_s", "durable_at_s", "drill", "drilled_at_s"}
+    assert measured <= set(as_json("show", run.folder, 50)) & set(as_json("ls", run.folder)["checkpoints"][0])
     document = as_json("show", run.folder, 50)
     assert document["durable_at_s"] == document["committed_at_s"] + RECORD_S
 
 
-def test_ls_without_checkpoints_says_so(tmp_path: Path) -> None:
+def test_ls_without_checkpoints_reports_that(tmp_path: Path) -> None:
     folder = write_run(tmp_path, steps=()).folder
     assert "No live checkpoints." in ray_ckpt_cli("ls", folder)
     assert as_json("ls", folder)["checkpoints"] == []
@@ -369,7 +369,7 @@ def test_tree_of_a_long_run_draws_its_end(tmp_path: Path) -> None:
 # show
 
 
-def test_show_tells_everything_about_a_checkpoint(run: SampleRun) -> None:
+def test_show_prints_everything_about_a_checkpoint(run: SampleRun) -> None:
     text = ray_ckpt_cli("show", run.folder, 50)
     for part in (str(run.directory(50)), run.log.run_uid, "2 ranks on 2 nodes", SHARD, "BF16 F32"):
         assert part in text
@@ -485,7 +485,9 @@ def test_gc_shows_that_pins_hold(run: SampleRun) -> None:
     assert "pinned by eval" in ray_ckpt_cli("gc", run.folder, "--dry-run", "--keep-last", 1)
 
 
-def test_gc_says_why_it_does_not(run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_prints_why_it_does_not_run(
+    run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     empty = write_run(tmp_path, "empty", steps=()).folder
     for args, message in (
         ([run.folder], "only by the service of a running training. Add --dry-run"),
@@ -588,7 +590,7 @@ def test_verify_leaves_out_what_the_run_deletes_meanwhile(
 
 @pytest.mark.parametrize("plan", [(), ("--plan",)])
 @pytest.mark.usefixtures("deleted_when_read")
-def test_verify_says_that_its_only_step_was_retired_meanwhile(
+def test_verify_reports_that_its_only_step_was_retired_meanwhile(
     run: SampleRun, capsys: pytest.CaptureFixture[str], plan: tuple[str, ...]
 ) -> None:
     code, out, err = fails(capsys, "verify", run.folder, "--step", 30, *plan)
@@ -643,7 +645,7 @@ def test_every_command_takes_a_url(
     assert code == 1 and f"{SHARD}: model.blocks.0.weight[4:8, 0:6]: " in out
 
 
-def test_what_keeps_a_bucket_from_being_read_is_said_in_one_line(
+def test_the_reason_why_a_bucket_cannot_be_read_is_one_line(
     run: SampleRun, tmp_path: Path, storage: Location, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy_to(open_store(storage, None)[0], tmp_path)
@@ -689,13 +691,13 @@ def test_usage_errors_are_one_line(args: list[str], message: str, capsys: pytest
     assert err.startswith(f"ray-ckpt: {message}")
 
 
-def test_what_the_system_refuses_is_said_in_words(
+def test_errors_of_the_system_are_printed_in_words(
     run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    told = fails(capsys, "ls", run.folder, "--parquet", file)
-    assert told == (2, "", f"ray-ckpt: {file}: File exists\n")
+    result = fails(capsys, "ls", run.folder, "--parquet", file)
+    assert result == (2, "", f"ray-ckpt: {file}: File exists\n")
 
 
 def test_damage_exits_with_1_in_every_command(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -742,12 +744,12 @@ def into_closed_pipe(stream: str, *command: object) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize("args", ["ls {run}", "--help"])
-def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(run: SampleRun, args: str) -> None:
+def test_a_pipe_that_nobody_reads_ends_a_command_without_a_message(run: SampleRun, args: str) -> None:
     done = into_closed_pipe("stdout", "-m", "ray_ckpt.cli", *args.format(run=run.folder).split())
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_result_is_printed_whole_when_nobody_reads_the_words_beside_it(run: SampleRun) -> None:
+def test_a_result_is_printed_whole_when_nobody_reads_stderr(run: SampleRun) -> None:
     program = (
         "import sys; from ray_ckpt.cli.streams import end_when_unread; end_when_unread(); print('before'); "
         "print('words', file=sys.stderr, flush=True); print('after')"

@@ -1,4 +1,4 @@
-"""What the doctor finds on this machine, in folders and stores that are well and ill, and what it leaves."""
+"""The doctor's findings on this machine, in healthy and faulty folders and stores, and its leftovers."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_a_process_ends_in_time_also_while_a_store_hangs(strict: StrictStore, bu
     assert (ended.stdout, ended.stderr) == (f"no answer within {SOON_S:g} s\n", "")
 
 
-def test_a_slow_disk_is_told_to_stop_and_leaves_nothing(
+def test_the_measurement_of_a_slow_disk_is_stopped_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "IO_BLOCK_BYTES", 4096)

@@ -1,4 +1,4 @@
-"""What a newer ray_ckpt wrote, by each command and call: it is named, and is no damage."""
+"""Each command and call names files of a newer ray_ckpt as such, and not as damage."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_load_names_what_is_newer(
         ray_ckpt.open(str(run.folder)).load()
 
 
-def test_verify_tells_what_is_newer_from_what_is_damaged(
+def test_verify_distinguishes_newer_formats_from_damage(
     tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = with_newer_description(tmp_path, monkeypatch)

@@ -93,13 +93,13 @@ def ops_of(folder: Path) -> list[r.Op]:
 
 
 @pytest.mark.parametrize("command", ["up", "down", "status", "top"])
-def test_without_a_cluster_it_is_said_how_to_name_one(
+def test_without_a_cluster_an_error_shows_how_to_name_one(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "There is no Ray cluster on this machine." in fails(capsys, command)
 
 
-def test_a_cluster_that_does_not_answer_is_said_at_once(
+def test_a_cluster_that_does_not_answer_is_reported_at_once(
     run: SampleRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as probe:
@@ -122,7 +122,7 @@ def test_a_cluster_that_does_not_answer_is_said_at_once(
 
 
 @pytest.mark.parametrize("named", ["--address", "RAY_ADDRESS", "the last cluster"])
-def test_what_listens_and_is_no_ray_is_said_in_time(
+def test_a_listener_that_is_not_ray_is_reported_in_time(
     named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as a port that somebody else has by now."""
@@ -177,7 +177,7 @@ COMMANDS_OF_CLUSTERS = (
 
 
 @pytest.mark.parametrize("command", COMMANDS_OF_CLUSTERS)
-def test_what_ray_says_of_tokens_is_passed_on(
+def test_rays_errors_about_tokens_are_passed_on(
     command: str, guarded: str, run: SampleRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = fails(capsys, *command.format(run.folder).split())
@@ -194,17 +194,17 @@ def test_somebody_elses_cluster_does_not_keep_a_run_from_its_pins(guarded: str, 
 
 
 @pytest.mark.parametrize("command", ["pin", "unpin"])
-def test_no_cluster_is_asked_about_a_run_that_has_finished(
+def test_no_cluster_gets_a_request_about_a_run_that_has_finished(
     command: str, run: SampleRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "")
     end = r.Ended(session=1, cause="finished", step=40, first_at_s=None, last_at_s=None, stalled_s=None)
     run.log.append(end)
-    monkeypatch.setattr(attach, "attached", Mock(side_effect=AssertionError("it was asked")))
+    monkeypatch.setattr(attach, "attached", Mock(side_effect=AssertionError("it got a request")))
     assert as_json(command, run.folder, 10, "--owner", "me")["by"] == "log"
 
 
-def test_a_server_of_something_else_is_told_at_once(
+def test_a_server_of_something_else_is_reported_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Such as an agent of ours."""
@@ -223,7 +223,7 @@ def test_a_service_of_another_version_is_named() -> None:
         check_versions(("coordinator-v12", "coordinator-v1", "coordinator-v1x", "agent-v5-abc"))
 
 
-def test_status_of_a_path_is_what_the_log_says(run: SampleRun) -> None:
+def test_status_of_a_path_is_that_of_the_log(run: SampleRun) -> None:
     text = ray_ckpt_cli("status", run.folder)
     assert text.startswith("By the log alone: There is no Ray cluster on this machine.\n")
     assert "session 1  checkpoints: 3 live, 1 retired" in text
@@ -276,14 +276,16 @@ def down(*args: str, answer: str | None = None) -> Result:
 
 
 @pytest.mark.parametrize("args", [(), ("--yes",), ("--address", "10.0.0.2:6379")])
-def test_down_says_which_cluster_it_has_found(stopped: list[bool], args: tuple[str, ...]) -> None:
+def test_down_prints_the_cluster_that_it_has_found(stopped: list[bool], args: tuple[str, ...]) -> None:
     result = down(*args)
     address = args[-1] if "--address" in args else ADDRESS
     assert (result.exit_code, result.stderr) == (0, f"ray-ckpt: the Ray cluster at {address}\n")
     assert result.stdout.startswith("Ended the coordinator") and stopped == [False]
 
 
-def test_down_asks_on_a_terminal_if_nobody_named_the_cluster(stopped: list[bool], terminal: None) -> None:
+def test_down_requests_confirmation_on_a_terminal_if_no_cluster_was_named(
+    stopped: list[bool], terminal: None
+) -> None:
     for answer in ("n\n", ""):
         result = down(answer=answer)
         assert isinstance(result.exception, ConfigError) and "Nothing was changed" in str(result.exception)
@@ -293,7 +295,7 @@ def test_down_asks_on_a_terminal_if_nobody_named_the_cluster(stopped: list[bool]
 
 
 @pytest.mark.parametrize("args", [("--yes",), ("--address", ADDRESS), ()])
-def test_down_does_not_ask_for_what_was_said(
+def test_down_requests_no_confirmation_of_a_named_cluster(
     stopped: list[bool], terminal: None, args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not args:
@@ -302,7 +304,7 @@ def test_down_does_not_ask_for_what_was_said(
     assert result.exit_code == 0 and "?" not in result.stderr and stopped == [False]
 
 
-def test_down_without_a_service_asks_nothing(
+def test_down_without_a_service_requests_no_confirmation(
     stopped: list[bool], terminal: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attach, "find_service", lambda: None)
@@ -401,7 +403,7 @@ def test_a_log_that_is_not_quiet_may_have_a_service_out_of_reach(
         assert "Run gpt may be at work" in message and "--even-if-at-work" in message
 
 
-def test_somebody_who_was_faster_is_told(tmp_path: Path) -> None:
+def test_a_pin_fails_if_another_writer_was_faster(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     history = read_tail(run.log.store).history
     pins.pin(run.log.store, history, step=10, owner="a", expires_at_s=None, now_s=0.0)
@@ -555,7 +557,7 @@ def test_a_narrow_terminal_breaks_no_number(width: int) -> None:
     assert words(width) <= words(1000)
 
 
-def test_nodes_that_need_a_look_say_why() -> None:
+def test_nodes_that_need_attention_show_why() -> None:
     disk = DiskView(free_bytes=1, total_bytes=1000 * GIB, reserve_bytes=GIB, is_full=False)
     nodes = (
         node("a", 0, disk=replace(disk, is_full=True)),

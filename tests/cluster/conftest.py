@@ -72,7 +72,7 @@ def cluster(shared: Shared) -> LocalCluster:
 
 @pytest.fixture
 def no_cluster(shared: Shared) -> None:
-    """For tests that start clusters of their own, since a process is connected to one at a time."""
+    """Disconnect from the shared cluster, for tests that start their own: a process has one connection."""
     shared.stop()
 
 

@@ -1,7 +1,7 @@
 """The regression under an elastic Ray Train: `python -m tests.cluster.elastic STORAGE_PATH FOLDER`.
 
-It trains until the step that FOLDER/total names, once that file is there. Each worker process tells what it
-does in a file of its own in FOLDER, one JSON line at its restore and one per step.
+It trains until the step that FOLDER/total names, once that file is there. Each worker process writes a
+file of its own in FOLDER, one JSON line at its restore and one per step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_FAILURES = 50  # a group that dies while it starts counts as well
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What one rank did. kind "restored": it begins after `step`; "stepped": it has done `step`."""
+    """An event of one rank. kind "restored": it begins after `step`; "stepped": it has done `step`."""
 
     kind: str
     time_s: float  # Unix time
@@ -49,22 +49,22 @@ def train_loop(config: dict[str, Any]) -> None:
     ckpt = ray_ckpt.Checkpointer(model=training.model, optimizer=training.optimizer, batches=training.batches)
     info = ckpt.restore()
     step = info.step if info else 0
-    say = _teller(Path(config["folder"]), training, ckpt._session)
-    say("restored", step, tiers=sorted(info.bytes_by_tier()) if info else [])
+    record = _recorder(Path(config["folder"]), training, ckpt._session)
+    record("restored", step, tiers=sorted(info.bytes_by_tier()) if info else [])
     batches = iter(training.batches)
     while step < _total(Path(config["folder"])):
         step += 1
         share = next(batches)
         training.step(share)
-        say("stepped", step, samples=list(share))
+        record("stepped", step, samples=list(share))
         time.sleep(STEP_S)
         ckpt.step(step)
 
 
-def _teller(folder: Path, training: Regression, session: int | None) -> Callable[..., None]:
+def _recorder(folder: Path, training: Regression, session: int | None) -> Callable[..., None]:
     path = folder / f"{training.rank}-{os.getpid()}.jsonl"
 
-    def say(kind: str, step: int, **fields: Any) -> None:
+    def record(kind: str, step: int, **fields: Any) -> None:
         entry = Entry(
             kind=kind,
             time_s=time.time(),
@@ -77,7 +77,7 @@ def _teller(folder: Path, training: Regression, session: int | None) -> Callable
         with path.open("a") as file:
             file.write(json.dumps(asdict(entry)) + "\n")
 
-    return say
+    return record
 
 
 def _total(folder: Path) -> float:

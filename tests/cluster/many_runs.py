@@ -36,7 +36,7 @@ Look = Mapping[str, "Usage"]  # by process
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process has: its heap is what it alone keeps, without files and shared memory."""
+    """Resources of a process; the heap is memory of this process only, without files and shared memory."""
 
     threads: int
     descriptors: int
@@ -62,7 +62,7 @@ def train_and_finish(group: RankGroup, run: str, storage: str, options: Mapping[
 
 
 def look(cluster: LocalCluster, ranks: Mapping[str, int]) -> Look:
-    """Of the coordinator, each agent and each rank."""
+    """Return the resources of the coordinator, of each agent and of each rank."""
     found = {}
     for name, node in cluster.nodes.items():
         raylet = psutil.Process(node.handle.all_processes["raylet"][0].process.pid)
@@ -76,7 +76,7 @@ def look(cluster: LocalCluster, ranks: Mapping[str, int]) -> Look:
 
 
 def staged(cluster: LocalCluster, run_uid: str = "") -> Iterator[Path]:
-    """What lies in the staging folders, of a run or at all, but for their own files."""
+    """Return the files in the staging folders, of one run or of all, without the agents' own files."""
     for node in cluster.nodes.values():
         for path in node.staging.rglob("*"):
             parts = path.relative_to(node.staging).parts
@@ -106,7 +106,7 @@ def many_runs(
     runs: int,
     *,
     look_every: int = LOOK_EVERY,
-    tell: Callable[[str], None] = print,
+    report: Callable[[str], None] = print,
     **options: Any,
 ) -> list[Look]:
     """A look after each `look_every` runs, when nothing of them is under way any more."""
@@ -121,7 +121,7 @@ def many_runs(
             assert not any(staged(cluster)) or options.get("keep_local_at_end")
             looks.append(look(cluster, ranks))
             for process, found in looks[-1].items():
-                tell(f"{number:4d} runs  {process:18} {found}")
+                report(f"{number:4d} runs  {process:18} {found}")
     group.stop()
     return looks
 

@@ -18,7 +18,7 @@ PROJECT = Path(__file__).parents[2]
 def program(
     cluster: LocalCluster, log: Path, module: str, *arguments: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`python -m module`, which ends with the block at the latest; what it says is appended to `log`."""
+    """Run `python -m module`, which ends with the block at the latest; its output is appended to `log`."""
     env = {**os.environ, "RAY_ADDRESS": cluster.address}
     with log.open("ab") as out:
         process = subprocess.Popen(

@@ -1,8 +1,8 @@
 """A training that is the same however many ranks share it, so that one process without shards can check it.
 
 Each step uses the next global batch of a data set of NUM_SAMPLES, in float64, without random numbers; ranks
-have equal shares, so the mean of their gradients is that of the batch. What differs is the order in which
-numbers are added up.
+have equal shares, so the mean of their gradients is that of the batch. Only the order in which
+numbers are added up differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 
 
 class Model(nn.Module):
-    """float64 [n, 6] to [n, 1]. Of its 10 features no number of ranks but 2 has equal parts."""
+    """float64 [n, 6] to [n, 1]. Only 2 ranks have equal parts of its 10 features."""
 
     seen: Tensor  # int64 [NUM_SAMPLES]: how often each sample was used on the way to this state
 

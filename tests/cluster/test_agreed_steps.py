@@ -52,7 +52,7 @@ def idle_along(run: str, storage: str, seconds: float, options: dict[str, Any]) 
 
 
 def read_back(run: str, storage: str, options: dict[str, Any]) -> tuple[int, float, int]:
-    """The restored step, and what the state says."""
+    """Return the restored step, and the step in the state."""
     import torch
     import torch.distributed as dist
 
@@ -98,7 +98,7 @@ def announce(cluster_node: str, after_s: float, left_s: float) -> None:
 
 @pytest.fixture
 def doomed(no_cluster: None, tmp_path: Path) -> Iterator[LocalCluster]:
-    """A cluster of its own: a node that is said to go counts as leaving for a while after."""
+    """A separate cluster, since a node with a notice counts as leaving for a while afterwards."""
     with LocalCluster(tmp_path / "staging", ["node-a", "node-b", "node-c"]) as cluster:
         yield cluster
 
@@ -108,9 +108,9 @@ def test_ranks_save_again_and_again_once_a_node_is_about_to_go(doomed: LocalClus
     cluster, leaving = doomed, doomed.nodes["node-a"].node_id
     spare_group = RankGroup([leaving, cluster.nodes["node-b"].node_id])
     options = {"every_steps": 1_000_000, "attempt_timeout_s": 10.0, "replicas": 1}
-    told = announce.remote(leaving, 8.0, 60.0)
+    notice = announce.remote(leaving, 8.0, 60.0)
     spare_group.run(idle_along, "leaving", storage, 18.0, options)
-    ray.get(told)
+    ray.get(notice)
     found = commits(storage, "leaving")
     assert len(found) >= 2, "an emergency save, and further ones"
     status = ray.get(coordinator().status.remote(f"{storage}/leaving"), timeout=30)
@@ -131,10 +131,12 @@ def test_a_rank_that_gets_sigterm_has_all_ranks_save(doomed: LocalCluster, stora
     spare_group = RankGroup([doomed.nodes["node-a"].node_id, doomed.nodes["node-b"].node_id])
     pids = spare_group.run(os.getpid)
     options = {"every_steps": 1_000_000, "attempt_timeout_s": 10.0, "replicas": 1}
-    calls = [actor.run.remote(idle_along, "told", storage, 15.0, options) for actor in spare_group.actors]
+    calls = [
+        actor.run.remote(idle_along, "announced", storage, 15.0, options) for actor in spare_group.actors
+    ]
     time.sleep(8)
-    before = len(commits(storage, "told"))
+    before = len(commits(storage, "announced"))
     os.kill(pids[1], signal.SIGTERM)
     results = ray.get(calls, timeout=60)
-    assert before == 0 and len(commits(storage, "told")) >= 2
+    assert before == 0 and len(commits(storage, "announced")) >= 2
     assert all(result["stats"][0] >= 2 for result in results), "both ranks, and the loop went on"

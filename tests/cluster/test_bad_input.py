@@ -41,7 +41,7 @@ def test_an_unknown_option_names_the_closest_one() -> None:
         CheckpointCallback(replica=2)
 
 
-def test_impossible_values_say_what_to_set() -> None:
+def test_impossible_values_are_errors_that_name_possible_ones() -> None:
     with pytest.raises(ConfigError, match=r"keep_last is 0.*at least 1"):
         CheckpointCallback(keep_last=0)
     with pytest.raises(ConfigError, match=r"resume is 'yes'.*'auto'"):
@@ -148,7 +148,7 @@ def test_too_little_memory_is_named(spare_group: RankGroup, storage: str) -> Non
 
 
 def reserve_memory_in_dev_shm(run: str, storage: str) -> None:
-    """As a rank that ptrace rules keep from the memory of its agent."""
+    """Reserve memory as a rank that may not open its agent's memory, because of ptrace rules."""
     training = Training(run, storage, memory="single")
     with mock.patch("ray_ckpt.actors.client._can_open", return_value=False):
         training.ckpt._link.reserve(1 << 20)

@@ -28,7 +28,7 @@ def train(run: str, storage: str, total: int, options: dict[str, Any]) -> list[f
 
 
 def begin(run: str, storage: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What is there after the restore."""
+    """Return the state after the restore."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -114,7 +114,7 @@ def test_a_run_begins_with_some_items_of_another_at_step_0(
         ({"keep": ("optimizer.momentum",)}, "optimizer.momentum"),
     ],
 )
-def test_what_is_not_there_is_said_before_the_first_step(
+def test_a_missing_checkpoint_is_reported_before_the_first_step(
     group: RankGroup, storage: str, source: str, options: dict[str, Any], problem: str
 ) -> None:
     options = {k: v.replace("SOURCE", source) if isinstance(v, str) else v for k, v in options.items()}
@@ -148,7 +148,7 @@ def adam_only(run: str, storage: str, total: int) -> None:
     ckpt.close()
 
 
-def test_hyperparameters_that_differ_are_listed_and_kept_if_asked(group: RankGroup, storage: str) -> None:
+def test_hyperparameters_that_differ_are_listed_and_kept_on_request(group: RankGroup, storage: str) -> None:
     group.run(adam_only, "hyper", storage, 3)
     listed = [
         "optimizer.lr: built 0.02, saved 0.1; restored as saved",

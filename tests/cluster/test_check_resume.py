@@ -1,4 +1,4 @@
-"""check_resume on real Ray: loops that resume exactly, loops that do not, and what it says of them."""
+"""check_resume on real Ray: its results for loops that resume exactly, and for loops that do not."""
 
 from __future__ import annotations
 

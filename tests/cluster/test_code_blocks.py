@@ -114,7 +114,7 @@ def with_a_part(storage: str, part: str) -> None:
     model, optimizer = build()
     given = {"rank": 0, "world_size": 1, "model": model, "optimizer": optimizer, "ray_ckpt": ray_ckpt}
     sizes = {'{"actor": 8, "critic": 2}': '{"actor": 1, "critic": 1}', "/shared/runs": storage}
-    if part == "actor":  # as the comment of the block says
+    if part == "actor":  # as the comment in the block requires
         sizes |= {
             'part="critic"': 'part="actor"',
             "critic=model, critic_optimizer=": "actor=model, actor_opt=",

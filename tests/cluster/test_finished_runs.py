@@ -85,14 +85,14 @@ def test_a_run_may_be_opened_at_any_time_while_it_is_put_away(
 
 
 def test_a_run_that_was_put_away_still_answers(group: RankGroup, cluster: LocalCluster, storage: str) -> None:
-    group.run(train, "asked", storage, 4, {"retire_grace_s": 0.0})
-    finish(storage, "asked")
-    wait_put_away("asked")
-    (view,) = [run for run in overview(coordinator()).runs if run.name == "asked"]
+    group.run(train, "put-away", storage, 4, {"retire_grace_s": 0.0})
+    finish(storage, "put-away")
+    wait_put_away("put-away")
+    (view,) = [run for run in overview(coordinator()).runs if run.name == "put-away"]
     assert (view.state, view.is_put_away, view.live, view.nodes) == ("finished", True, 1, ())
-    annotate(run="asked", storage_path=storage, step=4, metrics={"score": 0.5})
-    assert Catalog(f"{storage}/asked").checkpoints[-1].metrics["score"] == 0.5
-    finish(storage, "asked")
+    annotate(run="put-away", storage_path=storage, step=4, metrics={"score": 0.5})
+    assert Catalog(f"{storage}/put-away").checkpoints[-1].metrics["score"] == 0.5
+    finish(storage, "put-away")
 
 
 def test_a_coordinator_and_agents_that_die_in_the_grace_put_it_away_all_the_same(

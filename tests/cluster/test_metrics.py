@@ -1,6 +1,6 @@
-"""A real Prometheus finds a cluster as the runbook says and sees a training; all our queries have answers.
+"""A real Prometheus, set up as in the runbook, finds a cluster and a training; all our queries have answers.
 
-Two runs are looked at: a small training, and one that exists in name only, of which every metric of the
+There are two runs: a small training, and one that exists in name only, of which every metric of the
 catalogue is recorded once with every label.
 """
 
@@ -41,7 +41,7 @@ pytestmark = [
 
 T = TypeVar("T")
 
-SEEN_S = 90.0  # Ray exports every 10 s, Prometheus asks every 2 s; a busy machine takes longer
+SEEN_S = 90.0  # Ray exports every 10 s, Prometheus reads every 2 s; a busy machine takes longer
 CALL_S = 30.0
 LOOK_S = 0.5
 STEPS, EVERY_STEPS, STEP_S = 60, 5, 0.5
@@ -88,9 +88,9 @@ class Server:
 
     def query(self, expr: str) -> list[dict[str, Any]]:
         """The result of an instant query: a list of labels and values. ValueError if it is refused."""
-        return list(self.ask("query", query=expr)["result"])
+        return list(self.request("query", query=expr)["result"])
 
-    def ask(self, what: str, **parameters: str) -> Any:
+    def request(self, what: str, **parameters: str) -> Any:
         try:
             address = f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
             with urllib.request.urlopen(address, timeout=CALL_S) as answer:
@@ -100,14 +100,14 @@ class Server:
 
     def is_ready(self) -> bool:
         try:
-            return bool(self.ask("status/runtimeinfo"))
+            return bool(self.request("status/runtimeinfo"))
         except ValueError:
             return False
 
     def series(self) -> dict[str, list[dict[str, str]]]:
         """Labels of all series of ours, by name."""
         found: dict[str, list[dict[str, str]]] = {}
-        for labels in self.ask("series", **{"match[]": '{__name__=~"ray_ckpt_.*"}'}):
+        for labels in self.request("series", **{"match[]": '{__name__=~"ray_ckpt_.*"}'}):
             found.setdefault(labels.pop("__name__"), []).append(labels)
         return found
 
@@ -139,7 +139,7 @@ class Recorder:
 
 
 def train(run: str, storage: str, total: int) -> None:
-    """On from where the run is; slowly, since a gauge is exported only while somebody sets it."""
+    """Continue the run, slowly, since a gauge is exported only while it is set again and again."""
     training = Training(run, storage, every_steps=EVERY_STEPS, remote_every=1)
     for step in training.ckpt.steps(total=total):
         training.step()
@@ -208,7 +208,7 @@ def assert_labels(series: Mapping[str, list[dict[str, str]]]) -> None:
 
 
 def assert_label_values(series: Mapping[str, list[dict[str, str]]]) -> None:
-    """Of the training: every phase, tier and level, and none that the catalogue does not tell of."""
+    """Assert that the training has every phase, tier and level, and none that the catalogue lacks."""
 
     def seen(name: str, label: str) -> set[str]:
         return {labels[label] for labels in series[name] if labels["run"] == TRAINED}
@@ -224,10 +224,10 @@ def assert_label_values(series: Mapping[str, list[dict[str, str]]]) -> None:
 
 
 def assert_kinds(server: Server, series: Mapping[str, list[dict[str, str]]]) -> None:
-    told = server.ask("metadata")
+    metadata = server.request("metadata")
     for metric in METRICS:
-        family = metric.exported.removesuffix("_total")  # as OpenMetrics has it, which Prometheus asks for
-        assert {entry["type"] for entry in told[family]} == {metric.kind}
+        family = metric.exported.removesuffix("_total")  # as OpenMetrics has it, which Prometheus requests
+        assert {entry["type"] for entry in metadata[family]} == {metric.kind}
     for metric in METRICS:
         if metric.kind == "histogram":
             bounds = {float(labels["le"]) for labels in series[metric.exported + BUCKET]}
@@ -235,14 +235,14 @@ def assert_kinds(server: Server, series: Mapping[str, list[dict[str, str]]]) -> 
 
 
 def assert_rules(server: Server) -> None:
-    [group] = server.ask("rules")["groups"]
+    [group] = server.request("rules")["groups"]
     assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in promql.rules()]
     for rule in group["rules"]:
         assert (rule["health"], rule.get("lastError", "")) == ("ok", ""), rule
 
 
 def assert_answers(server: Server) -> None:
-    """Of the dashboard with data, of each run that has its metrics. Of alerts: that they can be asked."""
+    """Assert that the dashboard's queries have data for each run with metrics, and that alerts parse."""
     for query in promql.panel_queries():
         runs = {found["metric"].get("run") for found in server.query(promql.evaluable(query.expr))}
         is_rare = query.where == ALERTS or any(use.metric in RARE for use in promql.selected(query.expr))
@@ -254,7 +254,7 @@ def assert_answers(server: Server) -> None:
 
 
 def assert_values(server: Server, catalog: Catalog) -> None:
-    """What was counted is what the log has."""
+    """Assert that the counters agree with the log."""
     of = f'{{run="{TRAINED}"}}'
     commits = catalog.events()["op"].to_pylist().count("commit")
     wanted = {
@@ -266,11 +266,11 @@ def assert_values(server: Server, catalog: Catalog) -> None:
         f'max(max_over_time(ray_ckpt_saved_step{{run="{TRAINED}", level="durable"}}[5m]))': STEPS,
     }
 
-    def told() -> dict[str, float]:
+    def published() -> dict[str, float]:
         return {expr: float(found["value"][1]) for expr in wanted for found in server.query(expr)}
 
-    until(lambda: told() == wanted)
-    assert told() == wanted
+    until(lambda: published() == wanted)
+    assert published() == wanted
 
 
 def test_promtool_takes_the_rules() -> None:

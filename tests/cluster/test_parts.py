@@ -62,11 +62,11 @@ def train(run: str, storage: str, part: str, parts: dict[str, int], total: int) 
 def run_parts(groups: dict[str, RankGroup], run: str, storage: str, total: int) -> dict[str, list[Any]]:
     parts = {name: len(group.actors) for name, group in groups.items()}
     with ThreadPoolExecutor(len(groups)) as pool:
-        asked = {
+        requested = {
             name: pool.submit(group.run, train, run, storage, name, parts, total)
             for name, group in groups.items()
         }
-        return {name: answer.result() for name, answer in asked.items()}
+        return {name: answer.result() for name, answer in requested.items()}
 
 
 def groups_on(cluster: LocalCluster, nodes: dict[str, Sequence[str]]) -> dict[str, RankGroup]:
@@ -101,7 +101,7 @@ def test_an_actor_and_a_critic_commit_and_come_back_together(cluster: LocalClust
     assert opened["critic_count"] == {"steps": 9}
 
 
-def test_a_part_that_does_not_know_itself_is_told(storage: str) -> None:
+def test_a_part_that_is_unknown_or_has_another_size_is_an_error(storage: str) -> None:
     with pytest.raises(ConfigError, match="actor"):
         ray_ckpt.connect(run="rl", storage_path=storage, part="actor", parts={"critic": 1})
     with pytest.raises(ConfigError, match="2 ranks"):

@@ -17,7 +17,7 @@ from ray_ckpt.telemetry import AT_RISK, Sample
 pytestmark = pytest.mark.cluster
 
 
-def test_ray_tells_of_nodes_their_labels_and_those_that_leave(cluster: LocalCluster) -> None:
+def test_ray_reports_nodes_their_labels_and_those_that_leave(cluster: LocalCluster) -> None:
     ids = {node.node_id for node in cluster.nodes.values()}
     now = ray_state.nodes_now()
     assert ids <= now.live
@@ -28,7 +28,7 @@ def test_ray_tells_of_nodes_their_labels_and_those_that_leave(cluster: LocalClus
     assert set(now.domains("none").values()) == {""}
 
 
-def test_ray_tells_whether_a_launcher_lives(cluster: LocalCluster) -> None:
+def test_ray_reports_whether_a_launcher_lives(cluster: LocalCluster) -> None:
     class Controller:
         def owner(self) -> str:
             return ray_state.owner_here(by_job=False)

@@ -394,7 +394,7 @@ def test_saves_go_on_after_the_coordinator_dies(group: RankGroup, storage: str) 
     assert [r["step"] for r in group.run(full_state, "headless", storage, {})] == [8, 8]
 
 
-def test_the_log_tells_the_whole_story(group: RankGroup, storage: str) -> None:
+def test_the_log_has_the_whole_story(group: RankGroup, storage: str) -> None:
     group.run(train, "story", storage, 2, {"every_steps": 2})
     group.run(train, "story", storage, 4, {"every_steps": 2})
     log = sorted((Path(storage) / "story" / "ray_ckpt" / "log").iterdir())

@@ -31,7 +31,7 @@ WAIT_S = 30.0
 
 
 def ray_ckpt_cli(*args: object, code: int = 0) -> str:
-    """What a command prints that runs in this process, which is connected to the cluster."""
+    """Return the output of a command that runs in this process, which is connected to the cluster."""
     result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
     assert result.exit_code == code, result.output
     return result.stdout
@@ -42,17 +42,17 @@ def as_json(*args: object) -> Any:
 
 
 def process(cluster: LocalCluster, *args: str) -> Any:
-    """What a command prints as JSON that is a process of its own."""
+    """Return the JSON output of a command that runs in a separate process."""
     command = [sys.executable, "-m", "ray_ckpt.cli", *args, "--json"]
     environment = {**os.environ, "RAY_ADDRESS": cluster.address}
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
-    told = f"ray-ckpt: the Ray cluster at {cluster.address}\n" if args[0] == "down" else ""
-    assert (done.returncode, done.stderr) == (0, told)
+    named = f"ray-ckpt: the Ray cluster at {cluster.address}\n" if args[0] == "down" else ""
+    assert (done.returncode, done.stderr) == (0, named)
     return json.loads(done.stdout)
 
 
 def assert_top_ends_by_ctrl_c(cluster: LocalCluster) -> None:
-    """On a terminal it goes on until then."""
+    """Assert that `top` on a terminal continues until Ctrl-C."""
     command = [sys.executable, "-m", "ray_ckpt.cli", "top", "--interval", "0.2", "--address", cluster.address]
     ours, theirs = pty.openpty()
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as top:
@@ -123,7 +123,7 @@ def test_a_group_at_work_is_shown_pinned_and_not_stopped(
     assert all(agent.staging and agent.endpoint.startswith("grpc") for agent in agents)
 
 
-def test_a_run_that_is_not_open_is_told_from_its_log(cluster: LocalCluster, storage: str) -> None:
+def test_a_run_that_is_not_open_is_shown_from_its_log(cluster: LocalCluster, storage: str) -> None:
     from tests.support.sample_run import write_run
 
     run = write_run(Path(storage))
@@ -145,7 +145,7 @@ def test_after_down_the_next_service_finds_what_the_nodes_have(
         assert_top_ends_by_ctrl_c(cluster)
         service = attach.find_service()
         assert service is not None
-        get_result(service.shut_down.remote(False), WAIT_S)  # and whoever asked for it dies
+        get_result(service.shut_down.remote(False), WAIT_S)  # and the caller that requested it dies
         with pytest.raises(Unavailable, match="is being stopped"):
             coordinator()
         assert process(cluster, "down")["ended"], "nothing is in use"

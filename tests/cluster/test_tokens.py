@@ -80,12 +80,12 @@ def test_the_token_of_this_user_is_found(guarded: Guarded) -> None:
         assert view["runs"] == []
     assert "No run is open" in guarded.ray_ckpt("top", "--once", "--address", guarded.address).stdout
     token = (guarded.home / ".ray" / "auth_token").read_text()
-    told = {"HOME": "/nonexistent", "RAY_AUTH_TOKEN": token}
-    view = as_json(guarded.ray_ckpt("status", "--address", guarded.address, "--json", **told))
+    environment = {"HOME": "/nonexistent", "RAY_AUTH_TOKEN": token}
+    view = as_json(guarded.ray_ckpt("status", "--address", guarded.address, "--json", **environment))
     assert view["runs"] == []
 
 
-def test_without_the_token_it_is_said_what_ray_wants(guarded: Guarded, tmp_path: Path) -> None:
+def test_without_the_token_an_error_shows_what_ray_needs(guarded: Guarded, tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs")
     wrong = {"RAY_AUTH_TOKEN": "ab" * 32}
     for environment in ({"HOME": str(tmp_path)}, {"RAY_AUTH_MODE": "disabled"}, wrong):

@@ -80,7 +80,7 @@ def _until_step_six(config: dict[str, Any]) -> None:
     def step(self: Any, number: int, metrics: Any = None) -> None:
         original(self, number, metrics)
         if number == 6:
-            time.sleep(3.0)  # ranks tell where they are once a second, and agents gather that for another
+            time.sleep(3.0)  # ranks report progress once a second, and agents gather it for another second
             raise RuntimeError("out of luck")
 
     ray_ckpt.Checkpointer.step = step  # type: ignore[method-assign,assignment]
@@ -106,7 +106,7 @@ def test_a_wrong_storage_path_ends_the_run_before_workers_start(
     assert isinstance(find_config_error(caught.value), ConfigError)
 
 
-def test_the_main_job_says_what_is_wrong_with_its_storage_path(
+def test_the_main_job_reports_what_is_wrong_with_its_storage_path(
     cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")

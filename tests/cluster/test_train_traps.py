@@ -1,4 +1,4 @@
-"""What goes wrong around a callback of Ray Train, on real Ray: each of its traps has a test that names it.
+"""Faults around a callback of Ray Train, on real Ray: each trap of Ray Train has a test that names it.
 
 `research` for these is Ray's own source: hooks that raise end the run, `report` is a barrier, pointers are
 deleted by number, callbacks are copied into every process.
@@ -195,7 +195,7 @@ def test_the_environment_activates_the_callback_without_a_change_to_the_driver(
 
     result = make_trainer(tmp_path, "env", steps=6, callbacks=[], after=slowly).fit()
     assert result.return_value == {"first": 1, "last": 6}
-    assert steps_of(tmp_path / "env") == [2, 4, 6], "as the options say"
+    assert steps_of(tmp_path / "env") == [2, 4, 6], "as the options set it"
     assert result.checkpoint is not None and open_checkpoint(result.checkpoint).step == 6
 
 
@@ -222,7 +222,7 @@ def test_one_callback_object_serves_several_runs(cluster: LocalCluster, tmp_path
 
 
 @pytest.mark.slow
-def test_local_mode_runs_no_callbacks_and_the_checkpointer_says_what_is_missing(
+def test_local_mode_runs_no_callbacks_and_the_checkpointer_names_what_is_missing(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     with pytest.raises(NotConnected, match="num_workers=0"):
@@ -257,7 +257,7 @@ def test_a_killed_worker_is_replaced_and_reports_of_the_user_stay_in_step_with_o
 
 
 @pytest.mark.slow
-def test_without_failures_allowed_a_new_driver_of_the_same_name_goes_on_whatever_rays_file_says(
+def test_without_failures_allowed_a_new_driver_of_the_same_name_continues_despite_rays_file(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     def breaks(step: int) -> None:
@@ -330,8 +330,8 @@ def test_ray_keeps_and_scores_pointers_while_our_retention_keeps_checkpoints_els
     assert open_checkpoint(result.checkpoint).load("weight").tolist() == [8.0] * 3
     again = ray.train.Result.from_path(str(tmp_path / "ray" / "scored"))
     assert open_checkpoint(again.checkpoint).step == 8
-    told = json.loads((Path(again.checkpoint.path) / "pointer.json").read_text())
-    assert told["run"] == str(elsewhere / "scored")
+    pointer = json.loads((Path(again.checkpoint.path) / "pointer.json").read_text())
+    assert pointer["run"] == str(elsewhere / "scored")
     kept = ", ".join(
         str(c.step) for c in Catalog(elsewhere / "scored").checkpoints if c.level is Level.DURABLE
     )

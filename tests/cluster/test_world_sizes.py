@@ -1,5 +1,6 @@
-"""Another number of ranks goes on with the same training: because it was asked for, or because Ray Train has
-lost or found a node. And what only one rank needs is a matter of all."""
+"""Another number of ranks continues the same training.
+
+The user sets the number, or Ray Train has lost or found a node. All ranks do what only one of them needs."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def go_on(run: str, storage: str, total: int, options: dict[str, Any]) -> RankRe
 def trained(
     cluster: LocalCluster, nodes: Sequence[str], storage: str, run: str, total: int, **options: Any
 ) -> list[RankReport]:
-    """A new group, rank k on the k-th of these nodes; what each rank tells."""
+    """Train a new group, rank k on the k-th of these nodes; return the result of each rank."""
     group = RankGroup([cluster.nodes[name].node_id for name in nodes])
     try:
         return group.run(go_on, run, storage, total, options)
@@ -94,15 +95,17 @@ def test_four_two_and_three_ranks_train_as_one_process_does(cluster: LocalCluste
     before: State = {}
     done = 0
     for total, names in ((8, "aabb"), (16, "bc"), (24, "abc")):
-        told = trained(cluster, [f"node-{n}" for n in names], storage, "sizes", total, **options)
-        assert [rank.restored_step for rank in told] == [done] * len(names)
-        for rank in told:
+        results = trained(cluster, [f"node-{n}" for n in names], storage, "sizes", total, **options)
+        assert [rank.restored_step for rank in results] == [done] * len(names)
+        for rank in results:
             assert "remote" not in rank.tiers
             if done:
                 assert_same_bits(rank.restored, before)
                 assert_same_training(rank.restored, reference(done))
-        assert together([rank.shares for rank in told]) == [batch_of(s) for s in range(done + 1, total + 1)]
-        before, done = told[0].saved[total], total
+        assert together([rank.shares for rank in results]) == [
+            batch_of(s) for s in range(done + 1, total + 1)
+        ]
+        before, done = results[0].saved[total], total
     assert_same_training(before, reference(24))
     assert before["model.seen"].tolist() == seen_after(24)
 
@@ -127,12 +130,12 @@ def test_a_bad_slice_that_one_rank_needs_takes_all_ranks_to_the_older_step(
     row = only_needed_by(copies[0], rank=1)
     for folder in copies:
         flip(folder / row.file, row.byte_offset + row.nbytes // 2)
-    told = trained(cluster, nodes, storage, "damaged", 12, **options)
-    assert [rank.restored_step for rank in told] == [4, 4], (copies, [rank.tiers for rank in told])
-    for rank in told:
+    results = trained(cluster, nodes, storage, "damaged", 12, **options)
+    assert [rank.restored_step for rank in results] == [4, 4], (copies, [rank.tiers for rank in results])
+    for rank in results:
         assert_same_bits(rank.restored, whole[0].saved[4])
-    assert together([rank.shares for rank in told]) == [batch_of(step) for step in range(5, 13)]
-    assert_same_training(told[0].saved[12], reference(12))
+    assert together([rank.shares for rank in results]) == [batch_of(step) for step in range(5, 13)]
+    assert_same_training(results[0].saved[12], reference(12))
     texts = Catalog(f"{storage}/damaged").events()["text"].to_pylist()
     assert any("restored step 4" in text for text in texts), texts
 
@@ -164,7 +167,7 @@ def test_an_elastic_group_shrinks_with_a_lost_node_and_grows_when_it_is_back(
 ) -> None:
     # A group that Ray Train starts before it has noticed which node is gone is given up soon.
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10")
-    storage, folder = tmp_path / "storage", tmp_path / "told"
+    storage, folder = tmp_path / "storage", tmp_path / "results"
     folder.mkdir()
     nodes = ["node-a", "node-b", "node-c", "node-d"]
 
@@ -222,7 +225,7 @@ def test_an_elastic_group_shrinks_with_a_lost_node_and_grows_when_it_is_back(
 
 @dataclass(slots=True)
 class Group:
-    """What the ranks of a session have told together."""
+    """The events of all ranks of a session."""
 
     world_size: int
     restored: int = 0

@@ -1,7 +1,7 @@
 """Misuse is named within a minute, with its ranks on one node as on several, with Ray Train and without.
 
-Training that is wrong ends with an error that names the cause, or goes on with a warning that does; it never
-hangs without a word. What only looks odd goes on.
+Misuse ends training with an error that names the cause, or training continues with a warning that names it;
+training never hangs silently. Unusual but correct use continues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FAST = {"skip a step that is saved"}  # others are slow; test_save_restore.py ha
 
 
 def run_loop(name: str, run: str, storage: str, logs: str) -> None:
-    """On a rank that is not Ray Train's."""
+    """Run the loop on a rank without Ray Train."""
     import torch.distributed as dist
 
     use = WRONG_USES.get(name)
@@ -62,7 +62,7 @@ def run_timed(name: str, folder: Path) -> None:
         raise
 
 
-def said(logs: Path) -> str:
+def logged(logs: Path) -> str:
     return "".join(path.read_text() for path in sorted(logs.glob("rank-*.log")))
 
 
@@ -86,7 +86,7 @@ def first_error(group: RankGroup, *args: Any, limit_s: float) -> CheckpointError
 
 @pytest.fixture
 def ranks(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[RankGroup]:
-    """Ranks that nobody uses afterwards, on nodes a and b as the parameter says."""
+    """Start ranks for one test, on nodes a and b by the parameter."""
     group = RankGroup([cluster.nodes[f"node-{letter}"].node_id for letter in request.param])
     yield group
     group.stop()
@@ -118,10 +118,10 @@ def assert_named(use: WrongUse, error: CheckpointError | None, logs: Path) -> No
     kinds = [kind.__name__ for kind in type(error).__mro__]  # one that is more exact is right as well
     assert use.error is None or use.error in kinds, repr(error)
     seconds = [float(path.read_text()) for path in logs.glob("rank-*.seconds")]
-    warned = [float(found) for found in re.findall(r"waits for rank.* (\d+) s by now", said(logs))]
+    warned = [float(found) for found in re.findall(r"waits for rank.* (\d+) s by now", logged(logs))]
     assert min(seconds + warned) < NAMED_S, (seconds, warned)
-    told = f"{error}\n{said(logs)}"
-    assert re.search(use.words, told), told
+    output = f"{error}\n{logged(logs)}"
+    assert re.search(use.words, output), output
 
 
 @pytest.mark.parametrize(("ranks", "name"), placed({"one node": "aa"}, ARE_RIGHT), indirect=["ranks"])

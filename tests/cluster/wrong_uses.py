@@ -23,7 +23,7 @@ EVALUATION_S = 8.0  # longer than a rank may be awaited without a word
 
 
 class Rank:
-    """What a loop has on each rank. A step of training waits for all ranks, as all-reduced gradients do."""
+    """Objects of a loop on one rank. A step of training waits for all ranks, as all-reduced gradients do."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()

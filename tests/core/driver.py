@@ -441,7 +441,7 @@ class Cluster(Harness):
             case m.Append():
                 self.wire += [ToCoordinator(answer) for answer in self.append(effect)]
             case m.RequestInventory(token=token):
-                self.now_s += 1  # as long as it takes to ask
+                self.now_s += 1  # the duration of the requests
                 self.wire += [ToCoordinator(self.ticked), ToCoordinator(self.inventory(token))]
             case m.StartSession(plan=plan):
                 for node in plan.nodes:
@@ -451,9 +451,9 @@ class Cluster(Harness):
                 self.replies[token] = value
             case m.Fail(token=token, error=failure):
                 self.failed_tokens[token] = failure
-            case m.NotifyOutcome(attempt=attempt, level=level, error=error, nodes=nodes_told, epoch=epoch):
+            case m.NotifyOutcome(attempt=attempt, level=level, error=error, nodes=notified, epoch=epoch):
                 published = n.OutcomeNotified(attempt=attempt, level=level, error=error, epoch=epoch)
-                self.wire += [ToNode(node_told, published) for node_told in nodes_told]
+                self.wire += [ToNode(node, published) for node in notified]
             case m.Replicate(attempt=attempt, node_index=index, source=source, holder=holder):
                 self._copy(source, attempt, index, holder)
             case m.Drain():

@@ -107,7 +107,7 @@ def test_a_save_that_is_on_its_way_is_waited_for() -> None:
     assert run.checkpoint(attempt).metrics == {"loss": 0.05, "accuracy": 0.5}
 
 
-def test_retention_after_a_commit_knows_the_metrics_that_waited_for_it() -> None:
+def test_retention_after_a_commit_uses_the_metrics_that_waited_for_it() -> None:
     run = trained(keep_last=1, keep_best=("accuracy", "max", 1))
     run.feed(annotate(10, accuracy=0.5))
     run.feed(run.stored(run.attempt(20), "a"))
@@ -147,8 +147,8 @@ def test_an_annotation_of_a_save_fails_when_its_session_ends() -> None:
 def test_of_too_many_that_wait_the_oldest_gives_way() -> None:
     run = trained()
     run.feed(run.stored(run.attempt(20), "a"))
-    asked = [annotate(20, token=str(number), value=number) for number in range(MAX_WAITING + 2)]
-    failed = of(run.feed(*asked), m.Fail)
+    requested = [annotate(20, token=str(number), value=number) for number in range(MAX_WAITING + 2)]
+    failed = of(run.feed(*requested), m.Fail)
     assert [fail.token for fail in failed] == ["0", "1"]
     assert all(isinstance(fail.error, Unavailable) for fail in failed)
     assert len(of(run.save(20), m.Reply)) == MAX_WAITING

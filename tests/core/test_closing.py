@@ -46,7 +46,7 @@ def carry_out(run: Harness, effects: tuple[m.Effect, ...]) -> tuple[m.Effect, ..
 
 
 def rest(run: Harness, seconds: float) -> tuple[m.Effect, ...]:
-    """Time passes, and everything that is asked for is done."""
+    """Let time pass, and carry out all effects."""
     return carry_out(run, run.tick(seconds))
 
 
@@ -170,7 +170,7 @@ def test_a_restarted_coordinator_puts_away_what_its_predecessor_had_not() -> Non
     assert of(rest(run, GRACE_S), m.PutAway)
 
 
-def test_a_finished_group_whose_nodes_had_not_heard_of_the_end_is_not_found_at_work() -> None:
+def test_a_finished_group_whose_nodes_missed_the_end_is_not_found_at_work() -> None:
     run = Harness("ab", retire_grace_s=GRACE_S)
     run.open("ab")
     plan = run.plan
@@ -191,7 +191,7 @@ def test_a_group_of_another_launcher_after_a_finished_one_is_found_at_work() -> 
     assert not of(rest(run, 100 * GRACE_S), m.PutAway)
 
 
-def test_nodes_that_do_not_answer_are_asked_again_but_not_for_ever() -> None:
+def test_nodes_that_do_not_answer_get_the_order_again_but_not_for_ever() -> None:
     run = finished(steps=(30,))
     rest(run, GRACE_S)
     assert run.machine.is_closing
@@ -226,7 +226,7 @@ def test_a_run_that_somebody_else_has_by_now_is_left_to_them() -> None:
     assert of(effects, m.StepDown) and not of(effects, m.Delete) and not of(effects, m.PutAway)
 
 
-def test_who_waits_for_a_session_on_a_node_hears_that_it_is_over() -> None:
+def test_callers_that_wait_for_a_session_on_a_node_are_answered_when_it_is_over() -> None:
     run = Harness("ab")
     run.open("ab")
     machine = NodeMachine(epoch=1)

@@ -28,8 +28,10 @@ def keep_failing(run: Harness, drains: list[m.Drain], seconds: float) -> list[m.
     """Let the store take nothing for `seconds`; return the drains that are ordered in the end."""
     end_s = run.now_s + seconds
     while run.now_s < end_s:
-        asked = [e for drain in drains for e in of(run.drained(drain, error="the store is away"), m.Drain)]
-        drains = [*asked, *of(run.tick(1.0), m.Drain)]
+        requested = [
+            e for drain in drains for e in of(run.drained(drain, error="the store is away"), m.Drain)
+        ]
+        drains = [*requested, *of(run.tick(1.0), m.Drain)]
     return drains
 
 
@@ -37,10 +39,10 @@ def steps(drains: list[m.Drain]) -> set[int]:
     return {drain.attempt.step for drain in drains}
 
 
-# -- asked for by somebody ---------------------------------------------------------------------------
+# -- by request -------------------------------------------------------------------------------------
 
 
-def test_what_is_not_due_is_drained_when_somebody_asks() -> None:
+def test_what_is_not_due_is_drained_on_request() -> None:
     run = run_on("ab", remote_every=100)
     run.save(10)
     assert not of(run.save(20), m.Drain)
@@ -139,15 +141,15 @@ def test_a_full_disk_waits_a_while_for_a_store_that_is_away() -> None:
 def test_checkpoints_that_fail_for_reasons_of_their_own_let_others_pass() -> None:
     """Two places are all there is; what cannot be described must not keep them while the store is well."""
     run = run_on("ab")
-    asked = []
+    requested = []
     for step in (10, 20):
         for drain in of(run.save(step), m.Drain):
-            asked += of(run.drained(drain), m.WriteDescription)
-    assert len(asked) == MAX_ACTIVE
+            requested += of(run.drained(drain), m.WriteDescription)
+    assert len(requested) == MAX_ACTIVE
     while run.now_s < HOUR_S:
-        for order in asked:
+        for order in requested:
             run.feed(m.DescriptionWritten(attempt=order.checkpoint.id, error="no right to read"))
-        asked = of(run.tick(1.0), m.WriteDescription)
+        requested = of(run.tick(1.0), m.WriteDescription)
     assert {drain.attempt for drain in of(run.save(30), m.Drain)} == {run.attempt(30)}
 
 
@@ -245,7 +247,7 @@ def test_nodes_that_all_leave_do_not_read_a_damaged_copy_again_and_again() -> No
     for drain in drains:
         assert not of(run.drained(drain, error="damaged", is_damage=True), m.Drain)
     assert not of(run.tick(5.0), m.Drain)
-    assert of(run.feed(m.FinishRequested(token="finish")), m.Drain), "but for somebody who asks"
+    assert of(run.feed(m.FinishRequested(token="finish")), m.Drain), "except for a request"
 
 
 def test_the_death_of_the_last_intact_holder_ends_the_drain() -> None:

@@ -87,11 +87,11 @@ def test_the_last_drill_that_passed_is_reported_after_its_checkpoint_is_gone() -
         )
         run.feed(m.DrillEnded(token=f"drill {passed}", result=drilled))
         run.now_s += 60
-    (told_s,) = gauge(run, telemetry.DRILLED_AT)
+    (drilled_at_s,) = gauge(run, telemetry.DRILLED_AT)
     durable(run, 20)
     durable(run, 30)
     assert run.checkpoint(attempt).state != "live"
-    assert gauge(run, telemetry.DRILLED_AT) == [told_s]
+    assert gauge(run, telemetry.DRILLED_AT) == [drilled_at_s]
 
 
 def test_a_drill_that_passed_is_known_from_a_snapshot() -> None:

@@ -51,7 +51,7 @@ def commit(number: int, *, of_session: int = 1, level: Level = Level.LOCAL) -> r
 
 
 class Log:
-    """Builds a valid chain; `record` says what the next record would be."""
+    """Builds a valid chain; `record` returns the next record."""
 
     def __init__(self, *ops: r.Op) -> None:
         self.history = RunHistory()
@@ -153,8 +153,7 @@ def test_a_checkpoint_is_not_given_more_metrics_than_allowed() -> None:
 
 
 def test_what_waited_behind_a_retirement_changes_nothing() -> None:
-    """A coordinator decides to retire a checkpoint and hears of a copy, a scrub or a loss before that is
-    confirmed: the record comes after it."""
+    """A copy, a scrub or a loss that is reported before a retirement is confirmed is recorded after it."""
     log = begun(commit(10), r.Retired(attempt=name(10), reason="old"))
     before = log.history.checkpoints[name(10)]
     late = (
@@ -306,7 +305,7 @@ def random_op(history: RunHistory, random: Random, number: int) -> r.Op:
 
 
 def grow(log: Log, random: Random, num_ops: int) -> list[tuple[r.LogRecord, str]]:
-    """Add random ops; the records that were accepted. What was refused must not have changed anything."""
+    """Add random ops; return the accepted records. A refused record must not change anything."""
     added = []
     for _ in range(num_ops):
         log.epoch += random.randrange(10) == 0

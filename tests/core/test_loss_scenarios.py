@@ -76,7 +76,7 @@ def test_a_durable_checkpoint_must_survive_everything() -> None:
     assert leftovers(durable, REMOTE_ONLY).holders == ((), ())
 
 
-def test_remote_only_asks_no_node_and_promises_nothing_of_what_is_not_durable() -> None:
+def test_remote_only_reads_no_node_and_promises_nothing_of_what_is_not_durable() -> None:
     left = leftovers(live(*PAIR), REMOTE_ONLY)
     assert not left.is_covered and left.problems == ("it is not on the storage path",)
 

@@ -223,7 +223,7 @@ def test_a_full_disk_without_durable_copies_makes_checkpoints_go_but_never_the_n
 
 
 def test_a_full_disk_stays_full_until_it_is_read_again_whatever_is_read_of_others() -> None:
-    """In a large cluster each reading is of some nodes only."""
+    """In a large cluster, each reading covers some nodes only."""
     run = run_on("abc", remote_every=100, keep_last=2)
     run.save(10)
     see(run, c=FULL)
@@ -272,7 +272,7 @@ def scrubbing() -> Harness:
 
 
 def walk(run: Harness, *, bad: str = "") -> list[m.Effect]:
-    """A day later every copy is read as the machine asks for it; fragment 0 on `bad` is damaged."""
+    """Read every copy a day later, when the machine orders it; fragment 0 on `bad` is damaged."""
     effects, num_read = list(run.tick(DAY_S)), 0
     while len(scrubs := of(effects, m.Scrub)) > num_read:
         scrub, num_read = scrubs[num_read], num_read + 1
@@ -374,7 +374,7 @@ def test_nothing_is_called_lost_while_it_may_be_the_last_hope() -> None:
     assert run.checkpoint(attempt).state == "live"
 
 
-# -- what is asked of the machine --------------------------------------------------------------------
+# -- queries of the machine -------------------------------------------------------------------------
 
 
 def exposed(run: Harness) -> dict[str, tuple[int | None, str | None, int]]:
@@ -386,7 +386,7 @@ def progress(run: Harness, step: int, saved_step: int) -> None:
     run.feed(m.RanksProgressed(session_key=run.plan.session_key, ranks=ranks))
 
 
-def test_exposure_tells_what_each_death_would_cost() -> None:
+def test_exposure_shows_what_each_death_would_cost() -> None:
     run = run_on("abc", remote_every=100)
     progress(run, 5, -1)
     assert exposed(run) == {"a": (None, None, 5), "b": (None, None, 5)}

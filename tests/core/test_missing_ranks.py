@@ -31,7 +31,7 @@ def at(step: int, saved_step: int = 0, **more: Any) -> RankProgress:
 def progress(
     run: Harness, ranks: dict[int, RankProgress], *captured: tuple[AttemptId, tuple[int, ...]]
 ) -> tuple[m.Effect, ...]:
-    """What a node tells of its ranks, and what a tick a moment later makes of it."""
+    """Report the progress of a node's ranks; return the effects of the report and of a tick 1 s later."""
     reported = tuple(Captured(attempt=attempt, ranks=ranks) for attempt, ranks in captured)
     event = m.RanksProgressed(session_key=run.plan.session_key, ranks=ranks, captured=reported)
     return (*run.feed(event), *run.tick(1.0))
@@ -57,7 +57,7 @@ def test_a_rank_that_never_comes_is_found_on_one_node(why: str) -> None:
     effects = progress(run, {0: saver, 1: PASSED[why]}, (attempt, (0,)))
     (error,) = errors(effects)
     assert isinstance(error, SaveNotCollective) and error.fields == {"step": 10, "missing_ranks": (1,)}
-    assert not errors(progress(run, {0: saver, 1: PASSED[why]}, (attempt, (0,)))), "said once"
+    assert not errors(progress(run, {0: saver, 1: PASSED[why]}, (attempt, (0,)))), "reported once"
 
 
 COMES = {
@@ -124,7 +124,7 @@ def test_a_rank_that_was_past_an_agreed_step_is_no_misuse() -> None:
     assert isinstance(error, Unavailable) and not isinstance(error, SaveNotCollective)
 
 
-def test_what_was_told_late_or_twice_opens_nothing_again() -> None:
+def test_late_or_repeated_progress_opens_nothing_again() -> None:
     run = opened()
     attempt = run.attempt(10)
     run.save(10)
@@ -139,7 +139,7 @@ def test_what_was_told_late_or_twice_opens_nothing_again() -> None:
     assert not run.machine.view.awaited() and not run.machine._attempts
 
 
-def test_captures_that_nobody_tells_of_any_more_are_forgotten_and_bounded() -> None:
+def test_captures_that_are_no_longer_reported_are_forgotten_and_bounded() -> None:
     run = opened()
     for step in range(1, 3 * MAX_CAPTURES):
         progress(run, {}, (run.attempt(step), (0,)))
@@ -181,7 +181,7 @@ def test_a_restore_names_the_ranks_that_it_waits_for() -> None:
     (awaited,) = run.machine.view.awaited()
     assert awaited.ranks == (2, 3)
     assert [warn.text for warn in of(effects, m.Warn)] == [awaited.text]
-    assert not of(run.tick(600.0), m.Warn), "said once"
+    assert not of(run.tick(600.0), m.Warn), "logged once"
     run.feed(m.RanksRestored(session_key=(9, 9), node_id="b", ranks=(2,)))
     assert run.machine.view.awaited()[0].ranks == (2, 3)
     for node in "ab":
@@ -214,7 +214,7 @@ def test_a_barrier_is_entered_when_all_have_come() -> None:
     run = opened("ab")
     assert not replies(met(run, 10, 0)) and not replies(met(run, 10, 0, 1))
     assert replies(met(run, 10, 2, 3)) == {"10 (0,)": (), "10 (0, 1)": (), "10 (2, 3)": ()}
-    assert replies(met(run, 10, 2, 3)) == {"10 (2, 3)": ()}, "asked again"
+    assert replies(met(run, 10, 2, 3)) == {"10 (2, 3)": ()}, "a repeated request"
 
 
 def test_a_barrier_that_a_rank_does_not_come_to_is_entered_by_nobody() -> None:

@@ -91,7 +91,7 @@ def test_a_save_goes_through_its_phases_in_order() -> None:
     assert machine.outcomes[at.attempt] == n.SaveOutcome(level=Level.DURABLE, error=None)
 
 
-def test_a_new_coordinator_is_told_what_is_complete_here() -> None:
+def test_a_new_coordinator_gets_reports_of_what_is_complete_here() -> None:
     machine, at, open_ = started("b"), attempt(10), attempt(20)
     machine.handle(sealed(at, 2))
     machine.handle(written(at, 2))
@@ -108,13 +108,13 @@ def test_a_rank_that_seals_twice_is_written_once() -> None:
     assert machine.handle(sealed(at, 0)) == ()
 
 
-def test_ranks_of_a_node_that_differ_are_told_on() -> None:
+def test_ranks_of_a_node_that_differ_are_reported() -> None:
     machine, at = started(), attempt(10)
     for rank in (0, 1):
         machine.handle(sealed(at, rank, replicated=f"digest-{rank}"))
         machine.handle(written(at, rank))
-    tell = machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST))[0]
-    assert isinstance(tell, n.ReportStored) and tell.replicated == ("digest-0", "digest-1")
+    report = machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST))[0]
+    assert isinstance(report, n.ReportStored) and report.replicated == ("digest-0", "digest-1")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -143,9 +143,9 @@ def test_a_dropped_attempt_is_deleted_whoever_still_writes(rank: int) -> None:
 def test_a_failed_rank_refuses_for_the_node_once() -> None:
     machine, at = started(), attempt(10)
     machine.handle(sealed(at, 0))
-    release, tell, settle, delete = machine.handle(n.SaveFailed(attempt=at, rank=1, reason="disk full"))
+    release, report, settle, delete = machine.handle(n.SaveFailed(attempt=at, rank=1, reason="disk full"))
     assert release == n.Release(attempt=at, rank=1)
-    assert tell == n.ReportRefused(attempt=at, ranks=(1,), reason="disk full")
+    assert report == n.ReportRefused(attempt=at, ranks=(1,), reason="disk full")
     assert isinstance(settle, n.ResolveSave) and isinstance(settle.error, Unavailable)
     assert delete == n.DeleteFolder(directory=at.directory)
     assert machine.handle(n.SaveFailed(attempt=at, rank=0, reason="too")) == (n.Release(attempt=at, rank=0),)
@@ -203,7 +203,7 @@ def test_an_unknown_event_is_an_error() -> None:
         NodeMachine().handle("hello")  # type: ignore[arg-type]
 
 
-def test_the_last_words_of_a_fenced_coordinator_are_void() -> None:
+def test_the_last_orders_of_a_fenced_coordinator_are_void() -> None:
     """Else a drop that arrives late would delete what the next coordinator has committed."""
     machine, at = started("z"), attempt(10)
     machine.handle(n.EpochPersisted(epoch=2))
@@ -255,7 +255,7 @@ def complete(machine: NodeMachine, at: AttemptId) -> tuple[n.NodeEffect, ...]:
     return machine.handle(n.FragmentWritten(attempt=at, entry=MANIFEST))
 
 
-def test_the_stories_of_orders_tell_of_every_kind() -> None:
+def test_the_stories_of_orders_have_every_kind() -> None:
     assert {type(order) for order in every_order(1)} == set(get_args(n.Order))
 
 
@@ -481,7 +481,7 @@ def test_an_unreachable_peer_is_waited_for_once_and_probed_until_it_answers() ->
     assert isinstance(again, n.SendCopy)
 
 
-def test_a_copy_that_fails_for_another_reason_says_nothing_of_the_way_to_its_holder() -> None:
+def test_a_copy_that_fails_for_another_reason_proves_nothing_about_the_link_to_its_holder() -> None:
     machine = started()
     ended = n.CopyEnded(attempt=attempt(1), node_index=0, holder="b", epoch=1, error="disk full")
     assert machine.handle(ended) == (

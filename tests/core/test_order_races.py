@@ -82,13 +82,13 @@ def test_a_held_commit_does_not_end_an_open_save_of_a_newer_session() -> None:
     assert story(run.records)[-1] == ("commit", 25)
 
 
-def test_who_waits_for_a_group_that_its_launcher_ends_is_told() -> None:
+def test_callers_that_wait_for_a_group_that_its_launcher_ends_get_an_answer() -> None:
     run = Harness("abc", replicas=0, remote_every=1)
     run.open("ab")
     run.save(10)
     run.lose("b")
-    asked = run.feed(run.group("ac", token="waits"))
-    assert of(asked, m.RequestInventory)
+    requested = run.feed(run.group("ac", token="waits"))
+    assert of(requested, m.RequestInventory)
     effects = [*run.feed(m.FinishRequested(token="end", ends_group=True))]
     effects += run.tick(0.0)
     tokens = {e.token for e in effects if isinstance(e, m.Reply | m.Fail)}
@@ -138,7 +138,7 @@ def test_who_alone_holds_something_is_needed_between_two_groups() -> None:
     assert run.machine.view.needed_nodes() == frozenset("ab")
 
 
-def test_a_session_that_waits_begins_without_what_the_old_ranks_said() -> None:
+def test_a_session_that_waits_begins_without_the_reports_of_the_old_ranks() -> None:
     run = away()
     run.save(20)
     run.feed(m.RanksProgressed(session_key=(1, 1), ranks={0: RankProgress(step=25, saved_step=20)}))
@@ -165,7 +165,7 @@ def test_what_the_inventory_shows_complete_is_not_dropped_by_the_end_of_its_sess
     assert (commits(run), resumed_step(run)) == ([10, 20], 20)
 
 
-def test_a_commit_that_waits_says_what_is_true_when_it_is_written() -> None:
+def test_a_commit_that_waits_has_what_is_true_when_it_is_written() -> None:
     run = away()
     run.save(20)
     run.save(30)
@@ -176,7 +176,7 @@ def test_a_commit_that_waits_says_what_is_true_when_it_is_written() -> None:
     assert known is not None and known.level is Level.LOCAL
 
 
-def test_a_node_that_did_not_hear_of_a_drop_hears_of_it_when_it_reports() -> None:
+def test_a_node_that_missed_a_drop_gets_it_when_it_reports() -> None:
     run = Harness("ab")
     run.open("ab")
     at = run.attempt(10)
@@ -225,7 +225,7 @@ def test_a_machine_that_returns_before_its_death_is_noticed_is_one_copy() -> Non
     assert run.machine.view.holders[attempt] == {0: ("a",), 1: ("c",)}
 
 
-def test_the_last_words_of_a_node_whose_disk_has_moved_count_for_nothing() -> None:
+def test_the_last_reports_of_a_node_whose_disk_has_moved_count_for_nothing() -> None:
     run = trained(replicas=0)
     plan, attempt = run.plan, run.attempt(20)
     late = [run.stored(attempt, node) for node in "ab"]

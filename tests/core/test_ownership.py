@@ -185,7 +185,7 @@ def test_a_record_of_another_service_ends_the_group_before_this_coordinator_goes
     assert (supersede.nodes, supersede.session_key) == (("a", "b"), (1, 1))
     assert isinstance(supersede.error, RunSuperseded)
     assert down.is_foreign and isinstance(down.error, Fenced)
-    assert not of(effects, m.NotifyOutcome), "what became of the save is not its to say"
+    assert not of(effects, m.NotifyOutcome), "it must not decide the end of the save"
 
 
 def test_a_newer_coordinator_of_the_own_service_gets_the_group_as_it_is() -> None:
@@ -219,7 +219,7 @@ def test_a_node_that_obeys_a_higher_epoch_ends_this_coordinator() -> None:
     assert not ops(run.save(10))
 
 
-def test_a_coordinator_that_cannot_get_its_fence_in_says_so_to_who_came_early() -> None:
+def test_a_coordinator_that_cannot_append_its_epoch_fails_the_early_requests() -> None:
     run = Harness("ab")
     run.open("ab")
     run.store_mode = "held"

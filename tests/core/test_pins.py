@@ -62,15 +62,15 @@ def test_a_pin_outlives_its_coordinator() -> None:
 
 def test_a_pin_is_confirmed_when_it_is_in_the_log() -> None:
     run = trained(saves=1)
-    asked = pin(run, newest(run))
+    requested = pin(run, newest(run))
     run.store_mode = "held"
-    effects = run.feed(asked)
-    assert ops(effects) == [r.Pin(attempt=asked.attempt, owner="me", expires_at_s=None)]
+    effects = run.feed(requested)
+    assert ops(effects) == [r.Pin(attempt=requested.attempt, owner="me", expires_at_s=None)]
     assert not of(effects, m.Reply)
     assert of(run.confirm(), m.Reply)
 
 
-def test_pins_are_asked_for_one_after_the_other_and_each_is_answered() -> None:
+def test_pins_are_requested_one_after_the_other_and_each_is_answered() -> None:
     run = trained(saves=1)
     attempt = newest(run)
     run.store_mode = "held"

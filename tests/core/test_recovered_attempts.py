@@ -28,7 +28,7 @@ def trained(nodes: str = "ab", group: str = "ab", **options: Any) -> Harness:
 
 
 def hold(run: Harness, step: int, nodes: str = "ab", *, copies: Sequence[tuple[str, str]] = ()) -> AttemptId:
-    """The nodes store a step, and nobody hears of it. `copies` are (source, holder)."""
+    """Store a step on the nodes without a report. `copies` are (source, holder)."""
     attempt = run.attempt(step)
     for node in nodes:
         run.stored(attempt, node)
@@ -58,7 +58,7 @@ def test_a_complete_attempt_is_committed_before_the_next_group_chooses(restarted
     commit, session = [op for op in run.records[:-1] if not isinstance(op, r.Ended)][-2:]
     assert isinstance(session, r.Session) and session.resumed_from == attempt.attempt
     assert isinstance(commit, r.Commit)
-    assert commit.root_digest == root_digest(fragments_of(run, attempt)), "as if all had been heard in time"
+    assert commit.root_digest == root_digest(fragments_of(run, attempt)), "as if all reports had come in time"
     assert (commit.session, commit.level, commit.replicas) == (1, Level.LOCAL, 0)
     assert (commit.world_size, commit.num_nodes, commit.size_bytes) == (2, 2, 400)
 
@@ -182,7 +182,7 @@ def test_an_attempt_that_a_later_inventory_completes_is_adopted_too() -> None:
     assert (commits(run), resumed_step(run)) == ([10, 20], 20)
 
 
-def test_late_words_about_an_adopted_attempt_change_nothing() -> None:
+def test_late_reports_about_an_adopted_attempt_change_nothing() -> None:
     run = trained()
     attempt = run.attempt(20)
     late: list[m.Event] = [run.stored(attempt, node) for node in "ab"]
@@ -228,7 +228,7 @@ def test_what_was_never_reported_counts_as_stored_when_its_group_is_found() -> N
 
 
 def test_a_node_with_a_new_agent_completes_the_attempt_that_waited_for_it() -> None:
-    """The old agent wrote its part and died before it could say so."""
+    """The old agent wrote its part and died before its report."""
     run = trained(replicas=0)
     attempt = run.attempt(20)
     run.feed(run.stored(attempt, "a"))
@@ -305,7 +305,7 @@ def test_a_report_that_differs_from_what_was_found_is_not_committed() -> None:
     for source, holder in BOTH_WAYS:
         run.copied(attempt, source, holder)
     alter(run, "b", attempt, 0)  # the copy of the fragment of a
-    run.disks["a"].delete(attempt.attempt)  # a is only heard later
+    run.disks["a"].delete(attempt.attempt)  # reports of a come later
     run.start_coordinator()
     run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
     effects = run.feed(*reports, *(run.copied(attempt, source, holder) for source, holder in BOTH_WAYS))

@@ -319,7 +319,7 @@ class World:
         assert self.started_bytes <= burst + self.budget.bytes_per_s * self.now_s + 100
 
     def answer(self, *, faulty: bool) -> None:
-        """One copy arrives, or fails (twice at most per fragment and holder), or is never heard of."""
+        """Let one copy arrive, fail (at most twice per fragment and holder), or end without an answer."""
         if not self.under_way:
             return
         copy = self.under_way.pop(self.random.randrange(len(self.under_way)))

@@ -297,7 +297,7 @@ def test_before_a_new_lineage_begins_the_newest_stays_on_the_nodes() -> None:
 
 
 @given(views(), st.integers(1, 4))
-def test_eviction_never_lowers_what_the_log_says(view: r.RetentionView, keep_local: int) -> None:
+def test_eviction_never_lowers_the_level_in_the_log(view: r.RetentionView, keep_local: int) -> None:
     going = set(r.choose_evictions(view, keep_local=keep_local))
     assert all(c.level is Level.DURABLE for c in view.live if c.id.attempt in going)
     assert not going & set(view.busy)

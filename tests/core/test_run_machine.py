@@ -157,8 +157,8 @@ def test_a_group_that_is_found_late_does_not_come_back() -> None:
     assert session.resumed_from == commit.attempt, "what was complete is what the new group gets"
 
 
-def test_a_single_node_says_once_that_checkpoints_are_local() -> None:
-    """For information: it is the first line of a newcomer. Whoever logs it puts the run's name before it."""
+def test_a_single_node_logs_once_that_checkpoints_are_local() -> None:
+    """The line is no warning, as a new user sees it first. The host adds the name of the run."""
     run = Harness("a")
     reported = one(run.open("a"), m.Warn)
     assert reported.is_expected and "one node" in reported.text and "replicas=0" in reported.text
@@ -288,7 +288,7 @@ def test_a_copy_whose_holder_died_before_the_commit_does_not_count() -> None:
     assert commits(effects) in ([(10, Level.LOCAL, 0)], [])
 
 
-def test_late_words_about_a_dead_node_do_not_count() -> None:
+def test_late_reports_about_a_dead_node_do_not_count() -> None:
     run = Harness("abc", inventory_wait_s=0)
     run.open("ab")
     attempt = run.attempt(10)
@@ -385,7 +385,7 @@ def test_a_rank_that_is_silent_or_has_saved_before_is_not_accused() -> None:
     assert isinstance(publish.error, Unavailable)
 
 
-def test_ranks_that_differ_in_what_they_share_are_told() -> None:
+def test_ranks_that_differ_in_what_they_share_get_an_error() -> None:
     run = Harness("ab")
     run.open("ab")
     attempt = run.attempt(10)
@@ -412,7 +412,7 @@ def test_a_refusal_that_comes_first_drops_the_attempt_too() -> None:
     attempt = run.attempt(10)
     assert dropped(run.feed(m.SaveRefused(attempt=attempt, ranks=(1,), reason="busy")))
     late = dropped(run.feed(run.stored(attempt, "a"), run.stored(attempt, "a")))
-    assert [publish.nodes for publish in late] == [("a",), ("a",)], "what it may have missed is said again"
+    assert [publish.nodes for publish in late] == [("a",), ("a",)], "a missed outcome is sent again"
 
 
 def test_a_newer_commit_drops_what_it_overtook() -> None:
@@ -501,9 +501,9 @@ def test_a_late_inventory_of_a_superseded_group_opens_nothing() -> None:
     run.save(10)
     run.lose("b", "a")
     run.live |= {"a", "b"}
-    ask = one(run.feed(run.group("ab", token="old")), m.RequestInventory)
+    request = one(run.feed(run.group("ab", token="old")), m.RequestInventory)
     run.feed(run.group("ab", token="new"))
-    assert not run.feed(run.inventory(ask.token))
+    assert not run.feed(run.inventory(request.token))
 
 
 def test_a_commit_in_flight_outlives_its_group() -> None:
@@ -598,8 +598,8 @@ def test_a_restore_waits_for_nodes_that_may_return() -> None:
     run.save(10)
     run.live.discard("b")  # its disk stays
     run.feed(m.NodesSeen(live=frozenset("a")))
-    ask = one(run.feed(run.group("a", token="t")), m.RequestInventory)
-    assert (ask.token, run.machine.plan) == ("t", None)
+    request = one(run.feed(run.group("a", token="t")), m.RequestInventory)
+    assert (request.token, run.machine.plan) == ("t", None)
 
     run.live.add("b")
     effects = run.feed(run.inventory("t"))
@@ -608,7 +608,7 @@ def test_a_restore_waits_for_nodes_that_may_return() -> None:
     assert start.plan.resume is not None and start.plan.resume.holders == (("a",), ("b",))
 
 
-def test_after_the_wait_a_restore_falls_back_to_a_durable_one_and_says_so() -> None:
+def test_after_the_wait_a_restore_falls_back_to_a_durable_one_with_a_warning() -> None:
     run = Harness("ab", replicas=0, inventory_wait_s=10, remote_every=1)
     run.open("ab")
     run.drain_all(run.save(10))
@@ -809,7 +809,7 @@ def test_while_the_store_is_silent_at_most_two_commits_wait() -> None:
 # -- retention ---------------------------------------------------------------------------------------
 
 
-def test_retention_keeps_the_last_and_retires_only_what_the_log_says() -> None:
+def test_retention_keeps_the_last_and_retires_only_by_the_log() -> None:
     run = Harness("ab", keep_last=2)
     run.open("ab")
     first = run.attempt(10)
@@ -868,7 +868,7 @@ def test_a_checkpoint_is_collected_when_all_places_have_answered() -> None:
     assert run.checkpoint(first).state == "collected"
 
 
-def test_a_failed_delete_is_asked_for_again_and_a_dead_node_forgotten() -> None:
+def test_a_failed_delete_is_ordered_again_and_a_dead_node_forgotten() -> None:
     run = Harness("ab", keep_last=1)
     run.open("ab")
     first = run.attempt(10)
@@ -929,7 +929,7 @@ def test_strays_are_deleted_only_after_the_first_commit_of_the_session() -> None
     run = Harness("ab")
     run.open("ab")
     stray = run.attempt(5)
-    run.stored(stray, "a")  # on its disk, never told
+    run.stored(stray, "a")  # on its disk, never reported
     run.save(10)
     effects = [*run.open("ab"), *run.tick(1000)]
     assert not of(effects, m.DeleteLocalOrphans)

@@ -44,7 +44,7 @@ def test_ends_by_will_are_no_failures(cause: EndCause) -> None:
     assert failures_in(history(*log, (900.0, session(2)))) == FailureRate(count=count, exposed_s=250.0)
 
 
-def test_a_session_that_another_followed_without_a_word_has_failed() -> None:
+def test_a_session_that_another_followed_without_a_report_has_failed() -> None:
     log = ((100.0, session(1)), (300.0, commit(10)), (900.0, replace(session(2), num_nodes=3)))
     assert failures_in(history(*log)) == FailureRate(count=1, exposed_s=200.0)
     trained = (1000.0, commit(20, of_session=2))

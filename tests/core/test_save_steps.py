@@ -36,12 +36,12 @@ def leave(run: Harness, node: str = "a", **left_s: float) -> tuple[m.Effect, ...
     )
 
 
-# -- the word ----------------------------------------------------------------------------------------
+# -- the signal --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [1, 999_999_999_999, (1 << 48) - 1])
 @pytest.mark.parametrize("urgent", [False, True])
-def test_a_word_keeps_step_and_urgency(step: int, urgent: bool) -> None:
+def test_a_signal_keeps_step_and_urgency(step: int, urgent: bool) -> None:
     memory = memoryview(bytearray(8))
     signal = SaveSignal(step=step, number=(1 << 15) - 1, urgent=urgent)
     write_flag(memory, signal.word)
@@ -59,7 +59,9 @@ def test_a_step_ahead_of_the_fastest_rank_is_named_when_time_is_up() -> None:
     run.feed(reported(run, 200, ranks=[0], step_s=0.5), reported(run, 203, ranks=[1], step_s=0.5))
     named = one(run.tick(1), m.AnnounceSaveStep)
     assert named.nodes == ("a", "b") and not named.signal.urgent
-    assert 203 + LEAST_AHEAD <= named.signal.step <= 203 + 8, "3 s at most: it tells late, and words travel"
+    assert 203 + LEAST_AHEAD <= named.signal.step <= 203 + 8, (
+        "3 s at most: ranks report late, and signals travel"
+    )
 
 
 def test_a_slow_step_is_left_time_to_end() -> None:
@@ -68,7 +70,7 @@ def test_a_slow_step_is_left_time_to_end() -> None:
     assert one(run.tick(60), m.AnnounceSaveStep).signal.step == 10 + 3, "two are over by now"
 
 
-def test_nothing_is_named_without_a_word_of_the_ranks_or_without_the_option() -> None:
+def test_no_step_is_announced_without_a_report_of_the_ranks_or_without_the_option() -> None:
     assert not of(training().tick(100), m.AnnounceSaveStep)
     run = training(every_s=None)
     run.feed(reported(run, 5, step_s=0.1))
@@ -99,7 +101,7 @@ def test_a_rank_that_is_past_the_step_makes_it_void_and_gets_a_later_one() -> No
     assert second.step - (first.step + 50) > (first.step - 100) / 60, "further ahead than before"
 
 
-def test_the_word_of_an_older_step_does_not_void_a_new_one() -> None:
+def test_a_report_of_an_older_step_does_not_void_a_new_one() -> None:
     run = training()
     run.feed(reported(run, 100, step_s=0.1))
     first = one(run.tick(60), m.AnnounceSaveStep).signal
@@ -128,18 +130,18 @@ def test_a_rank_that_saves_alone_is_still_found() -> None:
     assert isinstance(dropped.error, SaveNotCollective)
 
 
-def test_a_restarted_coordinator_names_other_words() -> None:
+def test_a_restarted_coordinator_announces_other_signals() -> None:
     run = training()
     run.feed(reported(run, 100, step_s=1.0))
     first = one(run.tick(60), m.AnnounceSaveStep).signal
     plan = run.plan
     run.start_coordinator()
-    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()), told_of(plan, 100))
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()), progress_at(plan, 100))
     second = one(run.tick(60), m.AnnounceSaveStep).signal
     assert second.word != first.word
 
 
-def told_of(plan: SessionPlan, step: int) -> m.RanksProgressed:
+def progress_at(plan: SessionPlan, step: int) -> m.RanksProgressed:
     progress = RankProgress(step=step, saved_step=0, step_s=1.0)
     return m.RanksProgressed(session_key=plan.session_key, ranks=dict.fromkeys((0, 1), progress))
 
@@ -185,7 +187,7 @@ def test_a_save_that_cannot_be_complete_in_time_is_not_begun() -> None:
     effects = leave(run, a=15.0)
     assert not of(effects, m.AnnounceSaveStep)
     assert "leave in 15 s; another save would take" in one(effects, m.Warn).text
-    assert not of(run.tick(0.5), m.Warn), "said once"
+    assert not of(run.tick(0.5), m.Warn), "reported once"
 
 
 def test_a_node_that_is_still_there_after_its_time_keeps_nobody_from_saving() -> None:
@@ -242,7 +244,7 @@ def play(seed: int, *, ranks: int = 4, seconds: float = 240.0) -> tuple[Harness,
 
     for k, rank in enumerate(group):
         at(rng.uniform(0, rank.step_s), ("step", k))
-        at(rng.uniform(0, 1), ("tell", k))
+        at(rng.uniform(0, 1), ("report", k))
     at(0.5, ("tick",))
     while todo and todo[0][0] < seconds:
         run.now_s, _, what = heapq.heappop(todo)
@@ -252,7 +254,7 @@ def play(seed: int, *, ranks: int = 4, seconds: float = 240.0) -> tuple[Harness,
                 at(run.now_s + 0.5, what)
             case ("shown", int(k), int(word)):
                 group[k].word = word
-            case ("tell", int(k)):
+            case ("report", int(k)):
                 rank = group[k]
                 progress = RankProgress(
                     step=rank.step,
@@ -261,9 +263,9 @@ def play(seed: int, *, ranks: int = 4, seconds: float = 240.0) -> tuple[Harness,
                     step_s=rank.step_s if rank.step > 1 else 0.0,
                     missed=rank.missed,
                 )
-                at(run.now_s + rng.uniform(0.0, 1.0), ("told", k, progress))
+                at(run.now_s + rng.uniform(0.0, 1.0), ("arrived", k, progress))
                 at(run.now_s + 1.0, what)
-            case ("told", int(k), progress):
+            case ("arrived", int(k), progress):
                 do(
                     run.feed(
                         run.ticked, m.RanksProgressed(session_key=run.plan.session_key, ranks={k: progress})
@@ -284,7 +286,7 @@ def play(seed: int, *, ranks: int = 4, seconds: float = 240.0) -> tuple[Harness,
                     at(run.now_s + rng.uniform(0.01, 0.3), ("stored", k, rank.step))
                 elif 0 < signal < rank.step and rank.word not in (rank.reached, rank.missed):
                     rank.missed = rank.word
-                    at(run.now_s + rng.uniform(0.0, 0.2), ("tell", k))
+                    at(run.now_s + rng.uniform(0.0, 0.2), ("report", k))
                 at(run.now_s + rank.step_s, what)
     return run, group
 
@@ -339,7 +341,7 @@ def test_an_evaluation_puts_an_emergency_save_neither_far_away_nor_off() -> None
     assert one(leave(run, a=120.0), m.AnnounceSaveStep).signal.step <= 1010
 
 
-def test_the_time_that_has_passed_since_ranks_told_where_they_are_is_not_needed_again() -> None:
+def test_the_time_since_the_last_report_of_the_ranks_is_not_needed_again() -> None:
     run = training(every_s=None)
     run.feed(reported(run, 100, step_s=0.3, since_s=0.2))
     run.tick(1.5)

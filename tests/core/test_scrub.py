@@ -120,11 +120,11 @@ def test_damage_that_is_reported_after_the_time_out_spoils_the_round() -> None:
 
 def test_what_cannot_be_read_is_tried_again_after_the_others_and_spoils_the_round() -> None:
     scrubs, live, holders = Scrubs(), [checkpoint(7)], holders_of("ab", {7: ("ab",)})
-    asked = []
+    requested = []
     while (what := next_of(scrubs, live, holders)) != "":
-        asked.append(what)
+        requested.append(what)
         scrubs.ended(ended(what, error="EIO" if what.endswith("a") else None))
-    assert asked == ["7.0 a", "7.0 b", *["7.0 a"] * (MAX_TRIES - 1)]
+    assert requested == ["7.0 a", "7.0 b", *["7.0 a"] * (MAX_TRIES - 1)]
 
 
 def test_one_failed_read_that_works_later_spoils_nothing() -> None:
@@ -167,7 +167,7 @@ def test_a_retired_checkpoint_is_not_read_on() -> None:
     assert next_of(scrubs, [checkpoint(8)], holders) == "verified 8"
 
 
-def test_words_about_other_reads_change_nothing() -> None:
+def test_reports_about_other_reads_change_nothing() -> None:
     scrubs, live, holders = Scrubs(), [checkpoint(7)], holders_of("ab", {7: ("ab",)})
     scrubs.ended(ended("7.0 a"))
     assert next_of(scrubs, live, holders) == "7.0 a"

@@ -96,7 +96,7 @@ def test_a_launcher_that_exits_while_its_last_checkpoint_drains_has_finished() -
 
 
 @pytest.mark.parametrize("node", ["", "b"])
-def test_a_launcher_that_gives_up_says_so(node: str) -> None:
+def test_a_launcher_that_gives_up_ends_its_session(node: str) -> None:
     run = Harness("ab")
     run.open("ab")
     if node:
@@ -123,7 +123,7 @@ def test_a_dead_launcher_keeps_no_repair_waiting_for_the_log() -> None:
 
 @pytest.mark.parametrize("node", ["", "b"])
 def test_a_launcher_that_died_for_good_ends_its_session(node: str) -> None:
-    """Nobody may come for hours, and people ask what happened."""
+    """The record must be there even if no launcher returns for hours."""
     run = Harness("ab")
     run.open("ab")
     reported(run, 7)

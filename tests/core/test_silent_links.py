@@ -105,7 +105,7 @@ def test_no_complete_attempt_is_dropped_but_for_a_newer_complete_one(store: Stor
         assert store == "silent" or last > 40
 
 
-def test_an_unreachable_holder_costs_one_attempt_its_silence_and_no_other_is_asked_in_vain() -> None:
+def test_an_unreachable_holder_delays_one_attempt_and_no_later_one() -> None:
     run = Harness("abc")
     run.open("ab")
     stored(run, 1, "a", "b")
@@ -119,7 +119,7 @@ def test_an_unreachable_holder_costs_one_attempt_its_silence_and_no_other_is_ask
     copied(run, 2, "b", "a")
     effects = copied(run, 2, "a", "b", reached=False)
     assert copies(effects) == ["0 a>c"]
-    assert not of(effects, m.Warn), "said once"
+    assert not of(effects, m.Warn), "logged once"
     effects = copied(run, 2, "a", "c", reached=False)
     assert copies(effects) == [], "b is known to be silent"
     assert committed(effects) == [(2, Level.LOCAL, 0)]
@@ -131,12 +131,12 @@ def test_without_another_holder_a_save_is_committed_as_it_is_and_repaired_when_t
     stored(run, 1, "a", "b")
     copied(run, 1, "b", "a")
     assert committed(copied(run, 1, "a", "b", reached=False)) == [(1, Level.LOCAL, 0)]
-    asked = 0
+    requested = 0
     for _ in range(300):  # seconds
         if copies(run.tick(1.0)):
-            asked += 1
+            requested += 1
             copied(run, 1, "a", "b", reached=False)
-    assert asked == pytest.approx(300 / (SILENT_FOR_S + 1), abs=12)
+    assert requested == pytest.approx(300 / (SILENT_FOR_S + 1), abs=12)
     waited_s = 0
     while not copies(run.tick(1.0)):
         waited_s += 1
@@ -159,7 +159,7 @@ def test_a_copy_that_came_although_it_was_given_up_is_deleted_with_its_checkpoin
     assert {delete.place for delete in of(effects, m.Delete)} == {*"abcd", m.REMOTE}
 
 
-def test_a_drop_is_told_to_nodes_that_may_have_a_copy() -> None:
+def test_a_drop_is_sent_to_nodes_that_may_have_a_copy() -> None:
     run = Harness("abc")
     run.open("ab")
     stored(run, 1, "a")

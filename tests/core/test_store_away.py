@@ -75,7 +75,7 @@ def test_of_many_that_wait_the_newest_stay_besides_the_one_in_flight() -> None:
 # -- groups ------------------------------------------------------------------------------------------
 
 
-def test_ranks_of_a_new_group_say_nothing_of_a_commit_of_the_old_one_that_waits() -> None:
+def test_ranks_of_a_new_group_do_not_affect_a_waiting_commit_of_the_old_one() -> None:
     """They are past its step, and there are more of them."""
     run = away("abc")
     run.save(20)
@@ -341,7 +341,7 @@ def test_a_later_session_of_an_earlier_coordinator_is_not_recorded() -> None:
     assert [op.session for op in run.records if isinstance(op, r.Session)] == [1, 2]
 
 
-def test_late_words_about_a_held_attempt_do_not_drop_it() -> None:
+def test_late_reports_about_a_held_attempt_do_not_drop_it() -> None:
     run = away()
     attempt = run.attempt(20)
     late = [run.stored(attempt, node) for node in "ab"]

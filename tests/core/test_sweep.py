@@ -115,13 +115,13 @@ def test_a_checkpoint_that_became_durable_is_swept_after_soon() -> None:
     assert of(run.tick(1.0), m.SweepRemote)
 
 
-def test_directories_are_asked_for_once_an_hour_and_again_if_that_failed() -> None:
+def test_directories_are_listed_once_an_hour_and_again_if_that_failed() -> None:
     run = run_on()
 
-    def asked_for_all() -> bool:
+    def listed_all() -> bool:
         return not of(run.transcript, m.SweepRemote)[-1].uploads_only
 
-    assert asked_for_all(), "when the run is opened"
+    assert listed_all(), "when the run is opened"
     run.tick(SWEEP_SOON_S)
     for step in (10, 20, 30):
         assert one(run.drain_all(run.save(step)), m.SweepRemote).uploads_only
@@ -129,10 +129,10 @@ def test_directories_are_asked_for_once_an_hour_and_again_if_that_failed() -> No
         run.tick(SWEEP_SOON_S)
     sent = len(of(run.transcript, m.SweepRemote))
     run.tick(SWEEP_EVERY_S)
-    assert asked_for_all() and len(of(run.transcript, m.SweepRemote)) > sent
+    assert listed_all() and len(of(run.transcript, m.SweepRemote)) > sent
     run.feed(m.RemoteListed(number=last(run), error="503"))
     run.tick(10 * SWEEP_SOON_S)
-    assert asked_for_all(), "the one that failed is not the hour's"
+    assert listed_all(), "the one that failed is not the hour's"
 
 
 def test_news_that_come_during_a_sweep_are_swept_after_again() -> None:
@@ -158,7 +158,7 @@ def test_a_listing_that_fails_is_tried_again_with_growing_pauses() -> None:
     assert len([w for w in of(run.transcript, m.Warn) if "503" in w.text]) == 1
 
 
-def test_the_end_of_a_run_asks_for_a_sweep_and_does_not_wait_for_it() -> None:
+def test_the_end_of_a_run_requests_a_sweep_and_does_not_wait_for_it() -> None:
     run = run_on(remote_every=1000)
     run.save(10)
     drains = run.feed(m.FinishRequested(token="finish", ends_group=True))
@@ -170,7 +170,7 @@ def test_the_end_of_a_run_asks_for_a_sweep_and_does_not_wait_for_it() -> None:
 # -- directories -------------------------------------------------------------------------------------
 
 
-def test_what_the_log_knows_and_has_not_collected_stays() -> None:
+def test_directories_in_the_log_that_are_not_collected_stay() -> None:
     run = run_on(remote_every=2, retire_grace_s=10 * DAY_S)
     run.save(10)
     retired, live, local = durable(run, 20), durable(run, 40), run.attempt(50)
@@ -188,7 +188,7 @@ def test_a_late_upload_of_a_collected_checkpoint_goes_after_a_day(age_s: float, 
 
 
 @pytest.mark.parametrize(("age_s", "goes"), [(YOUNG_S, False), (DAY_S, True)])
-def test_what_the_log_never_knew_goes_after_a_day(age_s: float, goes: bool) -> None:
+def test_directories_that_were_never_in_the_log_are_deleted_after_a_day(age_s: float, goes: bool) -> None:
     run = run_on()
     name = nobodys().directory
     assert deleted(sweep(run, {name: age_s})) == [name] * goes

@@ -62,7 +62,7 @@ def test_what_a_rank_saved_before_is_no_save_on_its_way() -> None:
     run.save(10)
     progressed(run, (12, 10), (12, 10))
     assert saves(run) == () and run.machine.view.last_step == 12
-    run.open("ab")  # they say that they have saved what they resumed from
+    run.open("ab")  # ranks report that they have saved the restored step
     progressed(run, (10, 10), (10, 10))
     assert saves(run) == ()
     run.start_coordinator()  # and a new coordinator has the log only

@@ -1,4 +1,4 @@
-"""Which orders go through relays, and who speaks when a relay does not answer."""
+"""Orders that go through relays, and messages that are sent again when a relay does not answer."""
 
 from __future__ import annotations
 

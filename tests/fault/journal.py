@@ -19,8 +19,8 @@ Kind: TypeAlias = Literal["reached", "acked", "restored"]
 class Entry:
     """One observation of a rank at a step.
 
-    reached: its state after `step` has `digest`. acked: `attempt` has reached `level` (said by rank 0 only).
-    restored: the group began with the state after `step`, with `digest`; step 0 is from scratch.
+    reached: its state after `step` has `digest`. acked: `attempt` has reached `level` (recorded by rank 0
+    only). restored: the group began with the state after `step`, with `digest`; step 0 is from scratch.
     """
 
     kind: Kind

@@ -181,7 +181,7 @@ def _inside(space: str, *command: str, env: Mapping[str, str] | None = None, wit
 
 
 def _run(*command: str, env: Mapping[str, str] | None = None, within_s: float = END_S) -> str:
-    """The output of a command; RuntimeError with what it said if it fails."""
+    """Return the output of a command; RuntimeError with the output if the command fails."""
     environment = {**os.environ, **(env or {})}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=within_s, check=False

@@ -103,8 +103,8 @@ def _wrong_files(catalog: Catalog) -> Iterator[str]:
                 yield f"step {view.info.step} on the storage path: {damage.file} {damage.where}"
 
 
-def ask(run: str | Path, journal: Path) -> Verdict:
-    """The verdict of a fresh process."""
+def judge_afresh(run: str | Path, journal: Path) -> Verdict:
+    """Return the verdict of a fresh process."""
     command = [sys.executable, "-m", "tests.fault.oracle", str(run), str(journal)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     if done.returncode:

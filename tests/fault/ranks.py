@@ -45,7 +45,7 @@ class Job:
 
 
 class FaultRank:
-    """One rank: runs the functions that a test sends it, and tells its process id."""
+    """One rank: runs the functions that a test sends, and returns its process id."""
 
     def join(self, rank: int, world_size: int, meeting: str) -> int:
         """Meet the others at a file, which unlike a port cannot be taken by somebody else meanwhile."""

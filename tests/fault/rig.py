@@ -87,7 +87,7 @@ class Rig:
 
     def check(self) -> oracle.Verdict:
         """The oracle's verdict, with nothing wrong."""
-        verdict = oracle.ask(self.key, self.journal)
+        verdict = oracle.judge_afresh(self.key, self.journal)
         assert not verdict.problems, "\n".join(verdict.problems)
         return verdict
 

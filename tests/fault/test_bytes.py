@@ -85,7 +85,7 @@ def test_a_full_disk_costs_saves_and_no_training(make_rig: MakeRig) -> None:
 @needs_root
 @pytest.mark.slow
 def test_an_fsync_that_fails_once_is_never_taken_for_a_success(make_rig: MakeRig) -> None:
-    """P2, P4: the kernel reports a lost write once, and then says that all is well."""
+    """P2, P4: the kernel reports a lost write once, and success afterwards."""
     rig = make_rig("lying", every_steps=1, remote_every=1000, keep_last=50, reserve_bytes=0, max_block_s=1.0)
     root = rig.staging_root
     with lying_disk(root / "lying", root, size_bytes=256 * MIB, real_bytes=24 * MIB) as backing:

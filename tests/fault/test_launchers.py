@@ -51,7 +51,7 @@ def test_the_end_of_the_session_of_a_dead_launcher_is_recorded(no_cluster: None,
         ended = _ends(tmp_path)[-1]
         last_step = max(line["step"] for line in losses(tmp_path / "first.jsonl"))
         assert ended is not None and ended.cause == "launcher"
-        assert 12 <= ended.step <= last_step, "what its ranks had told, once a second"
+        assert 12 <= ended.step <= last_step, "by the reports of its ranks, one per second"
         assert rig.catalog.sessions[-1].ended is None
         with train_gpt(cluster, tmp_path, "second") as second:
             assert second.wait(LONG_S) == 0

@@ -10,7 +10,7 @@ import pytest
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.types import CheckpointInfo
 from tests.fault.journal import Journal, last_step, read
-from tests.fault.oracle import Verdict, ask, judge
+from tests.fault.oracle import Verdict, judge, judge_afresh
 from tests.fault.rig import flip, shards
 from tests.support.sample_run import write_run
 
@@ -39,7 +39,7 @@ def test_a_sound_run_is_sound_also_for_a_fresh_process(run: Path, journal: Journ
     ack(journal, newest, newest.level.label)
     journal.write("reached", 3, digest="a")
     journal.write("restored", 3, digest="a")
-    found = ask(run, run.parents[1] / "journal")
+    found = judge_afresh(run, run.parents[1] / "journal")
     assert (found.acked, found.restores, found.problems) == (1, 1, ())
 
 

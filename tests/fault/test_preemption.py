@@ -73,7 +73,7 @@ def test_a_drain_notice_costs_the_steps_of_one_save_at_most(
     cluster = home.start()
     calm, broken = tmp_path / "calm.jsonl", tmp_path / "broken.jsonl"
     fit(calm, tmp_path, "calm", max_failures=0, steps=STEPS, step_s=0.0)
-    told = fit_in_cluster.remote(
+    training = fit_in_cluster.remote(
         str(broken), str(tmp_path), max_failures=max_failures, steps=STEPS, step_s=STEP_S
     )
     wait_for_step(broken, 10, within_s=90)
@@ -83,7 +83,7 @@ def test_a_drain_notice_costs_the_steps_of_one_save_at_most(
     drain(cluster, leaving, notice_s=NOTICE_S)
     time.sleep(NOTICE_S + GONE_S)
     cluster.kill(name, wipe=True)
-    assert ray.get(told, timeout=180) == STEPS
+    assert ray.get(training, timeout=180) == STEPS
     done = lines(broken)
     saved = [c.step for c in Catalog(tmp_path / "broken").list(all=True)]
     steps = [line["step"] for line in done]

@@ -43,7 +43,7 @@ def test_an_agent_that_died_is_replaced_and_finds_its_disk(make_rig: MakeRig) ->
     rig.wait_commits(3)
     node = rig.cluster.nodes["node-a"].node_id
     before = next(c for c in rig.commits() if rig.staged("node-a", c).is_dir())
-    assert node in rig.status().holders[before.id.attempt][0], "the new agent has told what is on the disk"
+    assert node in rig.status().holders[before.id.attempt][0], "the new agent has reported its files"
     rig.stop()
     for name in rig.cluster.nodes:
         rig.kill_agent(name)

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 NO_ACKS = (0, 0, 0)  # with the path away nothing is acknowledged, and nobody waits for it
 
 
-def test_a_group_restores_what_is_held_and_the_log_hears_of_it_later(make_rig: MakeRig) -> None:
+def test_a_group_restores_what_is_held_and_is_recorded_later(make_rig: MakeRig) -> None:
     """Training goes on, a new group restores the newest complete checkpoint, and no save is lost for it."""
     options: dict[str, Any] = {"store_wait_s": 2.0, "attempt_timeout_s": 5.0, "max_block_s": 1.0}
     rig = make_rig("away", every_steps=2, remote_every=1000, keep_last=50, **options)

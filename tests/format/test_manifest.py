@@ -98,7 +98,7 @@ FRAGMENT = fragment_of(
 
 
 def description_of(fragment: Fragment) -> CheckpointDescription:
-    """As older versions described a checkpoint: with all its files."""
+    """Return the description that older versions wrote: with all files of the checkpoint."""
     data = encode_fragment(fragment)
     entry = FileEntry(name=fragment_file(0, 1), size_bytes=len(data), digest=digest(data))
     files = tuple(root_files((*fragment.files, entry), "files"))

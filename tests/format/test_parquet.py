@@ -110,7 +110,7 @@ print(refuse(Path(sys.argv[1]).read_bytes()))
 
 
 def refuse(data: bytes) -> int:
-    """By how many bytes the peak of this process grows while `data` is read and refused."""
+    """Return the bytes by which the peak memory of this process grows while `data` is read and refused."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for decode in (decode_fragment, decode_snapshot):
         with pytest.raises(FormatError, match=r"is not a Parquet file of|not valid|has"):

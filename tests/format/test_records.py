@@ -78,7 +78,7 @@ RECORD = LogRecord(seq=7, epoch=3, writer="node-a/1", prev=DIGEST, time_s=170000
 
 
 def unsealed(record: LogRecord) -> dict[str, Any]:
-    """What stands in a record, as the first writers wrote it: without a digest."""
+    """Return a record as the first writers wrote it: without a digest."""
     document: dict[str, Any] = json.loads(encode_record(record))
     del document["digest"]
     return document

@@ -134,7 +134,7 @@ def test_any_tool_can_read_the_table() -> None:
 
 @pytest.mark.parametrize("first", [0, pytest.param(3, marks=pytest.mark.slow)])  # half of the bytes each
 def test_every_flipped_byte_is_found_or_changes_nothing(first: int) -> None:
-    """Some bytes of a Parquet footer say nothing, such as the name of the program that wrote it."""
+    """Some bytes of a Parquet footer have no effect, such as the name of the program that wrote it."""
     data = bytearray(encode_snapshot(SNAPSHOT))
     found = 0
     for index in range(first, len(data), 6):
@@ -198,7 +198,7 @@ def test_any_bytes_are_a_format_error(data: bytes) -> None:
         changed((replace(checkpoint(3), id=replace(checkpoint(3).id, attempt="../../etc/passwd")),)),
     ],
 )
-def test_what_no_log_could_say_is_not_written(bad: LogSnapshot) -> None:
+def test_content_that_no_log_could_have_is_not_written(bad: LogSnapshot) -> None:
     with pytest.raises(FormatError):
         encode_snapshot(bad)
 
@@ -262,6 +262,6 @@ def swap_steps(table: pa.Table) -> pa.Table:
         (rewritten(table=swap_steps), "rows of the snapshot are damaged"),
     ],
 )
-def test_what_another_version_knows_more_is_not_passed_over(data: bytes, reason: str) -> None:
+def test_additions_of_another_version_are_not_passed_over(data: bytes, reason: str) -> None:
     with pytest.raises(FormatError, match=reason):
         decode_snapshot(data)

@@ -42,17 +42,17 @@ SMALL = np.random.default_rng(1).integers(0, 32, 500, np.uint8).tobytes()  # of 
 
 
 class Store:
-    """A stored file, given out in blocks of a size; a block is overwritten when the next one is asked for."""
+    """A stored file, read in blocks of a size; a block is overwritten when the next one is requested."""
 
     def __init__(self, data: bytes, block_bytes: int = 1_000_000) -> None:
         self.data = data
         self.block_bytes = block_bytes
-        self.asked: list[list[tuple[int, int]]] = []
+        self.requested: list[list[tuple[int, int]]] = []
         self.closed = 0
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
         assert ranges and all(nbytes > 0 for _, nbytes in ranges)  # object stores refuse others
-        self.asked.append(list(ranges))
+        self.requested.append(list(ranges))
         wanted = b"".join(self.data[offset : offset + nbytes] for offset, nbytes in ranges)
         try:
             for start in range(0, len(wanted), self.block_bytes):
@@ -149,8 +149,8 @@ def test_the_layout_is_that_of_the_published_format() -> None:
     assert stored.endswith(table(*entries))
     ends = list(accumulate(nbytes for nbytes, _ in entries))
     for start, end, (_, raw_nbytes) in zip([0, *ends], ends, entries, strict=False):
-        said = zstandard.get_frame_parameters(stored[start:end])
-        assert (said.content_size, said.has_checksum, said.dict_id) == (raw_nbytes, True, 0)
+        parameters = zstandard.get_frame_parameters(stored[start:end])
+        assert (parameters.content_size, parameters.has_checksum, parameters.dict_id) == (raw_nbytes, True, 0)
     assert ends[-1] + len(table(*entries)) == len(stored)
 
 
@@ -239,7 +239,7 @@ def test_ranges_are_slices(places: list[int], gaps: bool, block_bytes: int) -> N
     ranges = [(start, end - start) for start, end in pairwise(places)][:: 2 if gaps else 1]
     store = Store(STORED, block_bytes)
     assert gather(store.reader().read(ranges)) == b"".join(RAW[o : o + n] for o, n in ranges)
-    assert store.closed == len(store.asked)
+    assert store.closed == len(store.requested)
 
 
 def test_frames_are_read_once_and_neighbours_together() -> None:
@@ -247,21 +247,21 @@ def test_frames_are_read_once_and_neighbours_together() -> None:
     ranges = [(5, 10), (100, FRAME_BYTES), (FRAME_BYTES + 200, 1), (3 * FRAME_BYTES + 7, 20), (len(RAW), 0)]
     assert gather(store.reader().read(ranges)) == b"".join(RAW[o : o + n] for o, n in ranges)
     starts = zstd.parse_table(STORED, len(STORED)).starts
-    assert store.asked[1:] == [[(0, starts[2]), (starts[3], starts[4] - starts[3])]]
+    assert store.requested[1:] == [[(0, starts[2]), (starts[3], starts[4] - starts[3])]]
 
 
-def test_ranges_in_neighbouring_frames_are_asked_for_together() -> None:
+def test_ranges_in_neighbouring_frames_are_requested_together() -> None:
     store = Store(STORED)
     ranges = [(0, 10), (FRAME_BYTES, 10)]
     assert gather(store.reader().read(ranges)) == RAW[:10] + RAW[FRAME_BYTES : FRAME_BYTES + 10]
-    assert len(store.asked[1]) == 1
+    assert len(store.requested[1]) == 1
 
 
-def test_empty_ranges_ask_for_nothing() -> None:
+def test_empty_ranges_request_nothing() -> None:
     store = Store(STORED)
     reader = store.reader()
     assert list(reader.read([])) == list(reader.read([(0, 0), (7, 0), (len(RAW), 0)])) == []
-    assert len(store.asked) == 1
+    assert len(store.requested) == 1
 
 
 def test_views_stay_as_they_are_while_more_is_read() -> None:
@@ -309,7 +309,7 @@ def test_a_table_that_the_first_read_does_not_hold_is_read_whole() -> None:
     entries = table(*[(len(frame), FRAME_BYTES)] * num_frames)
     store = Store(frame * num_frames + entries)
     reader = store.reader()
-    assert [nbytes for [(_, nbytes)] in store.asked] == [zstd.TAIL_BYTES, len(entries)]
+    assert [nbytes for [(_, nbytes)] in store.requested] == [zstd.TAIL_BYTES, len(entries)]
     assert reader.raw_size == num_frames * FRAME_BYTES
     assert gather(reader.read([(reader.raw_size - 10, 10)])) == bytes(10)
 
@@ -356,7 +356,7 @@ def test_each_flipped_bit_of_the_table_of_several_frames_is_found() -> None:
         for bit in range(8):
             damaged = bytearray(STORED)
             damaged[place] ^= 1 << bit
-            if place in last_raw_size:  # nothing beside it says so; the frame does, and the manifest
+            if place in last_raw_size:  # only the frame and the manifest show it
                 with pytest.raises(CorruptionError):
                     _last_byte(bytes(damaged))
             else:
@@ -388,10 +388,10 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize(("end", "says"), LIES.values(), ids=LIES)
-def test_tables_that_lie_are_refused(end: bytes, says: str) -> None:
+@pytest.mark.parametrize(("end", "message"), LIES.values(), ids=LIES)
+def test_tables_that_lie_are_refused(end: bytes, message: str) -> None:
     stored = b"any bytes" + end
-    with pytest.raises(FormatError, match=says):
+    with pytest.raises(FormatError, match=message):
         zstd.parse_table(stored, len(stored))
 
 
@@ -406,22 +406,22 @@ def test_part_of_a_table_is_refused() -> None:
         zstd.parse_table(STORED[-20:], len(STORED))
 
 
-def _says(frame: bytes, size: int) -> bytes:
-    """A frame whose header says another size; both take four bytes there."""
+def _declaring(frame: bytes, size: int) -> bytes:
+    """Return a frame whose header declares another size; both take four bytes there."""
     at = zstandard.frame_header_size(frame) - 4
     return frame[:at] + struct.pack("<I", size) + frame[at + 4 :]
 
 
-RAW_BYTES = 1 << 20  # of the frame that the table says the following are
+RAW_BYTES = 1 << 20  # size by the table, for the frames below
 GOOD = frame_of(RAW[:RAW_BYTES])
 WIDE = struct.pack("<IBBI", zstandard.MAGIC_NUMBER, 0x84, 17 << 3, RAW_BYTES)  # RFC 8878, 3.1.1.1
 BAD_FRAMES = {
-    "says little and is a bomb": _says(frame_of(bytes(64 << 20)), RAW_BYTES),
-    "says that it is a bomb": frame_of(bytes(64 << 20)),
-    "says 4 GiB": _says(GOOD, 2**32 - 1),
-    "says more than it has": _says(frame_of(RAW[: RAW_BYTES - 1]), RAW_BYTES),
+    "declares little and is a bomb": _declaring(frame_of(bytes(64 << 20)), RAW_BYTES),
+    "declares that it is a bomb": frame_of(bytes(64 << 20)),
+    "declares 4 GiB": _declaring(GOOD, 2**32 - 1),
+    "declares more than it has": _declaring(frame_of(RAW[: RAW_BYTES - 1]), RAW_BYTES),
     "has another size": frame_of(RAW[: RAW_BYTES - 1]),
-    "does not say its size": frame_of(RAW[:RAW_BYTES], says_size=False),
+    "does not declare its size": frame_of(RAW[:RAW_BYTES], says_size=False),
     "has no checksum": frame_of(RAW[:RAW_BYTES], checksum=False),
     "is to be skipped": struct.pack("<II", 0x184D2A5E, RAW_BYTES) + bytes(RAW_BYTES),
     "is two": GOOD + GOOD,
@@ -469,11 +469,11 @@ def test_damage_is_found_in_the_frames_that_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [(-1, "it has [1-9].* of .* bytes"), (1, "more bytes than"), (-(10**9), "it has 1 of .* bytes")],
     ids=["less", "more", "hardly any"],
 )
-def test_a_store_that_gives_another_number_of_bytes_is_found(change: int, says: str) -> None:
+def test_a_store_that_gives_another_number_of_bytes_is_found(change: int, message: str) -> None:
     store, wrong = Store(STORED), False
 
     def read(ranges: Sequence[tuple[int, int]]) -> Blocks:
@@ -482,7 +482,7 @@ def test_a_store_that_gives_another_number_of_bytes_is_found(change: int, says: 
 
     reader = SeekableReader(read, len(STORED))
     wrong = True
-    with pytest.raises(CorruptionError, match=says):
+    with pytest.raises(CorruptionError, match=message):
         gather(reader.read([(0, FRAME_BYTES)]))
     store.data += b"x"
     with pytest.raises(CorruptionError):

@@ -46,7 +46,7 @@ Change = Callable[[SampleCheckpoint], SampleCheckpoint]
 class Mutation:
     """A change of the run. `names_of_file` are the texts of which an error has to show one.
 
-    A run that is `is_sound` shows no damage: all digests are right, so what it says is an answer too.
+    A run that is `is_sound` shows no damage: all digests are right, so its content is a valid answer.
     """
 
     kind: str
@@ -261,11 +261,11 @@ GONE = ("missing", "link to nothing")
 class _Lie(SampleCheckpoint):
     """A checkpoint whose manifest and log agree, whatever its files are."""
 
-    told: tuple[FileEntry, ...]
+    listed: tuple[FileEntry, ...]
 
     @property
     def entries(self) -> tuple[FileEntry, ...]:
-        return self.told
+        return self.listed
 
 
 def _lie_state(data: Callable[[], bytes]) -> Callable[[random.Random], Change]:
@@ -294,13 +294,13 @@ def _resealed(
             files[names.fragment_file(fragment.node_index, 2)] = encode_fragment(fragment)
         fragments.append(fragment)
     del files[names.CHECKPOINT_JSON]
-    told = {entry.name: entry for fragment in fragments for entry in fragment.files}
+    known_entries = {entry.name: entry for fragment in fragments for entry in fragment.files}
     entries = tuple(
-        told.get(name, FileEntry(name=name, size_bytes=len(found), digest=digest(found)))
+        known_entries.get(name, FileEntry(name=name, size_bytes=len(found), digest=digest(found)))
         for name, found in sorted(files.items())
     )
     known = {field.name: getattr(saved, field.name) for field in dataclasses.fields(saved)}
-    lie = _Lie(**{**known, "files": files, "fragments": tuple(fragments), "told": entries})
+    lie = _Lie(**{**known, "files": files, "fragments": tuple(fragments), "listed": entries})
     files[names.CHECKPOINT_JSON] = describe(lie)
     return lie
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ray_ckpt.types import RootOf
 from tests.hostile.mutations import Mutation, build, compress, mutate
-from tests.hostile.readers import MAX_S, READERS, Answer, ask
+from tests.hostile.readers import MAX_S, READERS, Answer, answers_of
 
 MAX_GROWN_BYTES = 500 * 10**6  # above the interpreter
 COMPRESSED_OF = 4  # every so many seeds the shards are compressed
@@ -45,7 +45,7 @@ class Player:
         run = self._fresh(is_compressed, root_of)
         mutation = mutate(run, seed, root_of)
         found = []
-        for answer in ask(run, readers):
+        for answer in answers_of(run, readers):
             self.num_answers += 1
             self.num_errors += answer.code != 0
             self.slowest_s = max(self.slowest_s, answer.seconds)
@@ -63,12 +63,12 @@ class Player:
         return run
 
     def _know(self, readers: Sequence[str], is_compressed: bool, root_of: RootOf) -> None:
-        """Ask the undamaged run, once for each reader."""
+        """Run each reader once on the undamaged run."""
         kind = (is_compressed, root_of)
         missing = [reader for reader in readers if (reader, *kind) not in self._known]
         if not missing:
             return
-        for answer in ask(self._fresh(*kind), missing):
+        for answer in answers_of(self._fresh(*kind), missing):
             assert not answer.problem and answer.code == (2 if answer.reader == "rollback" else 0), answer
             self._known[answer.reader, *kind] = answer
 

@@ -41,7 +41,7 @@ NOW_S = START_S + 10**6  # of every clock that a reader looks at, so that equal 
 class Answer:
     """The result of a reader. `code` is the exit code of a command, and of a `load` 0 or 1.
 
-    `text` is everything that it has said, `problem` what no reader may do.
+    `text` is all of its output, `problem` what no reader may do.
     """
 
     reader: str
@@ -119,29 +119,29 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 READERS = (*COMMANDS, *LOADS)
 
 
-def ask(run: Path, readers: Sequence[str]) -> list[Answer]:
-    """The answers of `readers`, each with MAX_S; one that takes longer is the last of the list."""
-    told = run.parent / "answers"
-    told.unlink(missing_ok=True)
-    asked = list(readers)
+def answers_of(run: Path, readers: Sequence[str]) -> list[Answer]:
+    """Return the answers of `readers`, each within MAX_S; a reader that takes longer is the last."""
+    answers_file = run.parent / "answers"
+    answers_file.unlink(missing_ok=True)
+    wanted = list(readers)
     if (child := os.fork()) == 0:
         try:
-            with told.open("w") as file:
-                for reader in asked:
+            with answers_file.open("w") as file:
+                for reader in wanted:
                     signal.alarm(MAX_S)
                     file.write(json.dumps(asdict(_answer(run, reader))) + "\n")
                     file.flush()
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
-    answers = [Answer(**json.loads(line)) for line in told.read_text().splitlines()]
-    if len(answers) < len(asked):
+    answers = [Answer(**json.loads(line)) for line in answers_file.read_text().splitlines()]
+    if len(answers) < len(wanted):
         ended = f"ended by {status}: {signal.strsignal(status & 127) if status & 127 else 'no answer'}"
         answers.append(
-            Answer(reader=asked[len(answers)], code=-1, out="", text="", problem=ended, seconds=MAX_S,
+            Answer(reader=wanted[len(answers)], code=-1, out="", text="", problem=ended, seconds=MAX_S,
                    grown_bytes=0)
         )  # fmt: skip
-        answers += ask(run, asked[len(answers) :]) if len(answers) < len(asked) else []
+        answers += answers_of(run, wanted[len(answers) :]) if len(answers) < len(wanted) else []
     return answers
 
 
@@ -176,7 +176,7 @@ def _answer(run: Path, reader: str) -> Answer:
 
 @contextlib.contextmanager
 def _surroundings(out: io.StringIO, err: io.StringIO) -> Iterator[None]:
-    """One clock, nobody at the keyboard, and all that is said kept."""
+    """One clock, nobody at the keyboard, and all output kept."""
     handler, log = logging.StreamHandler(err), logging.getLogger("ray_ckpt")
     log.handlers, log.propagate = [handler], False
     known, time.time = time.time, lambda: NOW_S

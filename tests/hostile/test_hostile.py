@@ -32,6 +32,6 @@ def test_a_few_seeds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("root_of", get_args(RootOf))
 def test_a_lie_with_right_digests(kind: str, reader: str, root_of: RootOf, tmp_path: Path) -> None:
     run = mutations.build(tmp_path, mutations.LIES[kind](random.Random(1)), root_of=root_of)
-    (answer,) = readers.ask(run, [reader])
+    (answer,) = readers.answers_of(run, [reader])
     assert not answer.problem
     assert not answer.code or any(n in answer.text for n in (mutations.STATE, mutations.SHARD, "manifest-"))

@@ -1,4 +1,4 @@
-"""The bench runs and says what it has to say; how fast anything is, is for its reader."""
+"""The bench runs and prints its rows; the tests judge no speed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TestRows:
     ) -> None:
         assert row(own, beside=10, reach=reach).verdict == verdict
 
-    def test_a_row_that_was_not_measured_says_why(self) -> None:
+    def test_a_row_that_was_not_measured_has_the_reason(self) -> None:
         one = skipped("row", "something", "not here")
         assert (one.median, one.ratio, one.verdict) == (None, None, "skipped")
         assert skipped("row", "it", OSError("no\nmore")).skipped == "OSError: no"
@@ -336,8 +336,8 @@ class TestPeers:
         assert failed.skipped == "not installable here: error: no compiler"
 
     def test_the_reason_of_a_failed_installation_is_its_cause(self) -> None:
-        said = "  error: subprocess-exited\n  fatal: unable to access 'https://x'\nERROR: no wheel\n"
-        assert environments._reason(said) == "fatal: unable to access 'https://x'"
+        output = "  error: subprocess-exited\n  fatal: unable to access 'https://x'\nERROR: no wheel\n"
+        assert environments._reason(output) == "fatal: unable to access 'https://x'"
         assert (
             environments._reason("Looking\nERROR: No matching distribution\n")
             == "ERROR: No matching distribution"

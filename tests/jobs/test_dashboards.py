@@ -1,4 +1,4 @@
-"""Dashboard and alerts ask for metrics that there are, and alerts fire when they ought to, and only then."""
+"""Dashboard and alerts query metrics that exist, and alerts fire when they should, and only then."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_every_label_of_a_query_is_one_of_its_metrics(query: Named) -> None:
         assert {label for label, _ in use.matchers} <= {"run", *use.metric.labels}
 
 
-def test_every_value_of_a_label_in_a_query_is_one_that_the_catalogue_tells_of(query: Named) -> None:
+def test_every_value_of_a_label_in_a_query_is_in_the_catalogue(query: Named) -> None:
     for use in promql.selected(query.expr):
         for label, value in use.matchers:
-            told = " ".join(metric.text for metric in METRICS if label in metric.labels)
-            assert label == "run" or re.search(rf"\b{value}\b", told), (label, value)
+            texts = " ".join(metric.text for metric in METRICS if label in metric.labels)
+            assert label == "run" or re.search(rf"\b{value}\b", texts), (label, value)
 
 
 def test_quantiles_are_taken_over_all_buckets(query: Named) -> None:
@@ -116,7 +116,7 @@ def _overlap(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
 
 
 @pytest.mark.parametrize("rule", promql.rules(), ids=lambda rule: rule["alert"])
-def test_an_alert_says_how_bad_it_is_what_to_do_and_where_to_read_on(rule: dict[str, Any]) -> None:
+def test_an_alert_has_its_severity_a_remedy_and_a_link(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in {"critical", "warning", "info"}
     notes = rule["annotations"]
     assert len(notes["description"]) > 60 and "\n" not in notes["summary"]
@@ -173,7 +173,7 @@ WELL: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What differs from a run that goes well, and what fires at a minute; at all others nothing is asked."""
+    """The difference from a healthy run, and the alerts that fire at the given minutes."""
 
     name: str
     series: Mapping[str, str]
@@ -332,14 +332,14 @@ def _look(case: Case) -> int:
 def _promtool_case(case: Case) -> dict[str, Any]:
     """ALERTS is the series that Prometheus makes of the alerts that fire."""
     well = {series: f"{values}x{max(case.fires)}" for series, values in WELL.items()}
-    asked = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    firing = 'count by (alertname) (ALERTS{alertstate="firing"})'
     return {
         "name": case.name,
         "interval": "1m",
         "input_series": [{"series": s, "values": v} for s, v in {**well, **case.series}.items()],
         "promql_expr_test": [
             {
-                "expr": asked,
+                "expr": firing,
                 "eval_time": f"{minute}m",
                 "exp_samples": [
                     {"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(alerts)

@@ -1,4 +1,4 @@
-"""The demo with S3 says by its exit code whether a run outlives its cluster."""
+"""The exit code of the demo with S3 shows whether a run outlives its cluster."""
 
 from __future__ import annotations
 

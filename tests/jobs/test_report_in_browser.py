@@ -25,7 +25,7 @@ import pytest
 from matplotlib import image
 
 from ray_ckpt.analysis.report import page
-from tests.analysis.test_report import HOSTILE, SECTIONS, tell_story
+from tests.analysis.test_report import HOSTILE, SECTIONS, night_story
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = (
@@ -161,9 +161,9 @@ def requested(tab: Tab) -> list[str]:
     ]
 
 
-def test_the_page_is_drawn_in_both_colour_schemes_and_asks_for_nothing(tmp_path: Path) -> None:
+def test_the_page_is_drawn_in_both_colour_schemes_without_requests(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    file.write_text(page(tell_story().report()), encoding="utf-8")
+    file.write_text(page(night_story().report()), encoding="utf-8")
     brightness = {}
     with browser(tmp_path / "profile") as tab:
         for scheme in ("light", "dark"):
@@ -190,7 +190,7 @@ def test_the_page_is_drawn_in_both_colour_schemes_and_asks_for_nothing(tmp_path:
 
 def test_a_narrow_window_does_not_overflow(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    file.write_text(page(tell_story().report()), encoding="utf-8")
+    file.write_text(page(night_story().report()), encoding="utf-8")
     with browser(tmp_path / "profile") as tab:
         tab.resize(420)
         tab.open(file)
@@ -199,7 +199,7 @@ def test_a_narrow_window_does_not_overflow(tmp_path: Path) -> None:
 
 
 def test_a_hostile_log_runs_nothing(tmp_path: Path) -> None:
-    found = tell_story().report()
+    found = night_story().report()
     last = replace(found.checkpoints[-1], drill=HOSTILE, drilled_at_s=found.now_s, pins={HOSTILE: None})
     spoiled = replace(found, run_name=HOSTILE, checkpoints=[*found.checkpoints[:-1], last], lineage=[last])
     file = tmp_path / "report.html"

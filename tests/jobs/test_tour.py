@@ -16,7 +16,7 @@ from docs import tour
 from jobs.demo.local_cluster import LocalCluster
 from tests.support.code_blocks import ROOT
 
-LIKE = 0.8  # of the words of a page's output; which level a checkpoint had reached, say, is chance
+LIKE = 0.8  # least share of equal words in a page's output; some, such as a checkpoint's level, are chance
 RUN = str(tour.RUN)
 
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed() -> dict[str, str]:
-    """What the page shows of each command, by its line."""
+    """Return the output of each command on the page, by the command's line."""
     page = (ROOT / "docs/tour.md").read_text()
     found = re.findall(r"```bash\nray-ckpt ([^\n]*)\n```\n\n(?:```text\n(.*?)\n```)?", page, re.DOTALL)
     return dict(found)

@@ -99,7 +99,7 @@ def train_case(config: dict[str, Any]) -> dict[str, Any]:
 def resumes_exactly(
     config: dict[str, Any], mesh: DeviceMesh, model: torch.nn.Module, loader: ByteLoader
 ) -> bool:
-    """Whether a model that is built anew with the weights of this one has the same after one step more."""
+    """Return whether a new model with the weights of this one has equal weights after one more step."""
     again = build_model(config, CPU, mesh)
     with torch.no_grad():
         for new, old in zip(again.parameters(), model.parameters(), strict=True):
@@ -119,7 +119,7 @@ CASES = [config_of(parallel, dropout) for parallel in ("ddp", "fsdp2", "2d") for
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """By case and rank; one start of four processes for all."""
+    """Return the results by case and rank; four processes are started once for all cases."""
     folder = tmp_path_factory.mktemp("ranks")
     multiprocessing.set_forkserver_preload(["jobs.train_gpt"])  # one import for all
     mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]

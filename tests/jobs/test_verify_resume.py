@@ -1,4 +1,4 @@
-"""What the program says of a check, without a cluster; tests/cluster/test_check_resume.py has the checks."""
+"""The output of the program, without a cluster; tests/cluster/test_check_resume.py has the checks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_runs_that_differ_are_false_and_raise_what_differs() -> None:
     assert caught.value.fields["names"] == ("model.w",)
 
 
-def test_the_json_line_says_what_differs_first() -> None:
+def test_the_json_line_has_the_first_difference() -> None:
     same, other = (json.loads(json.dumps(describe("ddp", found))) for found in (SAME, OTHER))
     assert same["same"] and same["first_difference"] is None
     assert same["seconds"] == {"first": 2.0, "second": 1.0}

@@ -53,7 +53,7 @@ def chunk(array: np.ndarray, cut: Cut) -> np.ndarray:
 
 
 def chunks(array: np.ndarray, dim: int, count: int) -> list[np.ndarray]:
-    """As torch.chunk, with empty ones at the end."""
+    """Return chunks like those of torch.chunk, with empty ones at the end."""
     step = max(1, -(-array.shape[dim] // count))
     return [
         np.take(array, range(*slice(k * step, (k + 1) * step).indices(array.shape[dim])), dim)

@@ -50,7 +50,7 @@ def region(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 
 def execute(plan: RestorePlan, targets: Sequence[Slice], tensors: dict[str, Array]) -> list[Array]:
-    """What each target holds after the plan; -1 where nothing was copied."""
+    """Return the content of each target after the plan; -1 where nothing was copied."""
     filled = [np.full(target.shape, -1, np.int64) for target in targets]
     for read in plan.reads:
         piece = read.row.slice
@@ -153,7 +153,7 @@ def test_headers_and_states_are_no_tensors() -> None:
     assert plan_restore([], [header]) == RestorePlan(reads=(), problems=())
 
 
-def test_problems_say_what_differs() -> None:
+def test_problems_name_the_differences() -> None:
     here = part("w", (4, 2), ((0, 4), (0, 2)))
     cases = {
         "model.w: not in the checkpoint": [replace(here, name="v")],

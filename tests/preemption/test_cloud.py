@@ -35,9 +35,11 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def playing(cloud: CloudName, *, asked: str | None = None) -> Iterator[tuple[MetadataServer, CloudNotices]]:
+def playing(
+    cloud: CloudName, *, requested: str | None = None
+) -> Iterator[tuple[MetadataServer, CloudNotices]]:
     with MetadataServer(cloud) as server:
-        yield server, CloudNotices(asked or cloud, server.url)
+        yield server, CloudNotices(requested or cloud, server.url)
 
 
 def about(seconds: float) -> object:
@@ -180,8 +182,8 @@ def test_an_event_of_azure_that_had_begun_before_the_first_look_is_over() -> Non
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_auto_finds_the_cloud_and_asks_the_others_no_more(cloud: CloudName) -> None:
-    with playing(cloud, asked="auto") as (server, cloud_notices):
+def test_auto_finds_the_cloud_and_polls_the_others_no_more(cloud: CloudName) -> None:
+    with playing(cloud, requested="auto") as (server, cloud_notices):
         assert (cloud_notices.cloud, cloud_notices.poll_s) == (None, cloud_module.POLL_S)
         server.announce(KINDS[cloud][0], 100.0)
         assert cloud_notices.poll() is not None
@@ -206,7 +208,7 @@ def test_auto_gives_up_for_good_where_no_cloud_is() -> None:
 
 
 def test_auto_waits_for_a_service_that_is_late() -> None:
-    with playing("gcp", asked="auto") as (server, cloud_notices):
+    with playing("gcp", requested="auto") as (server, cloud_notices):
         server.fault = "error"
         assert cloud_notices.poll() is None
         server.fault = None
@@ -267,7 +269,7 @@ def test_an_unknown_cloud_is_refused() -> None:
 
 @pytest.mark.parametrize("fault", ["hang", "drip", "huge", "garbage", "redirect", "error", "drop"])
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_an_ill_service_announces_nothing_in_bounded_time_and_is_asked_again(
+def test_an_ill_service_announces_nothing_in_bounded_time_and_is_polled_again(
     monkeypatch: pytest.MonkeyPatch, cloud: CloudName, fault: Fault
 ) -> None:
     with playing(cloud) as (server, cloud_notices), MetadataServer(cloud) as foreign:

@@ -23,16 +23,16 @@ BEGIN = """
 import atexit, hashlib, os, signal, sys, threading, time
 from ray_ckpt.preemption.sigterm import TermSignal
 
-def say(text):
+def emit(text):
     os.write(1, text.encode() + bytes([10]))  # print writes the end of a line by itself
 
 def on_notice(notice):
     assert threading.current_thread() is not threading.main_thread()
-    say("notice")
+    emit("notice")
 
 def before(number, frame):
     assert threading.current_thread() is threading.main_thread()
-    say("before")
+    emit("before")
     sys.exit(7)
 
 def nothing_is_left():
@@ -130,7 +130,7 @@ def test_the_handler_of_before_is_called_after_the_grace_in_the_main_thread(star
         signal.signal(signal.SIGTERM, before)
         atexit.register(nothing_is_left)
         TermSignal.install(on_notice, grace_s=0.5)
-        say("ready")
+        emit("ready")
         time.sleep(60)
         """
     )
@@ -145,9 +145,9 @@ def test_the_notice_has_the_time_that_the_process_is_held(start: Start) -> None:
     program = start(
         """
         def show(notice):
-            say(f"{notice.source} {notice.deadline_s}")
+            emit(f"{notice.source} {notice.deadline_s}")
         TermSignal.install(show, grace_s=60)
-        say("ready")
+        emit("ready")
         time.sleep(60)
         """
     )
@@ -165,7 +165,7 @@ def test_release_ends_the_grace_early(start: Start) -> None:
             term.release()
         signal.signal(signal.SIGTERM, before)
         term = TermSignal.install(save, grace_s=60)
-        say("ready")
+        emit("ready")
         time.sleep(60)
         """
     )
@@ -180,7 +180,7 @@ def test_release_before_a_signal_is_nothing(start: Start) -> None:
         """
         TermSignal.install(on_notice, grace_s=60).release()
         time.sleep(0.1)
-        say("ready")
+        emit("ready")
         time.sleep(60)
         """
     )
@@ -214,11 +214,11 @@ def test_an_ignored_sigterm_is_reported_and_ignored_again(start: Start) -> None:
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         TermSignal.install(on_notice, grace_s=0.1)
-        say("ready")
+        emit("ready")
         while signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
             time.sleep(0.01)
         nothing_is_left()
-        say("ignored again")
+        emit("ignored again")
         time.sleep(60)
         """
     )
@@ -253,9 +253,9 @@ def test_the_handler_of_before_waits_for_the_main_thread_in_c_code(start: Start)
         began_s = time.process_time()
         hashlib.pbkdf2_hmac("sha256", data, data, 100_000)
         rounds = int(100_000 * 1.5 / (time.process_time() - began_s))  # 1.5 s
-        say("ready")
+        emit("ready")
         hashlib.pbkdf2_hmac("sha256", data, data, rounds)
-        say("returned")
+        emit("returned")
         time.sleep(60)
         """
     )
@@ -279,7 +279,7 @@ def test_uninstall_restores_all_and_a_new_install_works(start: Start) -> None:
         nothing_is_left()
         assert len(os.listdir("/proc/self/fd")) < 20
         TermSignal.install(on_notice, grace_s=0.1)
-        say("ready")
+        emit("ready")
         time.sleep(60)
         """
     )
@@ -302,7 +302,7 @@ def test_after_uninstall_from_another_thread_sigterm_is_as_before(start: Start) 
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGUSR1)  # is still written to the descriptor, and taken
         assert len(os.listdir("/proc/self/fd")) < 20
-        say("ready")
+        emit("ready")
         time.sleep(60)
         """
     )
@@ -316,10 +316,10 @@ def test_uninstall_hands_on_a_signal_that_is_held(start: Start) -> None:
     program = start(
         """
         signal.signal(signal.SIGTERM, before)
-        told = threading.Event()
-        term = TermSignal.install(lambda notice: (on_notice(notice), told.set()), grace_s=60)
-        say("ready")
-        told.wait()
+        notified = threading.Event()
+        term = TermSignal.install(lambda notice: (on_notice(notice), notified.set()), grace_s=60)
+        emit("ready")
+        notified.wait()
         term.uninstall()
         time.sleep(60)
         """
@@ -335,8 +335,8 @@ def test_a_handler_that_was_installed_on_top_and_calls_ours_works(start: Start) 
         """
         TermSignal.install(on_notice, grace_s=0.2)
         ours = signal.getsignal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, lambda number, frame: (say("top"), ours(number, frame)))
-        say("ready")
+        signal.signal(signal.SIGTERM, lambda number, frame: (emit("top"), ours(number, frame)))
+        emit("ready")
         time.sleep(60)
         """
     )
@@ -352,7 +352,7 @@ def test_a_handler_that_took_our_place_is_left_alone(start: Start) -> None:
         """
         TermSignal.install(on_notice, grace_s=0.1)
         signal.signal(signal.SIGTERM, lambda number, frame: None)
-        say("ready")
+        emit("ready")
         time.sleep(60)
         """
     )
@@ -362,7 +362,7 @@ def test_a_handler_that_took_our_place_is_left_alone(start: Start) -> None:
     assert program.is_alive
 
 
-def test_a_wakeup_descriptor_of_others_stays_theirs_and_the_handler_tells(start: Start) -> None:
+def test_a_wakeup_descriptor_of_others_stays_theirs_and_the_handler_notifies(start: Start) -> None:
     program = start(
         """
         import socket
@@ -373,7 +373,7 @@ def test_a_wakeup_descriptor_of_others_stays_theirs_and_the_handler_tells(start:
         TermSignal.install(on_notice, grace_s=60)
         found = signal.set_wakeup_fd(theirs.fileno())
         assert found == theirs.fileno(), found
-        say("ready")
+        emit("ready")
         time.sleep(60)
         """
     )
@@ -391,7 +391,7 @@ def test_other_signals_are_not_taken_for_it(start: Start) -> None:
         for _ in range(5):
             os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0.2)
-        say("ready")
+        emit("ready")
         time.sleep(60)
         """
     )
@@ -412,7 +412,7 @@ def test_a_forked_process_ends_at_once_and_its_parent_takes_no_notice(start: Sta
         os.kill(child, signal.SIGTERM)
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
         time.sleep(0.2)
-        say("ready")
+        emit("ready")
         time.sleep(60)
         """
     )
@@ -425,7 +425,7 @@ def test_only_one_is_installed(start: Start) -> None:
         """
         TermSignal.install(on_notice, grace_s=0.1)
         assert TermSignal.install(on_notice, grace_s=60) is None
-        say("ready")
+        emit("ready")
         time.sleep(60)
         """
     )

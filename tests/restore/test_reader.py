@@ -32,7 +32,7 @@ FILE = shard_file(0, 1)
 
 @dataclass(slots=True)
 class Checkpoint:
-    """Files of known rows, with as many copies as are asked for."""
+    """Files of known rows, with any number of copies."""
 
     folder: Path
     files: dict[str, bytes] = field(default_factory=dict)
@@ -86,7 +86,7 @@ def row(file: str, at: int, data: bytes, name: str) -> ManifestRow:
 
 
 class Memory:
-    """Where rows go, and which of them were said to be whole."""
+    """Memory for rows, and the rows that the reader has reported as intact."""
 
     def __init__(self, rows: Sequence[ManifestRow]) -> None:
         self.bytes: dict[RowKey, Bytes] = {row_key(each): np.zeros(each.nbytes, np.uint8) for each in rows}
@@ -115,7 +115,7 @@ def read(reader: SourceReader, rows: Sequence[ManifestRow], **options: object) -
 
 
 def check(checkpoint: Checkpoint, rows: Sequence[ManifestRow], memory: Memory, reader: SourceReader) -> None:
-    """Everything asked for is there, once."""
+    """Assert that each requested row is there, once."""
     assert not reader.damage
     assert sorted(memory.finished) == sorted(row_key(each) for each in rows)
     for each in rows:
@@ -165,8 +165,8 @@ def test_each_row_comes_from_the_first_source_that_has_it(
             if row_key(each) not in b:
                 came[f"c{i}"] += each.nbytes
                 break
-    told = {where: sum(p.size_bytes for p in reader.parts if p.where == where) for where in came}
-    assert told == came
+    counted = {where: sum(p.size_bytes for p in reader.parts if p.where == where) for where in came}
+    assert counted == came
 
 
 def test_one_row_by_itself(tmp_path: Path) -> None:
@@ -345,22 +345,22 @@ def test_a_connection_that_breaks_once_is_made_again(peer: PeerRig) -> None:
     rows = peer.checkpoint.rows[40:]
     reader = peer.reader(peer.sources)
     check(peer.checkpoint, rows, read(reader, rows), reader)
-    assert reader.rejected, "it is told all the same"
+    assert reader.rejected, "the damage is reported all the same"
 
 
 def test_nobody_waits_twice_for_a_peer_that_is_gone(peer: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
     small_extents(monkeypatch, 1)
-    asked: list[str] = []
+    requested: list[str] = []
 
     class Gone:
         def __init__(self, endpoint: str, *, credentials: object) -> None:
-            asked.append(endpoint)
+            requested.append(endpoint)
             raise Unavailable("no route")
 
     monkeypatch.setattr(sources, "PeerClient", Gone)
     reader = peer.reader(peer.sources, peer.checkpoint.copy("disk"))
     check(peer.checkpoint, peer.checkpoint.rows, read(reader, peer.checkpoint.rows), reader)
-    assert len(asked) <= sources.PEER_TRIES * restore.num_threads("peer"), "those under way, not all 340"
+    assert len(requested) <= sources.PEER_TRIES * restore.num_threads("peer"), "those under way, not all 340"
 
 
 def test_without_credentials_a_peer_is_no_source(peer: PeerRig) -> None:
@@ -380,11 +380,11 @@ def test_rows_of_the_agent_are_verified_and_an_agent_that_fails_is_done_without(
         memory[index * 64 : index * 64 + 30] = checkpoint.bytes_of(place, 30)
     memory[64] ^= 1
     (tmp_path / "shared").write_bytes(memory)
-    asked: list[tuple[list[RowKey], tuple[RowKey, ...]]] = []
+    requested: list[tuple[list[RowKey], tuple[RowKey, ...]]] = []
 
     def fetch(wants: dict[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]) -> SharedRows:
-        asked.append((list(wants), taken))
-        if len(asked) == 2:
+        requested.append((list(wants), taken))
+        if len(requested) == 2:
             raise Unavailable("the agent died")
         offsets = {place: 64 * i for i, place in enumerate(places[:3])}
         origin: dict[str, tuple[Tier, str]] = {FILE: ("remote", "bucket")}
@@ -393,12 +393,12 @@ def test_rows_of_the_agent_are_verified_and_an_agent_that_fails_is_done_without(
     reader = checkpoint.reader(checkpoint.copy("disk"), fetch=fetch)
     memory_ = read(reader, checkpoint.rows, sharers=dict.fromkeys(places[:8], (0, 1)))
     check(checkpoint, checkpoint.rows, memory_, reader)
-    assert asked == [(places[:8], ()), (places[4:8], tuple(places[:3]))]
+    assert requested == [(places[:8], ()), (places[4:8], tuple(places[:3]))]
     assert {(p.where, p.size_bytes) for p in reader.parts} == {("bucket", 60), ("disk", 210)}
     assert "wrong digest" in reader.rejected[0] and "the agent died" in reader.rejected[1]
 
 
-def test_what_is_in_an_arena_is_not_asked_of_the_agent(tmp_path: Path) -> None:
+def test_rows_in_an_arena_are_not_requested_from_the_agent(tmp_path: Path) -> None:
     checkpoint = Checkpoint.make(tmp_path, [30] * 3)
 
     def fetch(wants: object, taken: object) -> SharedRows:
@@ -412,21 +412,23 @@ def test_what_is_in_an_arena_is_not_asked_of_the_agent(tmp_path: Path) -> None:
 # -- progress ----------------------------------------------------------------------------------------
 
 
-def test_progress_is_told_from_the_reading_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported_from_the_reading_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(restore, "PROGRESS_S", 0.0)
-    told: list[tuple[int, int, str, str]] = []
+    calls: list[tuple[int, int, str, str]] = []
 
     def progress(done: int, total: int, tier: Tier) -> None:
-        told.append((done, total, tier, threading.current_thread().name))
+        calls.append((done, total, tier, threading.current_thread().name))
 
     checkpoint = Checkpoint.make(tmp_path, [1000] * 10)
     reader = checkpoint.reader(checkpoint.copy("disk"), progress=progress)
     read(reader, checkpoint.rows)
-    assert told[-1] == (10_000, 10_000, "local", threading.current_thread().name)
-    assert [done for done, *_ in told] == sorted(done for done, *_ in told)
+    assert calls[-1] == (10_000, 10_000, "local", threading.current_thread().name)
+    assert [done for done, *_ in calls] == sorted(done for done, *_ in calls)
 
 
-def test_a_long_restore_says_how_far_it_is() -> None:
+def test_a_long_restore_logs_its_progress() -> None:
     now_s = 100.0
     lines: list[str] = []
     log = ProgressLog(7, log=lines.append, clock=lambda: now_s)

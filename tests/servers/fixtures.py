@@ -1,4 +1,4 @@
-"""Servers that are started when a test first asks for them and end with the last one."""
+"""Servers that are started when a test first needs them, and end with the last test."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rclone(servers_folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def strict_process() -> Iterator[StrictStore]:
-    """One strict store for all; what it is told to do wrong is forgotten after each test by `strict`."""
+    """One strict store for all tests; `strict` removes its faults after each test."""
     with StrictStore.process(buckets=(BUCKET,)) as store:
         yield store
 
@@ -75,7 +75,7 @@ def credentials(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) ->
 def open_store(
     request: pytest.FixtureRequest, environment: dict[str, str], servers_folder: Path
 ) -> Callable[[str], Store]:
-    """A store by its name; the same one for all who ask."""
+    """Return a store by its name; the same one for all callers."""
 
     def strict_url() -> str:
         process: StrictStore = request.getfixturevalue("strict_process")

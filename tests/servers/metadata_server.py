@@ -1,9 +1,9 @@
-"""The metadata service of a cloud's machine, on loopback, which announces what it is told to.
+"""The metadata service of a cloud's machine, on loopback, which announces the given events.
 
     python -m tests.servers.metadata_server --cloud gcp --port 0 --after 10
 
-It plays what `ray_ckpt.preemption.cloud` asks of Amazon, Google or Azure, with their headers, tokens and
-status codes, and refuses the rest. RAY_CKPT_METADATA_URL leads a process to it.
+It answers the requests of `ray_ckpt.preemption.cloud` to Amazon, Google or Azure, with their headers, tokens
+and status codes, and refuses the rest. RAY_CKPT_METADATA_URL leads a process to it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class MetadataServer:
 
     def announce(self, kind: str, in_s: float | None = None, *, machine: str | None = None) -> None:
         """One of KINDS; on Azure, for another `machine` of the set. `in_s`: seconds from now; None: at once,
-        which on Azure is an event that has begun. Google tells no time."""
+        which on Azure is an event that has begun. Google announces no time."""
         if kind not in KINDS[self.cloud]:
             raise ValueError(f"{self.cloud} does not announce {kind!r}, but {', '.join(KINDS[self.cloud])}.")
         at_s = None if in_s is None else time.time() + in_s

@@ -18,7 +18,7 @@ REQUEST_S = 1  # for a request: a hanging one costs as much
 
 
 def lose_patience(monkeypatch: pytest.MonkeyPatch, *, tries: int = TRIES) -> None:
-    """For stores that are opened from now on, by either backend."""
+    """Shorten the time-outs of stores that are opened from now on, by either backend."""
 
     async def wait(seconds: float) -> None:
         await asyncio.sleep(0.002)

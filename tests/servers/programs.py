@@ -24,7 +24,7 @@ ACCESS_KEY, SECRET_KEY = "strict", "strict-secret"  # what the strict store want
 
 
 def program(name: str) -> Path:
-    """One of `.venv-servers`. RuntimeError, saying what to do, if that is not there."""
+    """Return a program of `.venv-servers`. RuntimeError with the remedy if it is not there."""
     path = HOME / "bin" / name
     if not path.exists():
         raise RuntimeError(f"{path} is not there: run `make .venv-servers/.ready`")

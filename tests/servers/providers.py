@@ -1,4 +1,4 @@
-"""What gives out credentials on loopback: Google's token endpoint, and a container's role on AWS."""
+"""Providers of credentials on loopback: Google's token endpoint, and a container's role on AWS."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tokens:
     token: str = "strict-token"
     valid_s: int = 3600
     given: int = 0
-    """How often it was asked."""
+    """Number of requests."""
 
     def answer(self) -> Mapping[str, Any]:
         self.given += 1

@@ -83,7 +83,7 @@ class Stranger(Protocol):
 
 
 class FolderStranger:
-    """Of a POSIX folder, where an upload is a temporary file beside its name."""
+    """A stranger to a POSIX folder, where an upload is a temporary file beside its name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -138,16 +138,16 @@ class GcsStranger:
         self._session.headers["Authorization"] = f"Bearer {TOKEN}"
 
     def objects(self, prefix: str) -> list[str]:
-        return self._texts(self._ask("GET", "", {"list-type": "2", "prefix": prefix}), "Key")
+        return self._texts(self._send("GET", "", {"list-type": "2", "prefix": prefix}), "Key")
 
     def begin(self, key: str) -> None:
-        [upload] = self._texts(self._ask("POST", key, {"uploads": ""}), "UploadId")
-        self._ask("PUT", key, {"partNumber": "1", "uploadId": upload}, bytes(PART_BYTES))
+        [upload] = self._texts(self._send("POST", key, {"uploads": ""}), "UploadId")
+        self._send("PUT", key, {"partNumber": "1", "uploadId": upload}, bytes(PART_BYTES))
 
     def unfinished(self, prefix: str) -> list[str]:
-        return self._texts(self._ask("GET", "", {"uploads": "", "prefix": prefix}), "Key")
+        return self._texts(self._send("GET", "", {"uploads": "", "prefix": prefix}), "Key")
 
-    def _ask(self, method: str, key: str, query: Mapping[str, str], data: bytes = b"") -> requests.Response:
+    def _send(self, method: str, key: str, query: Mapping[str, str], data: bytes = b"") -> requests.Response:
         answer = self._session.request(
             method, f"{self._url}/{quote(key)}".rstrip("/"), params=query, data=data, timeout=30
         )
@@ -203,7 +203,7 @@ class Store:
 
     @property
     def key(self) -> str:
-        """Of the root: what comes before our names in a stranger's."""
+        """The key of the root: the prefix of our names in those of a stranger."""
         return "" if self.location.is_posix else f"{self.location.key}/"
 
     def new_log(self) -> LogStore:
@@ -215,7 +215,7 @@ class Store:
         return ObjectLogStore(self._small, folder)
 
     def names(self, folder: str) -> list[str]:
-        """What a stranger sees in a folder of ours, by our names."""
+        """Return the objects that a stranger finds in one of our folders, by our names."""
         return self._ours(self.stranger.objects(f"{self.key}{folder}/"))
 
     def uploads(self, folder: str) -> list[str]:

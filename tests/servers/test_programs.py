@@ -1,4 +1,4 @@
-"""Servers of the tests are found or asked for, and never outlive the tests."""
+"""Servers of the tests are found, or an error shows how to install them; they never outlive the tests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def test_what_is_not_installed_says_how_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_program_is_an_error_with_the_way_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(programs, "HOME", tmp_path)
     with pytest.raises(RuntimeError, match=r"run `make \.venv-servers/\.ready`"):
         program("ministack")
@@ -64,7 +66,9 @@ def test_a_server_ends_when_the_tests_are_killed() -> None:
     wait_until(lambda: is_gone(server))
 
 
-def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_start_is_an_error_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "bin").mkdir()
     broken = tmp_path / "bin" / "ministack"
     broken.write_text("#!/bin/sh\necho no such option\nexit 2\n")

@@ -1,4 +1,4 @@
-"""What a disk may hold after a power loss: record the file operations of real code, lose power anywhere.
+"""Disks after a power loss: record the file operations of real code, and lose power after any of them.
 
 `recording(root)` notes every change that code makes below `root` through `os` (and so through pathlib), in
 any thread, and `crashes` gives the directory trees that may be found after a power loss at each point. The
@@ -10,7 +10,7 @@ disk is as weak as POSIX allows:
   of later ones any subset may have been done, each of them entirely or not at all. A rename between two
   directories is two changes: both names may be left, or none.
 
-Journaling file systems promise more; `test_power_loss.py` asks them.
+Journaling file systems promise more; `test_power_loss.py` runs on them.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class Sync:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Noted:
     """Not an operation: `fact` was acknowledged to somebody."""
 
     fact: Fact
 
 
-Operation: TypeAlias = Write | Grow | Change | Sync | Said
+Operation: TypeAlias = Write | Grow | Change | Sync | Noted
 
 
 class ProcessDied(BaseException):
@@ -96,9 +96,9 @@ class CrashDisk:
         self._dead = False
         self._lock = threading.RLock()  # one operation at a time; what happens before one is not in it
 
-    def say(self, *fact: str) -> None:
+    def note(self, *fact: str) -> None:
         """`fact` is acknowledged now."""
-        self.operations.append(Said(fact))
+        self.operations.append(Noted(fact))
 
     def at(self, index: int, action: Callable[[], None]) -> None:
         """Run `action` once, just before the first operation that has at least `index` others before it."""
@@ -240,7 +240,7 @@ class CrashDisk:
 
     @contextlib.contextmanager
     def _operation(self) -> Iterator[None]:
-        """Around an operation and its record. What is to happen before it happens first."""
+        """Wrap an operation and its record; run the actions that are due before it."""
         while (action := self._due()) is not None:
             action()
         with self._lock:
@@ -281,26 +281,26 @@ def recording(root: Path) -> Iterator[CrashDisk]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crash:
-    """A power loss after the first `index` operations: the tree that is left and what had been said."""
+    """A power loss after the first `index` operations: the tree that is left and what had been noted."""
 
     index: int
     image: Image
-    said: frozenset[Fact]
+    noted: frozenset[Fact]
 
 
 def crashes(operations: Sequence[Operation], *, seed: int, random_choices: int) -> Iterator[Crash]:
     """After each operation: nothing unsynced is left, all of it is, and `random_choices` other outcomes."""
     disk, rng = _Disk(), random.Random(seed)
     choices = (NOTHING, EVERYTHING, *[_at_random(rng)] * random_choices)
-    said = frozenset[Fact]()
+    noted = frozenset[Fact]()
     for index in range(len(operations) + 1):
         for choice in choices:
-            yield Crash(index=index, image=disk.image(choice), said=said)
+            yield Crash(index=index, image=disk.image(choice), noted=noted)
         if index < len(operations):
             operation = operations[index]
             disk.apply(operation)
-            if isinstance(operation, Said):
-                said |= {operation.fact}
+            if isinstance(operation, Noted):
+                noted |= {operation.fact}
 
 
 def read_image(folder: Path) -> Image:
@@ -320,7 +320,7 @@ def write_image(image: Image, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Which unsynced changes of directories were done, and what is left of unsynced bytes."""
+    """The unsynced changes of directories that were done, and the unsynced bytes that are left."""
 
     keeps: Callable[[], bool]
     left_of: Callable[[Write], Write | None]

@@ -1,7 +1,7 @@
-"""What the disk layer's callers do and may rely on afterwards: for tests that take the power away.
+"""Workloads of the disk layer's callers, and the promises that must hold after a power loss.
 
-A workload is `run(disk, at)`: it says to `disk` what was acknowledged, and something happens to it before
-operation `at` (NEVER: nothing does). Its check raises `Torn` or `Lost` if the folder that is left breaks a
+A workload is `run(disk, at)`: it notes acknowledged facts in `disk`, and an event happens before operation
+`at` (NEVER: no event happens). Its check raises `Torn` or `Lost` if the folder that is left breaks a
 promise; it reads with new objects, as a restarted process would.
 """
 
@@ -50,7 +50,7 @@ def open_staging(root: Path) -> contextlib.closing[Staging]:
 
 
 def put_fragment(disk: CrashDisk, stage: Staging, saved: SampleCheckpoint, node: int) -> None:
-    """What a node does for a save of its own, and for a copy: files, fragment, acknowledgement."""
+    """Store a node's own save, or a copy: files, fragment, acknowledgement."""
     directory, fragment = saved.attempt.directory, saved.fragments[node]
     manifest = names.fragment_file(node, saved.num_nodes)
     for name in (*(file.name for file in fragment.files), manifest):
@@ -58,13 +58,13 @@ def put_fragment(disk: CrashDisk, stage: Staging, saved: SampleCheckpoint, node:
         stage.put(
             UID, directory, name, [data[: data.nbytes // 2], data[data.nbytes // 2 :]], size_bytes=data.nbytes
         )
-    disk.say("held", directory, manifest)
+    disk.note("held", directory, manifest)
 
 
-def say_holdings(disk: CrashDisk, stage: Staging) -> None:
-    """Take inventory. What is reported may be committed from then on."""
+def note_holdings(disk: CrashDisk, stage: Staging) -> None:
+    """Take inventory. Reported fragments may be committed from then on."""
     for holding in stage.holdings(UID):
-        disk.say("held", holding.fragment.attempt.directory, holding.entry.name)
+        disk.note("held", holding.fragment.attempt.directory, holding.entry.name)
 
 
 def meanwhile(disk: CrashDisk, stage: Staging, at: int, action: Callable[[], None]) -> None:
@@ -80,9 +80,9 @@ def meanwhile(disk: CrashDisk, stage: Staging, at: int, action: Callable[[], Non
 
 
 def save(disk: CrashDisk, at: int) -> None:
-    """A node saves; at `at` the agent is asked for its inventory."""
+    """Save on a node; at `at` the agent takes inventory."""
     with open_staging(disk.root) as stage:
-        meanwhile(disk, stage, at, lambda: say_holdings(disk, stage))
+        meanwhile(disk, stage, at, lambda: note_holdings(disk, stage))
         put_fragment(disk, stage, FIRST, 0)
 
 
@@ -96,7 +96,7 @@ def save_in_blocks(disk: CrashDisk, at: int) -> None:
         for _ in range(2):
             with contextlib.suppress(ProcessDied), open_staging(disk.root) as stage:
                 stage.put(UID, FIRST.attempt.directory, file, [FIRST.files[file]], size_bytes=4176)
-                disk.say("whole", FIRST.attempt.directory, file)
+                disk.note("whole", FIRST.attempt.directory, file)
             disk.restart()
 
 
@@ -112,7 +112,7 @@ def killed_save(disk: CrashDisk, at: int) -> None:
     disk.at(at, disk.kill)
     for _ in range(2):
         with contextlib.suppress(ProcessDied), open_staging(disk.root) as stage:
-            say_holdings(disk, stage)
+            note_holdings(disk, stage)
             put_fragment(disk, stage, FIRST, 0)
         disk.restart()
 
@@ -122,12 +122,12 @@ def delete(disk: CrashDisk, at: int) -> None:
     with open_staging(disk.root) as stage:
         put_fragment(disk, stage, FIRST, 0)
         put_fragment(disk, stage, SECOND, 0)
-    disk.say("deleting", FIRST.attempt.directory)
+    disk.note("deleting", FIRST.attempt.directory)
     disk.at(len(disk.operations) + at, disk.kill)
     for _ in range(2):
         with contextlib.suppress(ProcessDied), open_staging(disk.root) as stage:
             stage.delete(UID, FIRST.attempt.directory)
-            disk.say("gone", FIRST.attempt.directory)
+            disk.note("gone", FIRST.attempt.directory)
         disk.restart()
 
 
@@ -136,23 +136,23 @@ def quarantine(disk: CrashDisk, at: int) -> None:
     directory, bad = FIRST.attempt.directory, FIRST.fragments[0].files[0].name
     with open_staging(disk.root) as stage:
         put_fragment(disk, stage, FIRST, 0)
-    disk.say("deleting", directory)
+    disk.note("deleting", directory)
     disk.at(len(disk.operations) + at, disk.kill)
     for _ in range(2):
         with contextlib.suppress(ProcessDied), open_staging(disk.root) as stage:
             stage.quarantine(UID, directory, bad)
-            disk.say("bad", directory, names.fragment_file(0, FIRST.num_nodes))
+            disk.note("bad", directory, names.fragment_file(0, FIRST.num_nodes))
         disk.restart()
 
 
 def mark(disk: CrashDisk, at: int) -> None:
-    """An agent hears of two epochs; it dies at `at`, and the next one hears of a third."""
+    """Send two epochs to an agent, which dies at `at`, and a third one to the next agent."""
     disk.at(at, disk.kill)
     for epochs in ((1, 2), (3,)):
         with contextlib.suppress(ProcessDied), open_staging(disk.root) as stage:
             for epoch in epochs:
                 stage.write_mark(UID, run_name="gpt", storage_path="/shared", epoch=epoch)
-                disk.say("mark", str(epoch))
+                disk.note("mark", str(epoch))
         disk.restart()
 
 
@@ -180,7 +180,7 @@ def append(disk: CrashDisk, store: PosixLogStore, writer: str) -> None:
     record = records.LogRecord(seq=seq, epoch=0, writer=writer, prev=prev, time_s=0.0, op=op)
     data = records.encode_record(record)
     if store.create(names.record_file(seq), data) is CreateResult.OK:
-        disk.say("recorded", names.record_file(seq), digest(data))
+        disk.note("recorded", names.record_file(seq), digest(data))
 
 
 def two_writers(disk: CrashDisk, at: int) -> None:
@@ -220,7 +220,7 @@ def drain(disk: CrashDisk, at: int) -> None:
     disk.at(at, upload)
     upload()
     remote.put(FIRST.attempt.directory, names.CHECKPOINT_JSON, FIRST.files[names.CHECKPOINT_JSON])
-    disk.say("durable", FIRST.attempt.directory)
+    disk.note("durable", FIRST.attempt.directory)
 
 
 # What must be true afterwards
@@ -234,10 +234,10 @@ class Lost(AssertionError):
     """Something that was acknowledged is not there."""
 
 
-def check_staging(root: Path, said: frozenset[Fact]) -> None:
-    deleting = {fact[1] for fact in said if fact[0] == "deleting"}
-    gone = {fact[1] for fact in said if fact[0] == "gone"}
-    promised = {fact for fact in said if fact[0] == "held" and fact[1] not in deleting}
+def check_staging(root: Path, noted: frozenset[Fact]) -> None:
+    deleting = {fact[1] for fact in noted if fact[0] == "deleting"}
+    gone = {fact[1] for fact in noted if fact[0] == "gone"}
+    promised = {fact for fact in noted if fact[0] == "held" and fact[1] not in deleting}
     with open_staging(root) as stage:
         held = set()
         for holding in stage.holdings(UID):
@@ -253,13 +253,13 @@ def check_staging(root: Path, said: frozenset[Fact]) -> None:
                 path = stage.path(UID, directory, file)
                 if path.exists() and path.read_bytes() != data:
                     raise Torn(f"{directory}/{file} is visible with other bytes")
-                if ("whole", directory, file) in said and not path.exists():
+                if ("whole", directory, file) in noted and not path.exists():
                     raise Lost(f"{directory}/{file} was written and is not there")
         if promised - held:
             raise Lost(f"not held any more: {promised - held}")
-        if back := held & {("held", *fact[1:]) for fact in said if fact[0] == "bad"}:
+        if back := held & {("held", *fact[1:]) for fact in noted if fact[0] == "bad"}:
             raise Torn(f"put aside as bad, but held: {back}")
-        if stage.epoch(UID) < max((int(fact[1]) for fact in said if fact[0] == "mark"), default=0):
+        if stage.epoch(UID) < max((int(fact[1]) for fact in noted if fact[0] == "mark"), default=0):
             raise Lost(f"the highest epoch is forgotten: {stage.epoch(UID)}")
         if gone & set(stage.directories(UID)):
             raise Lost("a deleted folder came back")
@@ -270,28 +270,28 @@ def check_staging(root: Path, said: frozenset[Fact]) -> None:
             assert directory not in stage.directories(UID), "a repeated delete ends what the first began"
 
 
-def check_log(root: Path, said: frozenset[Fact]) -> None:
+def check_log(root: Path, noted: frozenset[Fact]) -> None:
     store = PosixLogStore(root / "log")
     log = read_log(store)
     numbers = sorted(name for name in store.list() if names.record_seq(name) is not None)
     if numbers != [names.record_file(seq) for seq in range(len(log))]:
         raise Torn(f"a log with gaps: {numbers}")
     there = {("recorded", names.record_file(record.seq), found) for record, found in log}
-    if said - there:
-        raise Lost(f"not in the log any more: {said - there}")
+    if noted - there:
+        raise Lost(f"not in the log any more: {noted - there}")
     for (_, found), (record, _) in itertools.pairwise(log):
         if record.prev != found:
             raise Torn(f"record {record.seq} does not follow the one before")
 
 
-def check_remote(root: Path, said: frozenset[Fact]) -> None:
+def check_remote(root: Path, noted: frozenset[Fact]) -> None:
     for saved in SAVED.values():
         description = root / names.CHECKPOINTS_DIR / saved.attempt.directory / names.CHECKPOINT_JSON
         if description.exists():
             report = verify_directory(description.parent, root_digest=saved.root_digest)
             if report.damages:
                 raise Torn(f"described, but {report.damages}")
-        elif ("durable", saved.attempt.directory) in said:
+        elif ("durable", saved.attempt.directory) in noted:
             raise Lost("a durable checkpoint is not there")
 
 

@@ -1,6 +1,6 @@
 """The disk layer loses power after every file operation, on the weakest disk that POSIX allows.
 
-What was acknowledged is there byte for byte, nothing that is visible is torn, and every call can be repeated.
+Acknowledged files are there byte for byte, no visible file is torn, and every call can be repeated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CASES = [pytest.param(run, check, id=run.__name__) for run, check in WORKLOADS]
 
 @dataclass(slots=True)
 class Tally:
-    """What was tried: runs of a workload, (point, outcome) pairs of them, and how many of those differed."""
+    """Counts: runs of a workload, their (point, outcome) pairs, and the number of different pairs."""
 
     runs: int = 0
     crashes: int = 0
@@ -72,13 +72,13 @@ def lose_power_everywhere(
     seen = set()
     for crash in crashes(disk.operations, seed=seed, random_choices=RANDOM_CHOICES):
         tally.crashes += 1
-        if (crash.image, crash.said) in seen:
+        if (crash.image, crash.noted) in seen:
             continue
-        seen.add((crash.image, crash.said))
+        seen.add((crash.image, crash.noted))
         with emptied(scratch / "left") as folder:
             write_image(crash.image, folder)
             try:
-                check(folder, crash.said)
+                check(folder, crash.noted)
             except Exception as error:
                 before = "\n".join(f"  {short(o)}" for o in disk.operations[: crash.index])
                 left = "\n".join(f"  {name}" for name, _ in crash.image)
@@ -138,7 +138,7 @@ def fragment_first(patch: pytest.MonkeyPatch) -> None:
     def put(disk: CrashDisk, stage: Staging, saved: SampleCheckpoint, node: int) -> None:
         directory, manifest = saved.attempt.directory, names.fragment_file(node, saved.num_nodes)
         stage.put(workloads.UID, directory, manifest, [saved.files[manifest]])
-        disk.say("held", directory, manifest)
+        disk.note("held", directory, manifest)
         for file in saved.fragments[node].files:
             stage.put(workloads.UID, directory, file.name, [saved.files[file.name]])
 

@@ -25,14 +25,14 @@ from tests.servers.stores import BUCKET, bucket_url, make_bucket
 from tests.servers.strict_store import StrictStore
 
 AWS_KEYS = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
-WAIT_S = 20.0  # for credentials that are asked for once more
+WAIT_S = 20.0  # for credentials that are requested once more
 
 
 @pytest.fixture(autouse=True)
 def none_at_all(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> dict[str, str]:
-    """This process has no credentials; each test says which it gets."""
+    """Remove all credentials of this process; each test sets its own."""
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -112,7 +112,7 @@ class TestS3:
         assert all(works(files) for _ in range(5))
         assert len((tmp_path / "calls").read_text()) == 1
 
-    def test_keys_that_expire_are_asked_for_again(
+    def test_keys_that_expire_are_requested_again(
         self, strict: StrictStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The same store object goes on, with the keys that the program gives by then."""
@@ -130,7 +130,7 @@ class TestS3:
             monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", uri)
             assert works(open_at(url("s3", strict)))
 
-    def test_none_is_an_error_that_says_what_to_set(self, strict: StrictStore) -> None:
+    def test_none_is_an_error_that_names_the_setting(self, strict: StrictStore) -> None:
         with pytest.raises(ConfigError, match=f"no AWS credentials for s3://{BUCKET}/credentials") as caught:
             open_at(url("s3", strict))
         for way in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "storage_options['profile']", "role", "runtime_env"):
@@ -204,7 +204,7 @@ class TestS3:
     @pytest.mark.parametrize(
         "options", [{"sse": "AES256"}, {"sse": "aws:kms", "sse_kms_key_id": "arn:aws:kms:key/1"}]
     )
-    def test_encryption_at_rest_is_asked_for(
+    def test_encryption_at_rest_is_requested(
         self, strict: StrictStore, keys: None, options: dict[str, str], nbytes: int
     ) -> None:
         bucket = f"b{uuid.uuid4().hex}"
@@ -231,7 +231,7 @@ class TestGcs:
         assert all(works(files) for _ in range(5))
         assert tokens.given == given + 1
 
-    def test_a_token_that_expires_is_asked_for_again(
+    def test_a_token_that_expires_is_requested_again(
         self, strict: StrictStore, tokens: Tokens, account: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tokens, "valid_s", 2)
@@ -242,7 +242,7 @@ class TestGcs:
         monkeypatch.setattr(tokens, "token", "strict-token")
         assert works_soon(files)
 
-    def test_none_is_an_error_that_says_what_to_set(self, strict: StrictStore) -> None:
+    def test_none_is_an_error_that_names_the_setting(self, strict: StrictStore) -> None:
         with pytest.raises(ConfigError, match=f"no Google credentials for gs://{BUCKET}") as caught:
             open_at(url("gs", strict))
         for way in ("GOOGLE_APPLICATION_CREDENTIALS", "account of its machine", "gcloud auth"):

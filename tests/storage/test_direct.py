@@ -82,7 +82,7 @@ def aligned(size: int, shift: int = 0) -> memoryview:
 
 
 def joined(blocks: Iterator[memoryview]) -> bytes:
-    """Each block copied before the next is asked for; `join` alone would ask for all of them first."""
+    """Join the blocks, each copied before the next is requested; `join` alone would request all first."""
     return b"".join(map(bytes, blocks))
 
 
@@ -177,7 +177,7 @@ def test_all_but_the_end_goes_past_the_cache(
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_a_chunk_may_change_when_the_next_is_asked_for(
+def test_a_chunk_may_change_when_the_next_is_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One buffer, filled again and again: what is written is what it held when it was given."""
@@ -211,11 +211,11 @@ def test_spans_out_of_order_or_out_of_the_file_are_refused(
 
 @pytest.mark.parametrize("count", [0, 3, 5, 1000])
 def test_another_size_than_announced_is_refused(tmp_path: Path, count: int) -> None:
-    asked = iter(range(count))
+    requested = iter(range(count))
     with pytest.raises(CorruptionError, match="arrived for a file of 40"):
-        write_direct(tmp_path, (b"0123456789" for _ in asked), size_bytes=40)
+        write_direct(tmp_path, (b"0123456789" for _ in requested), size_bytes=40)
     assert not names_in(tmp_path)
-    assert (next(asked, None) is None) == (count < 1000), "and no more is taken than shows it"
+    assert (next(requested, None) is None) == (count < 1000), "and no more is taken than shows it"
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -295,23 +295,23 @@ def test_other_file_systems(odd: Path) -> None:
     assert joined(read_blocks_direct(path)) == data and written.digest == digest(data)
 
 
-def test_a_full_disk_shows_before_anything_is_asked_for(tmp_path: Path) -> None:
+def test_a_full_disk_shows_before_any_block_is_requested(tmp_path: Path) -> None:
     mount("tmpfs", "size=4m", tmp_path / "small")
-    disk, asked = tmp_path / "small", []
+    disk, requested = tmp_path / "small", []
 
     def chunks() -> Iterator[Buffer]:
         for number in range(8):
-            asked.append(number)
+            requested.append(number)
             yield bytes(1 << 20)
 
     try:
         free = files.free_bytes(disk)
         for size, first in ((8 << 20, 0), (None, 4)):
-            asked.clear()
+            requested.clear()
             with pytest.raises(OSError) as caught:
                 write_direct(disk, chunks(), size_bytes=size)
             assert caught.value.errno == errno.ENOSPC
-            assert len(asked) >= first if first else not asked
+            assert len(requested) >= first if first else not requested
             assert files.free_bytes(disk) == free and not names_in(disk)
     finally:
         subprocess.run(["umount", disk], check=True)

@@ -165,7 +165,7 @@ def test_a_disk_that_fails_is_passed_over(
     assert found["b"] == [] and any(n.startswith("shard") for n in found["c"])
     tries = sum(not name.startswith("manifest") for name in saved.files if name != "checkpoint.json")
     assert failures() == (tries if code == errno.ENOSPC else 1), (
-        "a full disk is asked again, a broken one not"
+        "a full disk is tried again, a broken one is not"
     )
     assert [h.fragment.attempt for h in three.holdings(UID)] == [old.attempt] * 2 + [saved.attempt] * 2
     levels = {record.levelno for record in caplog.records}
@@ -289,7 +289,7 @@ def test_a_delete_goes_on_behind_a_disk_that_fails(
 
 
 def test_one_disk_is_as_its_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is looked for, passed over or said."""
+    """One disk is used without a search, a skip or a log line."""
     saved = sample()
     with contextlib.closing(Disks([tmp_path / "only"])) as disks:
         put(disks, saved)
@@ -311,7 +311,7 @@ def test_one_disk_is_as_its_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_full_disk_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A real one, that seems to have room until it is asked to set it aside."""
+    """A real full disk shows free space until a file is allocated."""
     small = tmp_path / "small"
     small.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", small], capture_output=True)

@@ -1,4 +1,4 @@
-"""What every log store must do, and the probe that finds file systems that cannot."""
+"""Requirements on every log store, and the probe that finds file systems that do not fulfil them."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class IgnoresConditions(CreatesOnce):
 
 
 class StaleListings(CreatesOnce):
-    """Listings are cached until someone says that they are not to be."""
+    """A store whose listings are cached unless a call forbids it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def on(fs: MemoryFileSystem) -> ObjectLogStore:
 
 
 class ClientError(Exception):
-    """As botocore's."""
+    """Stands for botocore's ClientError."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"HTTP {status}")
@@ -247,9 +247,9 @@ class TestObjects(LogStoreTests):
         for call in ("cat_file", "find", "rm_file"):
             monkeypatch.setattr(fs, call, refuse)
         assert store.create("a", b"1") is CreateResult.UNKNOWN
-        for ask in (lambda: store.read("a"), store.list, lambda: store.delete("a")):
+        for request in (lambda: store.read("a"), store.list, lambda: store.delete("a")):
             with pytest.raises(OSError, match="session is closed"):
-                ask()
+                request()
 
     def test_listings_are_fresh(self) -> None:
         mine, others = StaleListings(), CreatesOnce()
@@ -314,7 +314,7 @@ class TestPosix(LogStoreTests):
     def test_a_lost_answer_of_link_is_resolved_by_looking(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """NFS: the first LINK is carried out, its answer lost, the retransmission says EEXIST."""
+        """NFS: the first LINK is carried out and its answer is lost; the retransmission gets EEXIST."""
         link = os.link
 
         def twice(source: Path, target: Path) -> None:

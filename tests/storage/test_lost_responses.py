@@ -233,7 +233,7 @@ def fault_ids(faults: object) -> str:
 
 
 def bounded(call: Callable[[], object], *, limit_s: float = PUT_S) -> Exception | None:
-    """What it raises, if that is an OSError; it must not take longer."""
+    """Return the OSError of a call, or None; the call must end in time."""
     begun = time.monotonic()
     try:
         call()
@@ -328,7 +328,7 @@ class TestDrains:
         strict.clear_faults()
         assert bytes(got) == data if error is None else len(str(error).splitlines()) == 1
 
-    def test_answers_that_begin_late_are_asked_for_ahead(
+    def test_answers_that_begin_late_are_requested_ahead(
         self, tier: RemoteTier, staged: tuple[FileEntry, Path], strict: StrictStore
     ) -> None:
         entry, path = staged

@@ -23,7 +23,7 @@ def memfd() -> Iterator[int]:
 
 
 def huge_kib() -> int:
-    """What this process has mapped of shared memory as huge pages."""
+    """Return the KiB of shared memory that this process maps as huge pages."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped"))
 

@@ -24,7 +24,7 @@ from ray_ckpt.errors import CheckpointError, FormatError
 from ray_ckpt.storage.local import files
 from ray_ckpt.storage.local.staging import Staging
 from tests.storage import crash_workloads as workloads
-from tests.storage.crash_disk import CrashDisk, Said, recording
+from tests.storage.crash_disk import CrashDisk, Noted, recording
 from tests.storage.crash_workloads import FIRST, NEVER, SECOND, UID, WORKLOADS, Check, Lost, Run, Torn
 
 SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, struct.pack("I", 2)
@@ -96,9 +96,9 @@ def cycle(image: Path, run: Run, check: Check, *, at: int) -> int:
                 run(disk, NEVER)
         power.close()
     with mounted("-o", "loop", image, at=mount_point):
-        said = frozenset(operation.fact for operation in disk.operations if isinstance(operation, Said))
+        noted = frozenset(operation.fact for operation in disk.operations if isinstance(operation, Noted))
         try:
-            check(folder, said)
+            check(folder, noted)
         except Exception as error:
             error.add_note(f"{run.__name__}, power lost before operation {at}")
             raise
@@ -128,7 +128,7 @@ def test_it_survives_many(image: Path, run: Run, check: Check) -> None:
 def test_a_file_without_its_fsync_is_lost(image: Path) -> None:
     """The rig takes away what was not synced; else the tests above could not fail.
 
-    What O_DIRECT wrote is on the disk before its fsync, so this is a file that went through the cache.
+    Bytes written with O_DIRECT are on the disk before the fsync, so this file is written through the cache.
     """
 
     def unsynced(disk: CrashDisk, at: int) -> None:

@@ -32,7 +32,7 @@ def names_in(folder: Path) -> list[str]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """As a probe leaves it."""
+    """Return a storage path as a probe leaves it."""
     root = tmp_path / "gpt" / "ray_ckpt"
     (root / "log").mkdir(parents=True)
     return root
@@ -260,7 +260,7 @@ def test_a_storage_path_below_a_file_is_refused(tmp_path: Path) -> None:
         RemoteTier(Location.parse(tmp_path / "file")).probe_log()
 
 
-def test_a_node_that_cannot_write_says_so(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_cannot_write_raises(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
     tier.probe_log()
     tier.leave_nonce("n")
 

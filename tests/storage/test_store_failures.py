@@ -113,7 +113,7 @@ def test_a_store_that_does_not_list_uploads_still_deletes(
     assert tier.files_of(DIRECTORY) == {}
 
 
-def test_a_forked_child_is_told_instead_of_waiting_for_ever(tier: RemoteTier) -> None:
+def test_a_forked_child_gets_an_error_instead_of_waiting_for_ever(tier: RemoteTier) -> None:
     tier.put(DIRECTORY, SHARD, b"1")
     child = os.fork()
     if not child:
@@ -151,10 +151,10 @@ def test_a_file_entry_that_is_empty_goes_there_and_back(tier: RemoteTier, tmp_pa
     assert list(tier.blocks(DIRECTORY, SHARD)) == [] and tier.size(DIRECTORY, SHARD) == 0
 
 
-def test_an_answer_that_is_asked_for_ahead_may_wait_for_a_slow_reader(
+def test_an_answer_that_is_requested_ahead_may_wait_for_a_slow_reader(
     strict: StrictStore, tier: RemoteTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a drill with a limit, which leaves such answers unread for minutes."""
+    """A drill with a rate limit leaves such answers unread for minutes."""
     data = os.urandom(3 * object_store.GET_BYTES)  # the sockets between hold less than one of these answers
     tier.put(DIRECTORY, SHARD, data)
     monkeypatch.setattr(object_store, "STALL_S", 0.5)

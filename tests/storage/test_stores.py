@@ -1,4 +1,4 @@
-"""What every store must do, over real servers: one suite for files, one for the log, one for the remote tier.
+"""Requirements on every store, over real servers: suites for files, for the log and for the remote tier.
 
 A store that differs is named with its reason in `DIFFERENCES`, and is expected to differ.
 """
@@ -97,7 +97,7 @@ def random_bytes(nbytes: int, seed: int = 0) -> bytes:
 
 
 def in_blocks(data: bytes, nbytes: int = ODD_BYTES) -> Iterator[memoryview]:
-    """In memory that is used again for each block, and overwritten at once."""
+    """Yield the blocks in memory that is used again for each block, and overwritten at once."""
     buffer = bytearray(nbytes)
     for start in range(0, len(data), nbytes):
         block = data[start : start + nbytes]
@@ -335,7 +335,7 @@ class TestLog(LogStoreTests):
 
 @pytest.fixture
 def directory() -> str:
-    """Of a checkpoint that nobody else has."""
+    """Return the directory of a new checkpoint."""
     return f"{10:012d}-{uuid.uuid4().hex[:16]}"
 
 
@@ -428,7 +428,7 @@ def scheme(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["obstore", pytest.param("fsspec", marks=SLOW)])
 def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Options of each backend. What gcsfs does cannot be hurried by options of its own."""
+    """Options of each backend. gcsfs has no options for shorter time-outs."""
     if request.param == "fsspec":
         lose_patience(monkeypatch, tries=2)
     return {"backend": request.param}
@@ -459,7 +459,7 @@ def endpoint_of(store: Store) -> str:
     return store.location.endpoint
 
 
-def said_by(call: Callable[[], object], kind: type[OSError]) -> str:
+def error_of(call: Callable[[], object], kind: type[OSError]) -> str:
     with pytest.raises(kind) as caught:
         call()
     text = str(caught.value)
@@ -472,18 +472,18 @@ def open_at(url: str, options: Mapping[str, str] | None = None) -> FileStore:
 
 
 class TestErrors:
-    """What a store that fails comes to: OSError of the right kind, in one line, in bounded time."""
+    """A failing store raises an OSError of the right kind, in one line, in bounded time."""
 
     def test_a_bucket_that_is_not_there(
         self, scheme: str, options: dict[str, str], strict: StrictStore
     ) -> None:
         calls = calls_of(open_at(bucket_url(scheme, strict.endpoint, "runs", "absent"), options))
-        for name in ("size", "modified_s", "abort"):  # the answer to a HEAD does not say what is absent
+        for name in ("size", "modified_s", "abort"):  # the answer to a HEAD does not show what is absent
             del calls[name]
         if not lists_uploads(scheme, options):
             del calls["uploads"]
         for name, call in calls.items():
-            text = said_by(call, OSError)
+            text = error_of(call, OSError)
             assert "404" in text or "NoSuchBucket" in text, name
             with pytest.raises(OSError) as caught:
                 call()
@@ -502,7 +502,7 @@ class TestErrors:
         for name, call in calls_of(open_at(bucket_url(scheme, strict.endpoint, "runs"), options)).items():
             if name in ("uploads", "abort") and not lists_uploads(scheme, options):
                 continue
-            text = said_by(call, OSError if name in ("uploads", "abort") else PermissionError)
+            text = error_of(call, OSError if name in ("uploads", "abort") else PermissionError)
             assert "not-the" not in text
 
     def test_a_server_that_is_gone(
@@ -514,10 +514,10 @@ class TestErrors:
             if name in ("uploads", "abort") and not lists_uploads(scheme, options):
                 continue
             begun = time.monotonic()
-            said_by(call, OSError)
+            error_of(call, OSError)
             assert time.monotonic() - begun < 5, name
 
-    def test_a_server_that_is_overloaded_is_asked_again(
+    def test_a_request_to_an_overloaded_server_is_repeated(
         self,
         scheme: str,
         options: dict[str, str],
@@ -529,8 +529,8 @@ class TestErrors:
         files = open_at(bucket_url(scheme, strict.endpoint, folder), options)
         put(files, "a", b"1")
         for name, call in calls_of(files).items():
-            asks = name != "uploads" or lists_uploads(scheme, options)
-            if name not in ("delete", "abort") and asks:  # which leave nothing for the others
+            is_sent = name != "uploads" or lists_uploads(scheme, options)
+            if name not in ("delete", "abort") and is_sent:  # which leave nothing for the others
                 number = strict.add_fault(Fault(action=Status(503), times=1))
                 call()
                 assert strict.faults_fired()[number] == 1, name
@@ -606,7 +606,7 @@ class TestChecksums:
 
 
 class TestProbe:
-    """What cannot hold a commit log is refused when a run opens, in words that help."""
+    """A store that cannot hold a commit log is refused when a run opens, with a helpful error."""
 
     @pytest.fixture(autouse=True)
     def hurry(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -617,15 +617,15 @@ class TestProbe:
         self._refuses(bucket_url("s3", rclone, "runs"), "second create of the same name ok", "If-None-Match")
 
     @pytest.mark.parametrize(
-        ("conditions", "said"),
+        ("conditions", "message"),
         [("ignored", "second create of the same name ok"), ("501", "create gave unsupported")],
     )
     def test_conditions_that_are_not_kept(
-        self, scheme: str, options: dict[str, str], conditions: Literal["ignored", "501"], said: str
+        self, scheme: str, options: dict[str, str], conditions: Literal["ignored", "501"], message: str
     ) -> None:
         with StrictStore.process(buckets=(BUCKET,), conditions=conditions) as store:
             self._refuses(
-                bucket_url(scheme, store.endpoint, "runs"), said, "ifGenerationMatch", options=options
+                bucket_url(scheme, store.endpoint, "runs"), message, "ifGenerationMatch", options=options
             )
 
     def test_a_bucket_that_is_not_there(
@@ -647,12 +647,12 @@ class TestProbe:
         self._refuses(f"local://{tmp_path}", "create gave unsupported", "choose another storage_path")
 
     @staticmethod
-    def _refuses(storage_path: str, *said: str, options: Mapping[str, str] | None = None) -> None:
+    def _refuses(storage_path: str, *message: str, options: Mapping[str, str] | None = None) -> None:
         root = Location.parse(storage_path) / f"run-{uuid.uuid4().hex}" / "ray_ckpt"
         tier = RemoteTier(root, options)
         with pytest.raises(StoragePathError) as caught:
             tier.probe_log()
             tier.leave_nonce("nonce")
         text = str(caught.value)
-        assert all(words in text for words in said), text
+        assert all(words in text for words in message), text
         assert len(text.splitlines()) == 1 and tier.where in text and caught.value.hint

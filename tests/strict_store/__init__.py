@@ -1,4 +1,4 @@
-"""gcsfs reads this when it is imported: it would ask over gRPC, for a minute, what kind a bucket is."""
+"""gcsfs reads this when it is imported; otherwise it requests a bucket's kind over gRPC, for a minute."""
 
 import os
 

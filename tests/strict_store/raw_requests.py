@@ -21,10 +21,10 @@ class Answer(NamedTuple):
     body: bytes
 
 
-def ask(
+def send(
     endpoint: str, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
 ) -> Answer:
-    """As it is, without any signature."""
+    """Send a request as it is, without a signature."""
     connection = http.client.HTTPConnection(urlsplit(endpoint).netloc, timeout=30)
     try:
         connection.request(method, path, body, dict(headers or {}))
@@ -41,7 +41,7 @@ class _Signer(S3SigV4Auth):  # type: ignore[misc]  # botocore has no types
         return self.payload_text or str(super().payload(request))
 
 
-def ask_signed(
+def send_signed(
     endpoint: str,
     method: str,
     path: str,
@@ -50,12 +50,12 @@ def ask_signed(
     *,
     payload: str = "",
 ) -> Answer:
-    """Signed for S3. `payload`: what x-amz-content-sha256 says, if not the truth."""
+    """Send a request signed for S3. `payload`: a value of x-amz-content-sha256 other than the correct one."""
     request = AWSRequest(method, f"{endpoint}{path}", dict(headers or {}), body)
     signer = _Signer(Credentials("strict", "strict-secret"), "s3", "us-east-1")
     signer.payload_text = payload
     signer.add_auth(request)
-    return ask(endpoint, method, path, body, dict(request.headers.items()))
+    return send(endpoint, method, path, body, dict(request.headers.items()))
 
 
 @contextmanager

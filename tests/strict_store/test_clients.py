@@ -1,4 +1,4 @@
-"""What the libraries that write checkpoints do with S3: obstore, s3fs and Ray Train's pyarrow."""
+"""Requests to S3 of the libraries that write checkpoints: obstore, s3fs and Ray Train's pyarrow."""
 
 from __future__ import annotations
 

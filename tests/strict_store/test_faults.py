@@ -25,7 +25,7 @@ from tests.servers.strict_store import (
 )
 from tests.servers.strict_store.faults import Action, Faults
 from tests.strict_store.conftest import s3_client
-from tests.strict_store.raw_requests import ask, refused
+from tests.strict_store.raw_requests import refused, send
 
 _ACTIONS: list[Action] = [
     Status(503),
@@ -71,7 +71,7 @@ def test_what_is_no_fault_is_refused(store: StrictStore) -> None:
         b'{"action": {"kind": "hang"}, "every": 0}',
         b'{"action": {"kind": "hang"}, "match": {"key": "("}}',
     ):
-        assert ask(store.endpoint, "POST", "/__strict__/faults", body).status == 400
+        assert send(store.endpoint, "POST", "/__strict__/faults", body).status == 400
     assert store.faults_fired() == {}
 
 
@@ -106,7 +106,7 @@ def test_a_completion_may_fail_inside_a_200(s3: Any, store: StrictStore, bucket:
 
 def test_gcs_is_refused_in_its_own_way(store: StrictStore, bucket: str) -> None:
     store.add_fault(Fault(match=Match(operation="HeadObject"), action=Status(429)))
-    answer = ask(
+    answer = send(
         store.endpoint, "GET", f"/storage/v1/b/{bucket}/o/k", headers={"authorization": "Bearer strict-token"}
     )
     assert (answer.status, b"rateLimitExceeded" in answer.body) == (429, True)

@@ -19,7 +19,7 @@ from obstore.store import GCSStore
 
 from tests.servers.strict_store import StrictStore
 from tests.servers.strict_store.checksums import digest_of, to_text
-from tests.strict_store.raw_requests import Answer, ask
+from tests.strict_store.raw_requests import Answer, send
 
 _TOKEN = {"authorization": "Bearer strict-token"}
 
@@ -95,12 +95,12 @@ def test_obstore_uploads_in_parts_and_lists(gcs: GCSStore, store: StrictStore, b
 
 
 def _xml(store: StrictStore, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
-    return ask(
+    return send(
         store.endpoint, method, path, body, {**_TOKEN, **{k.replace("_", "-"): v for k, v in headers.items()}}
     )
 
 
-def test_hashes_are_compared_and_told(store: StrictStore, bucket: str) -> None:
+def test_hashes_are_compared_and_returned(store: StrictStore, bucket: str) -> None:
     right, wrong = to_text(digest_of("crc32c", b"body")), to_text(digest_of("crc32c", b"another"))
     path = f"/{bucket}/k"
     assert b"BadDigest" in _xml(store, "PUT", path, b"body", x_goog_hash=f"crc32c={wrong}").body
@@ -121,10 +121,10 @@ def test_preconditions_where_there_are_none_are_refused(store: StrictStore, buck
 
 def test_who_has_not_the_token_gets_nothing(store: StrictStore, bucket: str) -> None:
     wrong = {"authorization": "Bearer another"}
-    assert ask(store.endpoint, "PUT", f"/{bucket}/k", b"body", wrong).status == 401
-    answer = ask(store.endpoint, "GET", f"/storage/v1/b/{bucket}/o", headers=wrong)
+    assert send(store.endpoint, "PUT", f"/{bucket}/k", b"body", wrong).status == 401
+    answer = send(store.endpoint, "GET", f"/storage/v1/b/{bucket}/o", headers=wrong)
     assert (answer.status, json.loads(answer.body)["error"]["errors"][0]["reason"]) == (401, "authError")
-    assert ask(store.endpoint, "GET", f"/storage/v1/b/{bucket}").status == 401
+    assert send(store.endpoint, "GET", f"/storage/v1/b/{bucket}").status == 401
 
 
 def test_both_apis_see_the_same_objects(store: StrictStore, gcs: GCSStore, s3: Any, bucket: str) -> None:
@@ -174,7 +174,7 @@ def test_a_body_that_contains_the_boundary_is_refused(store: StrictStore, bucket
     def insert(media: bytes) -> Answer:
         parts = b'--==0==\n\n{"name":"k"}\n--==0==\nContent-Type: text/x\n\n%s\n--==0==--' % media
         headers = {**_TOKEN, "content-type": 'multipart/related; boundary="==0=="'}
-        return ask(
+        return send(
             store.endpoint, "POST", f"/upload/storage/v1/b/{bucket}/o?uploadType=multipart", parts, headers
         )
 
@@ -193,12 +193,12 @@ def _resume(
 ) -> Answer:
     parts = urlsplit(location)
     more = {**_TOKEN, "content-range": content_range, **(headers or {})}
-    return ask(store.endpoint, "PUT", f"{parts.path}?{parts.query}", body, more)
+    return send(store.endpoint, "PUT", f"{parts.path}?{parts.query}", body, more)
 
 
 def test_a_resumable_upload_goes_on_where_it_was(store: StrictStore, bucket: str) -> None:
     path = f"/upload/storage/v1/b/{bucket}/o?uploadType=resumable&name=k&ifGenerationMatch=0"
-    location = ask(store.endpoint, "POST", path, headers=_TOKEN).headers["location"]
+    location = send(store.endpoint, "POST", path, headers=_TOKEN).headers["location"]
     step = 256 << 10
     body = random.Random(5).randbytes(2 * step + 3)
     total = len(body)
@@ -212,12 +212,12 @@ def test_a_resumable_upload_goes_on_where_it_was(store: StrictStore, bucket: str
     answer = _resume(store, location, body, f"bytes 0-{total - 1}/{total}")  # again from the start
     assert (answer.status, json.loads(answer.body)["size"]) == (200, str(total))
     assert _resume(store, location, b"", f"bytes */{total}").status == 404
-    assert ask(store.endpoint, "POST", path, headers=_TOKEN).status == 412
+    assert send(store.endpoint, "POST", path, headers=_TOKEN).status == 412
 
 
 def test_the_hash_of_a_resumable_upload_is_compared_at_its_end(store: StrictStore, bucket: str) -> None:
     path = f"/upload/storage/v1/b/{bucket}/o?uploadType=resumable&name=k"
-    location = ask(store.endpoint, "POST", path, headers=_TOKEN).headers["location"]
+    location = send(store.endpoint, "POST", path, headers=_TOKEN).headers["location"]
     wrong = {"x-goog-hash": f"crc32c={to_text(digest_of('crc32c', b'another'))}"}
     assert _resume(store, location, b"body", "bytes 0-3/4", wrong).status == 400
     assert store.keys(bucket) == []
@@ -225,6 +225,6 @@ def test_the_hash_of_a_resumable_upload_is_compared_at_its_end(store: StrictStor
 
 def test_a_resumable_upload_can_be_cancelled(store: StrictStore, bucket: str) -> None:
     path = f"/upload/storage/v1/b/{bucket}/o?uploadType=resumable&name=k"
-    location = urlsplit(ask(store.endpoint, "POST", path, headers=_TOKEN).headers["location"])
-    assert ask(store.endpoint, "DELETE", f"{location.path}?{location.query}", headers=_TOKEN).status == 499
-    assert ask(store.endpoint, "DELETE", f"{location.path}?{location.query}", headers=_TOKEN).status == 404
+    location = urlsplit(send(store.endpoint, "POST", path, headers=_TOKEN).headers["location"])
+    assert send(store.endpoint, "DELETE", f"{location.path}?{location.query}", headers=_TOKEN).status == 499
+    assert send(store.endpoint, "DELETE", f"{location.path}?{location.query}", headers=_TOKEN).status == 404

@@ -13,7 +13,7 @@ from tests.servers.strict_store import StrictStore
 from tests.servers.strict_store.checksums import S3_CHECKSUMS, digest_of, to_text
 from tests.servers.strict_store.server import Server, Settings
 from tests.strict_store.conftest import s3_client
-from tests.strict_store.raw_requests import ask, ask_signed, refused
+from tests.strict_store.raw_requests import refused, send, send_signed
 
 _MIB = 1 << 20
 
@@ -103,7 +103,7 @@ def test_copies(s3: Any, bucket: str) -> None:
     assert (answer["Body"].read(), answer["Metadata"]) == (b"x", {"who": "me"})
 
 
-def test_encryption_that_is_asked_for_is_remembered(s3: Any, store: StrictStore, bucket: str) -> None:
+def test_encryption_that_is_requested_is_remembered(s3: Any, store: StrictStore, bucket: str) -> None:
     s3.put_object(Bucket=bucket, Key="k", Body=b"", ServerSideEncryption="aws:kms", SSEKMSKeyId="key-1")
     assert s3.head_object(Bucket=bucket, Key="k")["SSEKMSKeyId"] == "key-1"
     assert store.objects(bucket)[0]["headers"]["x-amz-server-side-encryption"] == "aws:kms"
@@ -227,7 +227,7 @@ def test_a_store_may_ignore_conditions() -> None:
         s3.close()
 
 
-def test_a_store_may_say_that_it_knows_no_conditions() -> None:
+def test_a_store_may_refuse_conditions() -> None:
     with Server(Settings(conditions="501", buckets=("b",))) as server:
         s3 = s3_client(server.endpoint)
         with refused("NotImplemented", 501):
@@ -316,44 +316,44 @@ def test_a_wrong_checksum_is_refused(store: StrictStore, bucket: str, name: str)
     header = f"x-amz-checksum-{name}"
     right, wrong = to_text(digest_of(name, body)), to_text(digest_of(name, b"another"))
     path = f"/{bucket}/k"
-    assert b"<Code>BadDigest" in ask_signed(store.endpoint, "PUT", path, body, {header: wrong}).body
-    assert b"<Code>InvalidDigest" in ask_signed(store.endpoint, "PUT", path, body, {header: "AAAA"}).body
+    assert b"<Code>BadDigest" in send_signed(store.endpoint, "PUT", path, body, {header: wrong}).body
+    assert b"<Code>InvalidDigest" in send_signed(store.endpoint, "PUT", path, body, {header: "AAAA"}).body
     assert store.keys(bucket) == []
-    assert ask_signed(store.endpoint, "PUT", path, body, {header: right}).status == 200
-    got = ask_signed(store.endpoint, "GET", path, headers={"x-amz-checksum-mode": "ENABLED"})
+    assert send_signed(store.endpoint, "PUT", path, body, {header: right}).status == 200
+    got = send_signed(store.endpoint, "GET", path, headers={"x-amz-checksum-mode": "ENABLED"})
     assert (got.headers[header], got.headers["x-amz-checksum-type"]) == (right, "FULL_OBJECT")
-    assert header not in ask_signed(store.endpoint, "GET", path).headers
+    assert header not in send_signed(store.endpoint, "GET", path).headers
 
 
 def test_a_wrong_md5_and_a_wrong_hash_of_the_payload_are_refused(store: StrictStore, bucket: str) -> None:
     md5 = {"content-md5": to_text(hashlib.md5(b"another").digest())}
-    answer = ask_signed(store.endpoint, "PUT", f"/{bucket}/k", b"body", md5)
+    answer = send_signed(store.endpoint, "PUT", f"/{bucket}/k", b"body", md5)
     assert (answer.status, b"<Code>BadDigest" in answer.body) == (400, True)
     another = hashlib.sha256(b"another").hexdigest()
-    answer = ask_signed(store.endpoint, "PUT", f"/{bucket}/k", b"body", payload=another)
+    answer = send_signed(store.endpoint, "PUT", f"/{bucket}/k", b"body", payload=another)
     assert (answer.status, b"<Code>XAmzContentSHA256Mismatch" in answer.body) == (400, True)
     assert store.keys(bucket) == []
 
 
-def _ask_chunked(store: StrictStore, path: str, chunks: bytes, trailer: str = "crc32") -> bytes:
+def _send_chunked(store: StrictStore, path: str, chunks: bytes, trailer: str = "crc32") -> bytes:
     headers = {"content-encoding": "aws-chunked", "x-amz-decoded-content-length": "4"}
     headers["x-amz-trailer"] = f"x-amz-checksum-{trailer}"
     payload = "STREAMING-UNSIGNED-PAYLOAD-TRAILER"
-    return ask_signed(store.endpoint, "PUT", path, chunks, headers, payload=payload).body
+    return send_signed(store.endpoint, "PUT", path, chunks, headers, payload=payload).body
 
 
 def test_checksums_may_come_behind_the_body(s3: Any, store: StrictStore, bucket: str) -> None:
     path = f"/{bucket}/k"
     right = to_text(digest_of("crc32", b"body")).encode()
-    assert b"BadDigest" in _ask_chunked(
+    assert b"BadDigest" in _send_chunked(
         store, path, b"4\r\nbody\r\n0\r\nx-amz-checksum-crc32:AAAAAA==\r\n\r\n"
     )
-    assert b"MalformedTrailer" in _ask_chunked(store, path, b"4\r\nbody\r\n0\r\n\r\n")
-    assert b"IncompleteBody" in _ask_chunked(store, path, b"5\r\nbody!\r\n0\r\n\r\n")
-    assert b"IncompleteBody" in _ask_chunked(store, path, b"3\r\nbod\r\n0\r\n\r\n")
-    assert b"IncompleteBody" in _ask_chunked(store, path, b"4\r\nbody??0\r\n\r\n")
+    assert b"MalformedTrailer" in _send_chunked(store, path, b"4\r\nbody\r\n0\r\n\r\n")
+    assert b"IncompleteBody" in _send_chunked(store, path, b"5\r\nbody!\r\n0\r\n\r\n")
+    assert b"IncompleteBody" in _send_chunked(store, path, b"3\r\nbod\r\n0\r\n\r\n")
+    assert b"IncompleteBody" in _send_chunked(store, path, b"4\r\nbody??0\r\n\r\n")
     assert store.keys(bucket) == []
-    assert not _ask_chunked(
+    assert not _send_chunked(
         store, path, b"1\r\nb\r\n3\r\nody\r\n0\r\nx-amz-checksum-crc32:%s\r\n\r\n" % right
     )
     answer = s3.get_object(Bucket=bucket, Key="k")
@@ -381,18 +381,18 @@ def test_the_crc_of_a_whole_object_is_checked_on_completion(s3: Any, bucket: str
     upload, body = created["UploadId"], random.Random(2).randbytes(5 * _MIB + 11)
     parts = []
     for number, piece in enumerate((body[: 5 * _MIB], body[5 * _MIB :]), 1):
-        told = {field: to_text(digest_of(name, piece))}
+        given = {field: to_text(digest_of(name, piece))}
         answer = s3.upload_part(
-            Bucket=bucket, Key="k", UploadId=upload, PartNumber=number, Body=piece, **told
+            Bucket=bucket, Key="k", UploadId=upload, PartNumber=number, Body=piece, **given
         )
-        parts.append({"PartNumber": number, "ETag": answer["ETag"], **told})
+        parts.append({"PartNumber": number, "ETag": answer["ETag"], **given})
     with refused("BadDigest", 400):
         _complete(s3, bucket, "k", upload, parts, **{field: to_text(digest_of(name, b"another"))})
     right = to_text(digest_of(name, body))
     assert _complete(s3, bucket, "k", upload, parts, **{field: right})[field] == right
 
 
-# -- who may ask
+# -- credentials
 
 
 def test_who_has_not_the_secret_gets_nothing(store: StrictStore, bucket: str) -> None:
@@ -402,6 +402,6 @@ def test_who_has_not_the_secret_gets_nothing(store: StrictStore, bucket: str) ->
     unknown = s3_client(store.endpoint, access_key="another")
     with refused("InvalidAccessKeyId", 403):
         unknown.list_objects_v2(Bucket=bucket)
-    assert ask(store.endpoint, "GET", f"/{bucket}/k").status == 403
-    assert ask(store.endpoint, "PUT", f"/{bucket}/k", b"x" * 100_000).status == 403
+    assert send(store.endpoint, "GET", f"/{bucket}/k").status == 403
+    assert send(store.endpoint, "PUT", f"/{bucket}/k", b"x" * 100_000).status == 403
     assert store.keys(bucket) == []

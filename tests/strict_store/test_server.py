@@ -1,4 +1,4 @@
-"""The process: how it is started, what it says, what outlives it."""
+"""The process: its start, its output, and the files that outlive it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from tests.servers.strict_store import StrictStore
 from tests.servers.strict_store.server import Server, Settings
 from tests.strict_store.conftest import s3_client
-from tests.strict_store.raw_requests import ask, refused
+from tests.strict_store.raw_requests import refused, send
 
 _MIB = 1 << 20
 
 
-def test_the_command_says_where_it_listens_and_ends_with_its_input() -> None:
+def test_the_command_prints_where_it_listens_and_ends_with_its_input() -> None:
     command = [sys.executable, "-m", "tests.servers.strict_store", "--bucket", "b", "--until-eof"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdin is not None
@@ -52,7 +52,7 @@ def test_requests_and_bytes_are_counted() -> None:
 
 def test_what_the_admin_interface_does_not_know() -> None:
     with Server() as server:
-        assert ask(server.endpoint, "GET", "/__strict__/nothing").status == 404
+        assert send(server.endpoint, "GET", "/__strict__/nothing").status == 404
         with pytest.raises(ValueError, match="NoSuchBucket"):
             StrictStore(server.endpoint).keys("nowhere")
 
@@ -69,7 +69,7 @@ def test_what_is_no_http_ends_the_connection_and_not_the_store() -> None:
                     assert client.recv(100) == b""
                 except ConnectionError:
                     pass
-        assert ask(server.endpoint, "GET", "/__strict__/stats").status == 200
+        assert send(server.endpoint, "GET", "/__strict__/stats").status == 200
 
 
 def test_the_parts_may_be_made_smaller_for_a_test() -> None:

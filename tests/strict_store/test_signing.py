@@ -1,4 +1,4 @@
-"""Signatures against the worked examples of the Amazon S3 API reference, which also say what its keys are."""
+"""Signatures against the worked examples of the Amazon S3 API reference, which also has the keys."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ DOCUMENTS = (
 ON_A_CLUSTER: Mapping[str, str] = {
     "up": "starts the service",
     "down": "ends it",
-    "status": "is what a live service says",
-    "top": "is what a live service says, again and again",
+    "status": "is the output of a live service",
+    "top": "is the repeated output of a live service",
     "pin": "is recorded by the service that has the run",
     "unpin": "is recorded by the service that has the run",
 }
@@ -76,8 +76,8 @@ def find(document: str, anchor: str) -> Block:
 def run_python(block: Block, given: Mapping[str, Any], replace: Mapping[str, str]) -> dict[str, Any]:
     """Run a block with the names that it leaves to its reader, and return all names after it.
 
-    `replace` puts places of this machine, and small numbers, where the text has others. What is given or
-    replaced and does not occur is an error: so it cannot outlive the block that it was for.
+    `replace` puts places of this machine, and small numbers, where the text has others. A given or replaced
+    name that does not occur is an error, so that none outlives its block.
     """
     text = block.text
     for old, new in replace.items():

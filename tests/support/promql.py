@@ -1,4 +1,4 @@
-"""The queries of dashboard and alerts, and what they say of metrics, as far as these files use PromQL."""
+"""The queries of dashboard and alerts, and the metrics in them; for the part of PromQL that they use."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def selected(expr: str) -> Iterator[Selected]:
 
 
 def labels_named(expr: str) -> set[str]:
-    """In `by (...)` and `on (...)`."""
+    """Return the labels in `by (...)` and `on (...)`."""
     return {label.strip() for group in _GROUPING.findall(expr) for label in group.split(",")}
 
 

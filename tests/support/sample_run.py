@@ -67,7 +67,7 @@ class SampleCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRun:
-    """What `write_run` wrote. `checkpoints` has the newest one of each step."""
+    """A run written by `write_run`. `checkpoints` has the newest checkpoint of each step."""
 
     folder: Path  # <storage>/<name>
     log: RunLog
@@ -171,7 +171,7 @@ class RunLog:
         )
 
     def drain(self, saved: SampleCheckpoint, *, replicas: int = 1) -> None:
-        """Its files on the storage path, and the record that says so."""
+        """Copy its files to the storage path, and append the record of that."""
         root = self.folder / names.SERVICE_DIR / names.CHECKPOINTS_DIR
         saved.write(root / saved.attempt.directory)
         self.append(records.Promote(attempt=saved.attempt.attempt, level=Level.DURABLE, replicas=replicas))
@@ -197,8 +197,8 @@ def write_run(
     """Write the run `name` below `storage`: a commit for each of `steps`, those in `durable` drained as well.
 
     With `resume_at` a second session resumes from that step and commits `resumed_steps`; it leaves the steps
-    after `resume_at` off the lineage. Then come the records that `lost`, `retired` and `collected` (each of
-    them retired first) ask for. `rows` scales the tensors: a checkpoint has about 100 * rows bytes of them.
+    after `resume_at` off the lineage. Then come the records for `lost`, `retired` and `collected` (each of
+    them retired first). `rows` scales the tensors: a checkpoint has about 100 * rows bytes of them.
     With `root_of="files"` the run is as older versions wrote it.
     """
     log = RunLog(folder=storage / name)
@@ -263,7 +263,7 @@ def make_checkpoint(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What one rank saves: slices with their bytes, the trees of its items, and classes of some."""
+    """The state of one rank: slices with their bytes, the trees of its items, and classes of some."""
 
     slices: Sequence[tuple[Slice, bytes]]
     items: Mapping[str, Any]
@@ -338,7 +338,7 @@ def describe(saved: SampleCheckpoint) -> bytes:
 
 
 def compress_shards(folder: Path) -> None:
-    """As a drain with `compress` leaves a checkpoint."""
+    """Compress the shards of a checkpoint, as a drain with `compress` does."""
     for path in folder.glob("shard-*.safetensors"):
         path.with_name(path.name + zstd.SUFFIX).write_bytes(b"".join(zstd.encode([path.read_bytes()], 1)))
         path.unlink()
@@ -353,7 +353,7 @@ def copy_to(store: FileStore, folder: Path) -> None:
 
 
 def make_tensors(seed: int, *, world_size: int, rows: int) -> dict[str, Array]:
-    """Whole tensors by key. Of several dimensions: cut evenly by `_cut`."""
+    """Return whole tensors by key. `_cut` cuts those of several dimensions evenly."""
     random = np.random.default_rng(seed)
     tensors: dict[str, Array] = {
         "model.blocks.0.weight": random.standard_normal((rows, 6), dtype=np.float32),
@@ -381,7 +381,7 @@ def _shard(slices: Iterable[tuple[Slice, bytes]], file: str) -> tuple[bytes, lis
 
 
 def _slices(tensors: Mapping[str, Array], rank: int, world_size: int) -> list[tuple[Slice, bytes]]:
-    """What a rank saves of whole tensors."""
+    """Return the slices of whole tensors that a rank saves."""
     found = []
     for key, array in tensors.items():
         if (part := _cut(key, array, rank, world_size)) is not None:
@@ -391,7 +391,7 @@ def _slices(tensors: Mapping[str, Array], rank: int, world_size: int) -> list[tu
 
 
 def _cut(key: str, array: Array, rank: int, world_size: int) -> Slice | None:
-    """What `rank` saves of a tensor: of a matrix an even part along its longer side, else all or nothing."""
+    """Return the slice that `rank` saves: part of a matrix, cut along its longer side, else all or none."""
     item, _, name = key.partition(".")
     owner = int(item.removeprefix("rank")) if item.startswith("rank") else 0
     offset, shape = [0] * array.ndim, list(array.shape)

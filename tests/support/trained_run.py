@@ -133,7 +133,7 @@ def _save(
 
 
 def _part(key: str, tensor: Tensor, rank: int) -> Iterator[tuple[Slice, bytes]]:
-    """What a rank has of a tensor: half of the rows, or of a scalar all or nothing."""
+    """Return a rank's part of a tensor: half of the rows; a scalar whole or not at all."""
     item, _, name = key.partition(".")
     shape = tuple(tensor.shape)
     whole = Slice(

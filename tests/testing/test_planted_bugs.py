@@ -205,7 +205,7 @@ def drop_what_is_being_committed(patch: pytest.MonkeyPatch) -> None:
     plant_effects(patch, RunMachine, change)
 
 
-def sweep_without_asking_the_log(patch: pytest.MonkeyPatch) -> None:
+def sweep_without_a_note(patch: pytest.MonkeyPatch) -> None:
     """A coordinator takes what it does not know for an orphan, although another may have written since."""
     real = Sweeps.listed
 
@@ -271,7 +271,7 @@ def wait_for_silent_holders(patch: pytest.MonkeyPatch) -> None:
     drop_the_oldest_of_many(patch)
 
 
-def never_ask_another_holder(patch: pytest.MonkeyPatch) -> None:
+def never_use_another_holder(patch: pytest.MonkeyPatch) -> None:
     """A copy that failed is not sent elsewhere."""
     patch.setattr(Attempt, "others", lambda self, node_index, live: [])
 
@@ -466,7 +466,7 @@ def ranks_train_when_those_of_their_node_have_restored(patch: pytest.MonkeyPatch
 
 SILENCES: tuple[tuple[Plant, str], ...] = (
     (wait_for_silent_holders, "nothing was committed|complete and is dropped"),
-    (never_ask_another_holder, "has no copies"),
+    (never_use_another_holder, "has no copies"),
     (forget_who_is_silent, "has no copies"),
 )
 
@@ -501,7 +501,7 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (guess_on_unknown, "P3|P6"),
     (restore_without_a_session, "P3"),
     (drop_what_is_being_committed, "P2|P5|P6"),
-    (sweep_without_asking_the_log, "P5"),
+    (sweep_without_a_note, "P5"),
     (sweep_without_an_age, "P5"),
     (sweep_older_logs, "P5"),
     (never_sweep, "P8"),

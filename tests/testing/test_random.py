@@ -48,7 +48,7 @@ def test_commits_go_on_while_links_are_silent(first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 60)
-def test_the_promises_hold_for_as_long_as_asked() -> None:
+def test_the_promises_hold_for_the_requested_time() -> None:
     """Seeds beyond those of every run, for RAY_CKPT_SOAK_S seconds (`make soak SECONDS=...`)."""
     end_s, seed = time.monotonic() + SOAK_S, NUM_SCHEDULES
     while time.monotonic() < end_s:

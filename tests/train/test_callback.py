@@ -183,7 +183,7 @@ def test_a_ray_that_has_moved_something_does_not_end_the_run(caplog: pytest.LogC
     asyncio.run(callback.before_controller_shutdown())
 
 
-def test_a_worker_whose_connection_fails_says_so_when_a_checkpointer_is_built() -> None:
+def test_a_worker_whose_connection_fails_raises_when_a_checkpointer_is_built() -> None:
     callback = CheckpointCallback()
     callback._joined = SimpleNamespace()  # type: ignore[assignment]
     callback.after_init_train_context()  # ray.train.get_context() raises outside of a worker

@@ -152,7 +152,7 @@ def test_a_pointer_proves_its_own_bytes_and_those_from_before_are_read() -> None
     assert Pointer.decode(json.dumps(document, indent=1).encode()) == pointer
 
 
-def test_a_pointer_says_how_a_bucket_is_opened_and_no_option_that_may_be_a_secret() -> None:
+def test_a_pointer_has_the_options_that_open_a_bucket_and_no_secret() -> None:
     url = "s3://bucket/runs/gpt?endpoint_override=localhost:9000&scheme=http"
     pointer = Pointer(attempt=ATTEMPT, run=url, storage_options={"profile": "training"})
     assert Pointer.decode(pointer.encode()) == pointer

@@ -102,7 +102,7 @@ def test_the_controller_gives_hooks_to_callbacks_by_their_kind() -> None:
     assert "(WorkerGroupCallback, WorkerCallback, TrainContextCallback)" in source
     assert re.search(r"await .*async_invoke\(\s*\"before_controller_shutdown\"", source), "it is awaited"
     started = inspect.getsource(module.TrainController._start)
-    assert re.search(r"_run_controller_hook\(\s*\"after_controller_start\"", started), "its errors are told"
+    assert re.search(r"_run_controller_hook\(\s*\"after_controller_start\"", started), "it reports errors"
 
 
 def test_hooks_of_workers_run_when_the_training_context_is_there() -> None:
@@ -120,14 +120,14 @@ def test_callbacks_are_copied_to_workers_after_the_group_has_been_opened() -> No
     assert opened < source.index("worker_callbacks=self._worker_callbacks_to_propagate")
 
 
-def test_a_worker_tells_its_rank_and_its_node() -> None:
+def test_a_worker_reports_its_rank_and_its_node() -> None:
     worker_group = f"{EXECUTION}.worker_group.worker"
     assert {"metadata", "distributed_context"} <= fields_of(worker_group, "Worker")
     assert "node_id" in fields_of(worker_group, "ActorMetadata")
     assert {"world_rank", "world_size"} <= fields_of(f"{EXECUTION}.context", "DistributedContext")
 
 
-def test_the_run_context_tells_the_run_config() -> None:
+def test_the_run_context_has_the_run_config() -> None:
     assert "run_config" in fields_of(f"{EXECUTION}.context", "TrainRunContext")
     config = ray.train.RunConfig(name="run", callbacks=[CheckpointCallback()])
     assert config.name == "run" and config.storage_filesystem is None and config.storage_path
@@ -153,7 +153,7 @@ def test_report_takes_a_pointer_that_is_there_already() -> None:
     assert parameters_of(ray.train.Checkpoint) == ["path", "filesystem"]
 
 
-def test_the_storage_context_tells_where_pointers_go() -> None:
+def test_the_storage_context_has_the_place_of_pointers() -> None:
     module = importlib.import_module("ray.train.v2._internal.execution.storage")
     storage = module.StorageContext
     source = inspect.getsource(storage)
@@ -162,7 +162,7 @@ def test_the_storage_context_tells_where_pointers_go() -> None:
     assert callable(ray.train.get_context) and "get_storage" in dir(ray.train.TrainContext)
 
 
-def test_ray_tells_of_nodes_that_leave_actors_and_jobs() -> None:
+def test_ray_reports_nodes_that_leave_actors_and_jobs() -> None:
     state = ray._private.state
     assert parameters_of(state.state.get_draining_nodes) == []
     assert "actor_id" in parameters_of(state.actors)
@@ -171,7 +171,7 @@ def test_ray_tells_of_nodes_that_leave_actors_and_jobs() -> None:
     assert '"JobID"' in jobs and '"IsDead"' in jobs
 
 
-def test_ray_tells_which_cluster_it_would_connect_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_reports_the_cluster_to_which_it_would_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parameters_of(ray._private.services.get_ray_address_from_environment) == ["addr", "temp_dir"]
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert ray_cluster.find_cluster() == "10.0.0.1:6379"
@@ -191,7 +191,7 @@ def test_the_callback_survives_the_pickling_of_ray() -> None:
     assert copy._options.replicas == 2
 
 
-def test_a_cluster_can_be_asked_for_its_id_over_a_channel_of_its_own() -> None:
+def test_a_cluster_returns_its_id_over_a_separate_channel() -> None:
     assert parameters_of(ray._private.gcs_utils.create_gcs_channel)[0] == "address"
     assert not gcs_service_pb2.GetClusterIdRequest.DESCRIPTOR.fields
     with pytest.raises(ConnectionError):  # nobody is there

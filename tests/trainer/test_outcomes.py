@@ -66,8 +66,8 @@ def ckpt(agent: Agent) -> Iterator[Checkpointer]:
     made.close()
 
 
-Ask = Callable[[Checkpointer, int], Any]
-ASKS: tuple[Ask, ...] = (lambda ckpt, step: ckpt.step(step), lambda ckpt, step: ckpt.save(step))
+SaveCall = Callable[[Checkpointer, int], Any]
+SAVE_CALLS: tuple[SaveCall, ...] = (lambda ckpt, step: ckpt.step(step), lambda ckpt, step: ckpt.save(step))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -87,20 +87,24 @@ def test_before_the_restore_it_is_misuse() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("ask", ASKS)
-def test_a_save_that_ends_well_is_waited_for(ckpt: Checkpointer, agent: Agent, level: Any, ask: Ask) -> None:
-    ask(ckpt, 2)
+@pytest.mark.parametrize("call", SAVE_CALLS)
+def test_a_save_that_ends_well_is_waited_for(
+    ckpt: Checkpointer, agent: Agent, level: Any, call: SaveCall
+) -> None:
+    call(ckpt, 2)
     ckpt.wait(level)
     assert list(agent.files) == [2]
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("ask", ASKS)
-def test_wait_reports_that_a_rank_has_no_memory_for_captures(agent: Agent, level: Any, ask: Ask) -> None:
+@pytest.mark.parametrize("call", SAVE_CALLS)
+def test_wait_reports_that_a_rank_has_no_memory_for_captures(
+    agent: Agent, level: Any, call: SaveCall
+) -> None:
     agent.has_arena = False
     ckpt = checkpointer(agent)
     for step in (2, 4, 6, 8):
-        ask(ckpt, step)
+        call(ckpt, step)
     assert (ckpt.stats.saved, ckpt.stats.dropped) == (0, 4)
     with pytest.raises(Unavailable, match=r"step 8 was not saved: .*no memory for captures"):
         ckpt.wait(level)
@@ -108,14 +112,14 @@ def test_wait_reports_that_a_rank_has_no_memory_for_captures(agent: Agent, level
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("call", SAVE_CALLS)
 def test_an_older_save_does_not_answer_for_the_last_one(
-    ckpt: Checkpointer, agent: Agent, level: Any, ask: Ask
+    ckpt: Checkpointer, agent: Agent, level: Any, call: SaveCall
 ) -> None:
-    ask(ckpt, 2)
+    call(ckpt, 2)
     ckpt.wait(level)
     ckpt._objects["model"].state_dict = _raises  # what is registered gives no state any more
-    ask(ckpt, 4)
+    call(ckpt, 4)
     with pytest.raises(Unavailable, match=r"step 4 was not saved: .*no state"):
         ckpt.wait(level)
 
@@ -236,7 +240,7 @@ def test_a_run_that_has_nothing_left_to_do_waits_for_what_it_restored(
 # -- the end of a loop -----------------------------------------------------------------------------------
 
 
-def test_a_loop_whose_last_step_cannot_be_saved_says_so_at_its_end(
+def test_a_loop_whose_last_step_cannot_be_saved_logs_it_at_its_end(
     agent: Agent, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = torch.nn.Linear(4, 4)
@@ -251,7 +255,7 @@ def test_a_loop_whose_last_step_cannot_be_saved_says_so_at_its_end(
     ckpt.close()
 
 
-def test_a_loop_whose_last_step_is_saved_says_nothing(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_whose_last_step_is_saved_logs_nothing(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
     ckpt = Checkpointer(link=agent, model=torch.nn.Linear(4, 4))
     for step in ckpt.steps(total=3):
         ckpt.step(step)

@@ -78,7 +78,7 @@ def restore(link: Begins) -> int:
     "options, step",
     [({"resume": "s3://bucket/other"}, STEP), ({"init_from": "s3://bucket/other"}, None)],
 )
-def test_a_rank_tells_what_it_began_with(
+def test_a_rank_reports_what_it_began_with(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, str], step: int | None
 ) -> None:
     read(monkeypatch, RankRestore(rank=0, parts=(PART,), seconds=2.0))

@@ -210,7 +210,7 @@ def test_ranks_whose_counts_differ_get_an_error_with_both(
         loop.ckpt.close()
 
 
-def test_ranks_that_count_alike_are_not_compared_by_how_they_ask() -> None:
+def test_ranks_that_count_alike_are_not_compared_by_their_calls() -> None:
     """One rank calls `due` on behalf of the others, which call `save` alone."""
     ranks = two()
     for number in range(1, 11):

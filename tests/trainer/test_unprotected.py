@@ -32,7 +32,7 @@ def test_without_a_limit_training_goes_on_forever(clock: Clock) -> None:
     protection.check(7)
 
 
-def test_the_last_failure_that_is_allowed_ends_training_and_says_why(clock: Clock) -> None:
+def test_the_last_failure_that_is_allowed_ends_training_with_the_reason(clock: Clock) -> None:
     protection = UnprotectedGuard(3, clock=clock)
     for step, reason in ((6, "no space"), (7, "no agent")):
         protection.failed(step, reason)

@@ -1,4 +1,4 @@
-"""What the tests of the transport share: files as an agent serves them, keys, and a wire that can be cut."""
+"""Shared parts of the transport's tests: files as an agent serves them, keys, and a wire that can be cut."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Folder:
         return path.stat().st_size if path.exists() else None
 
     def names(self, name: wire.FileName = NAME) -> list[str]:
-        """What lies beside a file, temporaries included."""
+        """Return the names of the files beside a file, temporary ones included."""
         parent = self.path(name).parent
         return sorted(path.name for path in parent.iterdir()) if parent.exists() else []
 

@@ -1,4 +1,4 @@
-"""Who gets in: a token of the run over the service's own TLS, and nobody else."""
+"""Access needs a token of the run over the service's own TLS."""
 
 from __future__ import annotations
 
@@ -89,17 +89,17 @@ def refused(endpoint: str, credentials: Credentials) -> str:
 def test_a_wrong_token_gets_nothing(
     server: PeerServer, folder: Folder, token: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(server.endpoint, replace(OURS, token=token))
-    assert said.count("wrong or missing token") == 4
-    assert OURS.token not in said
+    text = refused(server.endpoint, replace(OURS, token=token))
+    assert text.count("wrong or missing token") == 4
+    assert OURS.token not in text
     assert folder.path(NAME).read_bytes() == b"private"
     captured = capfd.readouterr()
     assert not captured.err + captured.out
 
 
 def test_a_token_is_good_for_one_run(server: PeerServer, folder: Folder) -> None:
-    said = refused(server.endpoint, KEYS.credentials(OTHER_UID))
-    assert said.count("a token of another run") == 4
+    text = refused(server.endpoint, KEYS.credentials(OTHER_UID))
+    assert text.count("a token of another run") == 4
     assert folder.path(NAME).read_bytes() == b"private"
     theirs = replace_run(NAME, OTHER_UID)
     with PeerClient(server.endpoint, credentials=KEYS.credentials(OTHER_UID)) as peer:
@@ -138,13 +138,13 @@ def test_another_root_certificate_trusts_nobody_here(server: PeerServer) -> None
 
 
 def test_a_token_never_leaves_unencrypted_where_it_should_be_encrypted(server: PeerServer) -> None:
-    heard = socket.create_server(("127.0.0.1", 0))
-    heard.settimeout(0.2)
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(0.2)
     with pytest.raises(Unavailable, match="does not encrypt"):
-        PeerClient(f"grpc://127.0.0.1:{heard.getsockname()[1]}", credentials=OURS)
+        PeerClient(f"grpc://127.0.0.1:{listener.getsockname()[1]}", credentials=OURS)
     with pytest.raises(TimeoutError):
-        heard.accept()
-    heard.close()
+        listener.accept()
+    listener.close()
 
 
 def test_a_plain_client_gets_nothing_from_an_encrypted_port(server: PeerServer) -> None:
@@ -152,7 +152,7 @@ def test_a_plain_client_gets_nothing_from_an_encrypted_port(server: PeerServer) 
     refused(plain, PLAIN_KEYS.credentials(UID))
 
 
-def test_the_port_speaks_tls_and_shows_the_certificate_of_the_service(server: PeerServer) -> None:
+def test_the_port_uses_tls_with_the_certificate_of_the_service(server: PeerServer) -> None:
     context = ssl.create_default_context(cadata=KEYS.cert.decode())
     context.set_alpn_protocols(["h2"])
     with (
@@ -179,8 +179,8 @@ def test_a_certificate_lasts_longer_than_a_service() -> None:
 def test_no_secret_in_a_repr_and_all_of_it_in_a_pickle() -> None:
     secrets = (KEYS.secret.hex(), repr(KEYS.secret)[2:-1], OURS.token, OURS.token[33:], "PRIVATE KEY")
     for holder in (KEYS, OURS, PeerClient("grpc+tls://127.0.0.1:1", credentials=OURS)):
-        said = f"{holder!r} {holder} {[holder]}"
-        assert not [secret for secret in secrets if secret in said]
+        text = f"{holder!r} {holder} {[holder]}"
+        assert not [secret for secret in secrets if secret in text]
     assert pickle.loads(pickle.dumps(KEYS)) == KEYS
     assert pickle.loads(pickle.dumps(OURS)) == OURS
     assert re.fullmatch(r"[0-9a-f]{32}\.[0-9a-f]{64}", OURS.token)

@@ -77,7 +77,7 @@ def test_a_put_can_be_repeated(peer: PeerClient, folder: Folder) -> None:
     assert folder.names() == [SHARD]
 
 
-def test_ranges_come_in_the_order_asked_for(peer: PeerClient) -> None:
+def test_ranges_come_in_the_requested_order(peer: PeerClient) -> None:
     data = os.urandom(10 << 20)
     peer.put(announce(data), [data])
     ranges = [(5, 3), (0, 0), (9 << 20, 1 << 20), (0, 5 << 20), (7, 0), (4, 1), (10 << 20, 0)]
@@ -102,7 +102,7 @@ def test_a_range_beyond_the_end_is_unavailable(peer: PeerClient) -> None:
         list(peer.read(NAME, [(2, 5)]))
 
 
-def test_a_size_is_told_without_a_byte_of_the_file(peer: PeerClient) -> None:
+def test_a_size_is_sent_without_a_byte_of_the_file(peer: PeerClient) -> None:
     peer.put(announce(b"123"), [b"123"])
     assert peer.size(NAME) == 3
     other = wire.FileName(run_uid=UID, directory=DIRECTORY, file="state-00007-of-00009.json")
@@ -146,7 +146,7 @@ def test_a_source_that_ends_early_leaves_nothing(peer: PeerClient, folder: Folde
         peer.put(announce(b"1234", name=name), source())
     peer.put(announce(b"1"), [b"1"])  # the connection still serves
     deadline_s = time.monotonic() + 20
-    while folder.names(name):  # the receiver hears of the end after the sender
+    while folder.names(name):  # the receiver notices the end after the sender
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
@@ -320,7 +320,7 @@ def test_a_node_that_falls_silent_is_noticed_by_the_kernel(folder: Folder) -> No
 
 
 class Answers(Folder):
-    """A receiver that answers what it is told to, and one whose blocks change as soon as they may."""
+    """A receiver with a given answer, whose blocks change as soon as they may."""
 
     answer: str | Exception = ""
     num_blocks = 40
@@ -361,7 +361,7 @@ def test_a_receiver_that_has_other_bytes_is_not_believed(
 
 
 @pytest.mark.parametrize("size", [1, 40 << 20])
-def test_a_full_receiver_says_so_at_once(strange: tuple[Answers, PeerClient], size: int) -> None:
+def test_a_full_receiver_refuses_at_once(strange: tuple[Answers, PeerClient], size: int) -> None:
     files, peer = strange
     files.answer = InsufficientSpace("there are 5 bytes free.")
     taken = 0
@@ -379,7 +379,7 @@ def test_a_full_receiver_says_so_at_once(strange: tuple[Answers, PeerClient], si
 
 
 @pytest.mark.parametrize("size", [1, 1000, 70_000, 1 << 20, wire.CHUNK_BYTES])
-def test_a_served_block_may_change_once_the_next_is_asked_for(
+def test_a_served_block_may_change_once_the_next_is_requested(
     strange: tuple[Answers, PeerClient], size: int
 ) -> None:
     files, peer = strange
@@ -391,7 +391,7 @@ def test_a_served_block_may_change_once_the_next_is_asked_for(
     assert (seen == np.arange(files.num_blocks)[:, None]).all()
 
 
-def test_a_sent_chunk_may_change_once_the_next_is_asked_for(peer: PeerClient, folder: Folder) -> None:
+def test_a_sent_chunk_may_change_once_the_next_is_requested(peer: PeerClient, folder: Folder) -> None:
     block, state = bytearray(1 << 20), Digester()
 
     def fill(value: int) -> bytearray:

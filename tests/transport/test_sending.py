@@ -28,7 +28,7 @@ MOST_ON_ITS_WAY_BYTES = 32 * MIB  # of one stream; 6 to 10 MiB were seen
 
 
 class Receiver(Folder):
-    """Counts what arrives, and refuses or waits where it is told to."""
+    """Counts the files that arrive; refuses or delays those that a test chooses."""
 
     def __init__(self, folder: Folder) -> None:
         super().__init__(folder.root)
@@ -39,7 +39,7 @@ class Receiver(Folder):
         self._lock = threading.Lock()
 
     def wait_idle(self) -> None:
-        """A sender hears of a broken connection before the receiver has cleaned up after it."""
+        """Wait until the receiver has cleaned up; a sender notices a broken connection earlier."""
         deadline_s = time.monotonic() + 20
         while self.at_work:
             assert time.monotonic() < deadline_s
@@ -123,7 +123,7 @@ def test_an_interrupted_file_is_sent_again(receiver: Receiver, keys: ServiceKeys
     assert receiver.names(shard(0)) == [shard(0).file]  # nothing is left of the tries before
     assert len(pauses) == 3
     assert all(RETRY_S * 2**i <= pause <= RETRY_S * 2 ** (i + 1) for i, pause in enumerate(pauses))
-    assert started >= 3  # one may fail before a byte is asked for
+    assert started >= 3  # one may fail before a byte is requested
     server.shutdown()
 
 
@@ -153,7 +153,7 @@ def test_damage_on_the_way_is_repaired_by_another_try(server: PeerServer, receiv
 
 
 @pytest.mark.parametrize(
-    ("error", "credentials", "said"),
+    ("error", "credentials", "message"),
     [
         (InsufficientSpace("there are 5 bytes free"), OURS, "there are 5 bytes free"),
         (Unavailable("the folder is being deleted here"), OURS, "being deleted"),
@@ -163,7 +163,7 @@ def test_damage_on_the_way_is_repaired_by_another_try(server: PeerServer, receiv
     ],
 )
 def test_a_refusal_is_not_tried_again(
-    server: PeerServer, receiver: Receiver, error: Exception | None, credentials: Credentials, said: str
+    server: PeerServer, receiver: Receiver, error: Exception | None, credentials: Credentials, message: str
 ) -> None:
     def fail(request: wire.PutRequest) -> None:
         if error is not None:
@@ -171,7 +171,7 @@ def test_a_refusal_is_not_tried_again(
 
     receiver.fail = fail
     pauses: list[float] = []
-    with pytest.raises(Unavailable, match=said):
+    with pytest.raises(Unavailable, match=message):
         send_files(server.endpoint, credentials, [outgoing(0, b"1")], sleep=pauses.append)
     assert not pauses
     assert len(receiver.tries) == (error is not None)
@@ -290,7 +290,7 @@ def test_an_idle_time_is_not_saved_up() -> None:
 
 
 def test_streams_share_a_limit() -> None:
-    """Each gets the next span in line: none of them overlap, whoever asks."""
+    """Each stream gets the next span of time, and no two spans overlap."""
     spans: list[float] = []
     limiter = Limiter(1e6, clock=lambda: 0.0, sleep=spans.append)
 
@@ -328,24 +328,24 @@ def test_what_is_sent_goes_through_the_limiter(server: PeerServer, receiver: Rec
 
 def test_a_slow_limit_is_no_reason_to_give_up(server: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time-out of a call grows with the time that its bytes may take."""
-    asked: list[float] = []
+    requested: list[float] = []
     monkeypatch.setattr(client_module, "SLOWEST_BYTES_PER_S", 1e12)
     monkeypatch.setattr(sending, "SLOWEST_BYTES_PER_S", 1e12)
     monkeypatch.setattr(client_module, "CALL_BASE_S", 0.05)
     put = PeerClient.put
 
     def spy(self: PeerClient, *args: object, **kwargs: float) -> None:
-        asked.append(kwargs["slowest_bytes_per_s"])
+        requested.append(kwargs["slowest_bytes_per_s"])
         put(self, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PeerClient, "put", spy)
     send_files(server.endpoint, OURS, [outgoing(0, bytes(3 * MIB))], limiter=Limiter(10 * MIB))
-    assert asked == [10 * MIB / sending.MAX_SHARING]
+    assert requested == [10 * MIB / sending.MAX_SHARING]
 
 
 @pytest.mark.parametrize("keys", [KEYS, PLAIN_KEYS], ids=["tls", "plain"])
 def test_a_slow_receiver_holds_the_sender_back(receiver: Receiver, keys: ServiceKeys) -> None:
-    """What is on its way, in both processes and the kernel, stays below a bound whatever the file's size."""
+    """The bytes in flight, in both processes and the kernel, stay below a bound for any size of the file."""
     go_on, stuck = threading.Event(), threading.Event()
 
     class Slow(Folder):
@@ -357,12 +357,12 @@ def test_a_slow_receiver_holds_the_sender_back(receiver: Receiver, keys: Service
             return request.digest
 
     server = PeerServer("127.0.0.1", keys=keys, files=Slow(receiver.root))
-    block, size, asked = bytes(MIB), 1024 * MIB, 0
+    block, size, requested = bytes(MIB), 1024 * MIB, 0
 
     def chunks() -> Iterator[bytes]:
-        nonlocal asked
-        while asked < size:
-            asked += MIB
+        nonlocal requested
+        while requested < size:
+            requested += MIB
             yield block
 
     request = wire.PutRequest(name=shard(0), size_bytes=size, digest="1" * 32)
@@ -371,11 +371,11 @@ def test_a_slow_receiver_holds_the_sender_back(receiver: Receiver, keys: Service
     sender.start()
     assert stuck.wait(20)
     seen = -1
-    while seen != asked:
-        seen = asked
+    while seen != requested:
+        seen = requested
         threading.Event().wait(0.3)
-    assert asked <= MOST_ON_ITS_WAY_BYTES
-    size = asked
+    assert requested <= MOST_ON_ITS_WAY_BYTES
+    size = requested
     go_on.set()
     sender.join(20)
     assert not sender.is_alive()

@@ -1,4 +1,4 @@
-"""Peers that fall silent: noticed within seconds, and told from peers that are slow."""
+"""Peers that fall silent are noticed within seconds, and distinguished from slow peers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Slow(Folder):
-    """Takes its time where it is told to."""
+    """A receiver that is slow where a test sets it."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)

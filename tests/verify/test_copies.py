@@ -295,15 +295,15 @@ def test_what_moves_is_looked_at_where_it_is_and_what_is_retired_not(
     nodes.put(C, saved, 0, 1)
     moved = live(saved, (C, A), (C, A))
     nodes.put(A, saved, 0, 1)
-    asked: list[LiveCheckpoint] = []
+    requested: list[LiveCheckpoint] = []
 
     def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, ReadAccess]:
-        asked.append(known)
+        requested.append(known)
         return moved, nodes.reach
 
     before = live(saved, (B, C), (B, C))
     report = verify_copies(before, nodes.reach, retry=again)
-    assert report is not None and report.ok and asked == [before]
+    assert report is not None and report.ok and requested == [before]
     assert verify_copies(before, nodes.reach, retry=lambda known: None) is None
 
 

@@ -335,17 +335,17 @@ def test_what_moves_while_it_is_read_is_read_where_it_is(nodes: Nodes, saved: Sa
     assert report.passed and report.results[0].read_bytes == {"peer": saved.size_bytes}
 
 
-def test_an_agent_that_has_moved_is_asked_where_it_is(nodes: Nodes, saved: SampleCheckpoint) -> None:
+def test_an_agent_that_has_moved_is_found_again(nodes: Nodes, saved: SampleCheckpoint) -> None:
     there, before = both(nodes, saved), nodes.reach
     gone = replace(before, endpoints={**before.endpoints, B: "grpc+tls://127.0.0.1:1"})
-    asked: list[LiveCheckpoint] = []
+    requested: list[LiveCheckpoint] = []
 
     def again(known: LiveCheckpoint) -> tuple[LiveCheckpoint, ReadAccess]:
-        asked.append(known)
+        requested.append(known)
         return known, before
 
     report = drill([there], LOSE_A, gone, last_step=10, retry=again)
-    assert report.passed and report.results[0].verdict == "passed" and asked == [there]
+    assert report.passed and report.results[0].verdict == "passed" and requested == [there]
 
 
 def test_a_step_that_is_not_live_is_refused(saved: SampleCheckpoint) -> None:

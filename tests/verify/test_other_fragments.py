@@ -257,7 +257,7 @@ def test_a_list_of_the_other_kind_is_refused(run: SampleRun, read: Callable[[Che
 
 
 def test_files_of_two_fragments_are_not_described(run: SampleRun) -> None:
-    """A file that two nodes list has two digests, so nobody could tell which one is right."""
+    """A file that two nodes list has two digests, and nothing shows which one is right."""
     saved = run.checkpoints[STEP]
     one, two = saved.fragments
     shared = [file for file in one.files if file.name == STATE]

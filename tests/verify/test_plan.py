@@ -246,7 +246,7 @@ def invoke(*args: object) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def test_the_command_says_what_can_be_restored(run: SampleRun) -> None:
+def test_the_command_shows_what_can_be_restored(run: SampleRun) -> None:
     code, text = invoke(run.folder, "--step", 30, "--plan", "--nodes")
     assert code == 0 and "30" in text and ": can be restored; read" in text
     rows = [line.split() for line in text.splitlines()]

@@ -5,7 +5,7 @@
         store.add_fault(Fault(match=Match(operation="PutObject"), action=DropAfter(), every=3))
 
 S3: access key `strict`, secret `strict-secret`, path style. GCS: bearer token `strict-token`. Both are on
-one port and see the same buckets. What is not implemented is refused. `server` is the same in this process.
+one port and see the same buckets. Other requests are refused. `server` is the same store in this process.
 """
 
 from tests.servers.strict_store.faults import (

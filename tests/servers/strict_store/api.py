@@ -1,4 +1,4 @@
-"""What the three APIs have in common: a request as the server hands it on, and the answer to a read."""
+"""Parts that the three APIs share: a request as the server passes it on, and the answer to a read."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Api(Protocol):
         """The body without the encodings of this API, and its length if that is known beforehand."""
 
     def digest_names(self, request: Request, length: int | None) -> Sequence[str]:
-        """What has to be computed while the body arrives."""
+        """Return the names of the digests to compute while the body arrives."""
 
     def expected(self, request: Request) -> Sequence[Expected]:
-        """What the digests must be; the request has its trailers by then."""
+        """Return the expected digests; the request has its trailers by then."""
 
     def handle(self, request: Request) -> Response: ...
 
@@ -62,7 +62,7 @@ class Api(Protocol):
 
 
 def expected_digest(name: str, text: str, code: str = "BadDigest") -> Expected:
-    """Of base64 text. InvalidDigest: it cannot be a digest of this kind."""
+    """Return the digest in a base64 text. InvalidDigest if it cannot be a digest of this kind."""
     try:
         digest = from_text(text)
     except ValueError as error:

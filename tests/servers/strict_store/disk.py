@@ -4,7 +4,8 @@
     buckets|objects|uploads|parts/<sha256 of the name>.json
 
 Each file is complete and on the disk (fsync, rename, fsync of its folder) before the change is made in memory
-and the request is answered. What a crash leaves without a reference is removed when the folder is opened.
+and the request is answered. Files without a reference, left by a crash, are removed when the folder is
+opened.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _KINDS: tuple[Kind, ...] = ("buckets", "objects", "uploads", "parts")
 
 
 class Folder:
-    """What `Objects` writes down, in a folder that no other process uses."""
+    """The records of `Objects`, in a folder that no other process uses."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -94,7 +95,7 @@ class Folder:
 
 
 def _plain(value: object) -> object:
-    """As JSON has it: a blob without its bytes, an upload without its parts. These have their own files."""
+    """Return the value for JSON, without the bytes of blobs and the parts of uploads, which have files."""
     match value:
         case Blob():
             return {"name": value.name, "digests": {name: d.hex() for name, d in value.digests.items()}}

@@ -63,7 +63,7 @@ class Exchange:
         self._keeps_alive = head.keeps_alive
 
     def run(self, now_s: float) -> bool:
-        """Whether there may be another request on this connection. Dropped: there may not."""
+        """Answer the request; return whether another may follow on this connection. Dropped: none may."""
         with self._stats.request():
             response = self._counted()
             self._send(response, now_s)
@@ -103,7 +103,7 @@ class Exchange:
             return self._api.refuse(self._head, error)
 
     def _suffer(self) -> None:
-        """What happens to a request that has come entirely, before it is applied."""
+        """Apply the faults for a request that has arrived entirely, before the request is carried out."""
         if delay := self._planned(Delay):
             time.sleep(delay.seconds)
         if self._planned(Hang):
@@ -111,7 +111,7 @@ class Exchange:
             raise Dropped
         if status := self._planned(Status):
             code = status.code or _USUAL_CODES.get(status.status, "InternalError")
-            raise StoreError(code, status=status.status, message="a fault that was asked for")
+            raise StoreError(code, status=status.status, message="a requested fault")
 
     def _planned(self, kind: type[_A]) -> _A | None:
         return next((action for action in self._actions if isinstance(action, kind)), None)

@@ -196,7 +196,7 @@ class Faults:
             return {str(number): rule.fired for number, rule in self._rules.items()}
 
     def of(self, method: str, operation: str, key: str) -> Sequence[Action]:
-        """What happens to this request, by the order in which the rules were added."""
+        """Return the actions for this request, in the order in which the rules were added."""
         with self._lock:
             return tuple(
                 rule.fault.action

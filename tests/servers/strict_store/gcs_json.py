@@ -115,7 +115,7 @@ class GcsJson:
         return ["md5"] if "content-md5" in request.head.headers else []
 
     def expected(self, request: Request) -> Sequence[Expected]:
-        """Of the request's body. x-goog-hash is of the object, and looked at where that is put together."""
+        """Return the digests of the request's body. x-goog-hash is that of the object, and checked later."""
         md5 = request.head.headers.get("content-md5")
         return [] if md5 is None else [expected_digest("md5", md5)]
 
@@ -210,8 +210,8 @@ class GcsJson:
     ) -> Response:
         digests = {"crc32c": digest_of("crc32c", body), "md5": digest_of("md5", body)}
         request.digests = digests
-        told = goog_hashes(request.head.headers.get("x-goog-hash", ""))
-        check_digests(request, [expected_digest(name, text) for name, text in told])
+        given = goog_hashes(request.head.headers.get("x-goog-hash", ""))
+        check_digests(request, [expected_digest(name, text) for name, text in given])
         blob = self._objects.new_blob(body, digests)
         stored = self._objects.put(
             request.bucket, key, (blob,), etag=blob.etag, headers=headers, checksums={}, condition=condition
@@ -303,7 +303,7 @@ def _append(session: _Session, first: int, last: int, body: memoryview, *, is_la
 
 
 def _content_range(request: Request) -> tuple[int | None, int | None, int | None]:
-    """First and last byte of this chunk, and the length of the whole; None: not said."""
+    """Return first and last byte of this chunk, and the length of the whole; None if the request lacks it."""
     text = request.head.headers.get("content-range")
     if text is None:  # all of it in one request
         return 0, len(request.body) - 1, len(request.body)
@@ -350,7 +350,7 @@ def _part(part: memoryview) -> tuple[memoryview, str]:
 
 
 def _object_headers(values: Mapping[str, Any]) -> dict[str, str]:
-    """What comes back with the object, under the names that the XML API has for it."""
+    """Return the headers that come back with the object, under the names of the XML API."""
     kept = {f"x-goog-meta-{name}": str(text) for name, text in values.get("metadata", {}).items()}
     names = {
         "cacheControl": "cache-control",

@@ -32,7 +32,7 @@ class Disconnected(Exception):
 
 
 class BadBody(Exception):
-    """The body is not what its headers say. The connection is of no use after it."""
+    """The body does not match its headers. The connection cannot be used after it."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """`length`: what Content-Length says where there is no body, as for HEAD."""
+    """`length`: the value of Content-Length if there is no body, as for HEAD."""
 
     status: int
     headers: Headers = ()
@@ -162,7 +162,7 @@ class Connection:
         return count
 
     def head(self) -> Head:
-        """The next request's head. `Disconnected` also where the client has said all."""
+        """Return the head of the next request. `Disconnected` also if the client has ended the connection."""
         line = self.reader.line() or self.reader.line()  # an empty line may come first (RFC 9112, 2.2)
         method, _, rest = line.decode("latin-1").partition(" ")
         target, _, version = rest.partition(" ")
@@ -214,7 +214,7 @@ def body_of(head: Head, connection: Connection) -> tuple[Fill, int | None]:
 def small_body(head: Head, connection: Connection) -> bytes:
     fill, length = body_of(head, connection)
     if length is None or length > _SMALL_BYTES:
-        raise BadBody("the body is too long here, or says no length")
+        raise BadBody("the body is too long here, or has no length")
     body = bytearray(length)
     at = 0
     while at < length:

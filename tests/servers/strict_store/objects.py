@@ -192,7 +192,7 @@ class Objects:
             self._keeper.forget(old.blobs)
 
     def delete(self, bucket: str, key: str, condition: Condition | None = None) -> bool:
-        """Whether there was something to delete."""
+        """Delete an object; return whether there was one."""
         with self._lock:
             where = self._bucket(bucket)
             self._check(where, key, condition)
@@ -205,7 +205,7 @@ class Objects:
             return True
 
     def check(self, bucket: str, key: str, condition: Condition | None) -> None:
-        """Whether a write with this condition would be refused now."""
+        """Raise the error with which a write with this condition would be refused now."""
         with self._lock:
             self._check(self._bucket(bucket), key, condition)
 
@@ -237,7 +237,7 @@ class Objects:
         return self._generation
 
     def all(self, bucket: str) -> tuple[StoredObject, ...]:
-        """In the order of their keys."""
+        """Return all objects in the order of their keys."""
         with self._lock:
             where = self._bucket(bucket)
             return tuple(where.objects[key] for key in where.keys)
@@ -315,7 +315,7 @@ class Objects:
         checksums: Mapping[str, str],
         condition: Condition | None,
     ) -> StoredObject:
-        """The object. `checksums`: what the client says of the whole of it."""
+        """Complete an upload and return the object. `checksums` are the client's, of the whole object."""
         with self._lock:
             upload = self._upload(bucket, key, upload_id)
             parts = self._chosen(upload, names)
@@ -354,7 +354,7 @@ class Objects:
             return upload, tuple(upload.parts[number] for number in sorted(upload.parts))
 
     def uploads(self, bucket: str, prefix: str = "") -> tuple[Upload, ...]:
-        """By key, then by id, which is the order in which they began."""
+        """Return the uploads by key, then by id, which is the order in which they began."""
         with self._lock:
             self._bucket(bucket)
             found = [u for u in self._uploads.values() if u.bucket == bucket and u.key.startswith(prefix)]
@@ -376,8 +376,8 @@ class Objects:
         parts = []
         for name in names:
             part = upload.parts.get(name.number)
-            told = {} if part is None else {key: part.checksums.get(key) for key in name.checksums}
-            if part is None or name.etag.strip('"') != part.blob.etag or told != dict(name.checksums):
+            given = {} if part is None else {key: part.checksums.get(key) for key in name.checksums}
+            if part is None or name.etag.strip('"') != part.blob.etag or given != dict(name.checksums):
                 raise StoreError("InvalidPart", PartNumber=str(name.number), UploadId=upload.upload_id)
             parts.append(part)
         for part in parts[:-1]:
@@ -411,20 +411,20 @@ def _etag_of(parts: Sequence[Part]) -> str:
 
 
 def _checksums_of(
-    upload: Upload, parts: Sequence[Part], told: Mapping[str, str]
+    upload: Upload, parts: Sequence[Part], given: Mapping[str, str]
 ) -> tuple[Mapping[str, str], str]:
     """Checksums of the whole object, those that its parts or the request to complete it came with.
 
     Source: Amazon S3 user guide, "Checking object integrity for data uploads". Composite: the digest of the
-    parts' digests; of the full object: CRCs only. What the client tells must be true.
+    parts' digests; of the full object: CRCs only. Checksums from the client must be correct.
     """
     names = {name for part in parts for name in part.checksums}
-    names = {name for name in names if all(name in part.checksums for part in parts)} | set(told)
+    names = {name for name in names if all(name in part.checksums for part in parts)} | set(given)
     composite = upload.checksum_type != "FULL_OBJECT" and "crc64nvme" not in names
     found = {}
     for name in sorted(names):
         found[name] = _composite(name, parts) if composite else _full(name, parts)
-        if name in told and told[name].partition("-")[0] != found[name].partition("-")[0]:
+        if name in given and given[name].partition("-")[0] != found[name].partition("-")[0]:
             raise StoreError("BadDigest", message=f"the {name} of the object is {found[name]}")
     return found, "COMPOSITE" if composite and names else "FULL_OBJECT"
 

@@ -68,47 +68,47 @@ class StrictStore:
 
     def add_fault(self, fault: Fault) -> int:
         """A number to remove it by."""
-        return int(self._ask("POST", "faults", fault.to_json())["number"])
+        return int(self._send("POST", "faults", fault.to_json())["number"])
 
     def remove_fault(self, number: int) -> None:
-        self._ask("DELETE", f"faults?number={number}")
+        self._send("DELETE", f"faults?number={number}")
 
     def clear_faults(self) -> None:
-        self._ask("DELETE", "faults")
+        self._send("DELETE", "faults")
 
     def faults_fired(self) -> dict[int, int]:
         """How often each fault has happened, by its number."""
-        return {int(number): count for number, count in self._ask("GET", "faults").items()}
+        return {int(number): count for number, count in self._send("GET", "faults").items()}
 
     def stats(self) -> dict[str, Any]:
         """bytes_in, bytes_out, in_flight, most_in_flight; requests by operation and status, 0: dropped.
 
         A request is counted before its answer leaves; it is in flight until all of the answer has left.
         """
-        stats = self._ask("GET", "stats")
+        stats = self._send("GET", "stats")
         for name, counts in stats["requests"].items():
             stats["requests"][name] = {int(status): count for status, count in counts.items()}
         return stats
 
     def make_bucket(self, name: str) -> None:
-        self._ask("POST", "buckets", {"name": name})
+        self._send("POST", "buckets", {"name": name})
 
     def objects(self, bucket: str) -> list[dict[str, Any]]:
         """key, size, etag, generation, modified_s, headers of each, by key."""
-        return list(self._ask("GET", f"objects?bucket={quote(bucket)}")["objects"])
+        return list(self._send("GET", f"objects?bucket={quote(bucket)}")["objects"])
 
     def keys(self, bucket: str) -> list[str]:
         return [str(stored["key"]) for stored in self.objects(bucket)]
 
     def uploads(self, bucket: str) -> list[dict[str, Any]]:
         """Unfinished ones: key, upload_id, initiated_s, parts (their number)."""
-        return list(self._ask("GET", f"uploads?bucket={quote(bucket)}")["uploads"])
+        return list(self._send("GET", f"uploads?bucket={quote(bucket)}")["uploads"])
 
     def set_clock_offset(self, offset_s: float) -> None:
-        """What the store's clock says from now on: this machine's time and so many seconds."""
-        self._ask("POST", "clock", {"offset_s": offset_s})
+        """Set the store's clock to this machine's time plus `offset_s` from now on."""
+        self._send("POST", "clock", {"offset_s": offset_s})
 
-    def _ask(self, method: str, what: str, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _send(self, method: str, what: str, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
         connection = http.client.HTTPConnection(urlsplit(self.endpoint).netloc, timeout=_ADMIN_S)
         try:
             connection.request(

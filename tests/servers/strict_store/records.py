@@ -1,4 +1,4 @@
-"""What a store holds and how it refuses: plain records, without behaviour."""
+"""The content and the errors of a store: plain records, without behaviour."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ class StoredObject:
 
     @cached_property
     def crc32c(self) -> str:
-        """Of the whole, as base64."""
+        """The checksum of the whole object, as base64."""
         known = self.blobs[0].digests.get("crc32c") if len(self.blobs) == 1 else None
         return to_text(known or digest_of("crc32c", *(blob.data for blob in self.blobs)))
 
     @property
     def md5(self) -> str | None:
-        """As base64, where the object was sent in one piece and it is known."""
+        """The digest as base64, if the object was sent in one piece and the digest is known."""
         known = self.blobs[0].digests.get("md5") if len(self.blobs) == 1 else None
         return to_text(known) if known else None
 
@@ -199,7 +199,7 @@ class Keeper(Protocol):
         """The same bytes, to be read from now on."""
 
     def write(self, kind: Kind, name: str, value: object) -> None:
-        """Before the change is made. `name` says which one of its kind."""
+        """Write a value before the change is made in memory; `name` identifies it among those of its kind."""
 
     def remove(self, kind: Kind, name: str) -> None: ...
 

@@ -155,7 +155,7 @@ class Server:
             self._free.release()
 
     def _answer(self, connection: Connection) -> bool:
-        """One request. Whether there may be another one."""
+        """Answer one request; return whether another may follow."""
         head = connection.head()
         if head.path.startswith(ADMIN):
             body = small_body(head, connection)

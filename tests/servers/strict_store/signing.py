@@ -49,7 +49,7 @@ class ChunkSigner:
 
 
 def check_signature(head: Head, credential: Credential) -> ChunkSigner:
-    """Who signs is `credential`, or StoreError as S3 names it. The answer checks the chunks of the body."""
+    """Check that `credential` has signed; StoreError as in S3. Return the checker of the body's chunks."""
     scheme, _, text = head.headers.get("authorization", "").partition(" ")
     if scheme != _ALGORITHM:
         raise StoreError("AccessDenied", message="the request is not signed")

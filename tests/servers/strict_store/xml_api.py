@@ -1,7 +1,7 @@
 """The XML API that S3 and GCS share: how a request is read, objects, uploads in parts, listings.
 
-Sources: Amazon S3 API reference, and "XML API" of Google Cloud Storage. What is not here is refused with 501,
-so that nobody counts on it by mistake.
+Sources: Amazon S3 API reference, and "XML API" of Google Cloud Storage. Other operations are refused with
+501, so that no test relies on them by mistake.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LIST_QUERY = {
     "fetch-owner",
 }
 _UPLOADS_QUERY = {"uploads", "prefix", "key-marker", "upload-id-marker", "max-uploads", "encoding-type"}
-# What may stand in the query of each operation. Everything else asks for something that is not here.
+# Allowed names in the query of each operation; other names request something that is not implemented.
 _QUERY = {
     "ListObjects": _LIST_QUERY,
     "ListObjectsV2": _LIST_QUERY,
@@ -96,7 +96,7 @@ class XmlApi(ABC):
 
     @abstractmethod
     def condition(self, request: Request) -> Condition | None:
-        """Of a write."""
+        """Return the condition of a write."""
 
     @abstractmethod
     def object_headers(self, stored: StoredObject, head: Head) -> Headers:
@@ -131,7 +131,7 @@ class XmlApi(ABC):
 
     @abstractmethod
     def check_headers(self, request: Request) -> None:
-        """Headers that ask for something that is not here."""
+        """Refuse headers that request something that is not implemented."""
 
     def refuse(self, head: Head, error: StoreError) -> Response:
         tree: list[tuple[str, Tree]] = [("Code", error.code), ("Message", error.message)]
@@ -269,7 +269,7 @@ class XmlApi(ABC):
             request.key,
             request.head.query["uploadId"],
             [_part_name(item) for item in parse_xml(request.body).iter("Part")],
-            checksums=self._told_checksums(request.head.headers),
+            checksums=self._given_checksums(request.head.headers),
             condition=self.condition(request),
         )
         tree = [("Bucket", request.bucket), ("Key", request.key), ("ETag", f'"{stored.etag}"')]
@@ -335,7 +335,7 @@ class XmlApi(ABC):
         return self._objects.new_blob(request.body, request.digests)
 
     def _kept(self, head: Head) -> dict[str, str]:
-        """What comes back with the object."""
+        """Return the headers that come back with the object."""
         kept = {
             name: value
             for name, value in head.headers.items()
@@ -347,9 +347,9 @@ class XmlApi(ABC):
 
     def _checksums(self, request: Request) -> dict[str, str]:
         """Those that came with the body, in headers or trailers; they have been compared."""
-        return self._told_checksums({**request.head.headers, **request.trailers})
+        return self._given_checksums({**request.head.headers, **request.trailers})
 
-    def _told_checksums(self, headers: Mapping[str, str]) -> dict[str, str]:
+    def _given_checksums(self, headers: Mapping[str, str]) -> dict[str, str]:
         prefix = f"{self.vendor}checksum-"
         return {name: headers[prefix + name] for name in S3_CHECKSUMS if prefix + name in headers}
 
@@ -392,7 +392,7 @@ def _operation(method: str, bucket: str, key: str, query: Mapping[str, str], *, 
 
 
 def _after(upload: Upload, key_marker: str, id_marker: str) -> bool:
-    """Whether this upload comes after the markers, in the order of keys and then ids."""
+    """Return whether this upload comes after the markers, in the order of keys and then ids."""
     if not id_marker:
         return upload.key > key_marker
     return (upload.key, upload.upload_id) > (key_marker, id_marker)
@@ -400,8 +400,8 @@ def _after(upload: Upload, key_marker: str, id_marker: str) -> bool:
 
 def _part_name(item: ElementTree.Element) -> PartName:
     checksums = {name: _text(item, f"Checksum{name.upper()}", "") for name in S3_CHECKSUMS}
-    told = {name: text for name, text in checksums.items() if text}
-    return PartName(number=_number(_text(item, "PartNumber")), etag=_text(item, "ETag"), checksums=told)
+    given = {name: text for name, text in checksums.items() if text}
+    return PartName(number=_number(_text(item, "PartNumber")), etag=_text(item, "ETag"), checksums=given)
 
 
 def _entry(stored: StoredObject, name: Callable[[str], str]) -> list[tuple[str, Tree]]:
