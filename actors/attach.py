@@ -39,7 +39,7 @@ _TOKEN_HINT = (
 
 @contextlib.contextmanager
 def attached(address: str | None = None) -> Iterator[str]:
-    """Make this process a driver of the cluster at `address`, or of the cluster that is found.
+    """Make this process a driver of the cluster at `address`, or of the cluster that Ray finds.
 
     Yields the cluster's address. A process that is already a driver stays a driver. ConfigError if there is
     no cluster; Unavailable if the cluster does not answer. Within the context, stdout goes to stderr, since

@@ -11,14 +11,14 @@ from ray_ckpt.core.values import Token
 
 
 class Callers:
-    """The calls that wait, each with a token of its own; `left` takes the token of a call that is over."""
+    """Calls that wait, each with a token; `left` is called with the token of a call that is over."""
 
     def __init__(self, left: Callable[[Token], None] = lambda token: None) -> None:
         self._left = left
         self._waiting: dict[Token, asyncio.Future[Any]] = {}
 
     async def request(self, begin: Callable[[Token], None]) -> Any:
-        """Begin with a fresh token, and return the reply to the token or raise its error."""
+        """Call `begin` with a fresh token; return the reply to the token, or raise its error."""
         token = uuid.uuid4().hex
         reply = self._waiting[token] = asyncio.get_running_loop().create_future()
         try:
@@ -34,6 +34,6 @@ class Callers:
             future.set_result(value)
 
     def fail(self, token: Token, error: Exception) -> None:
-        """Raise an error in the call of a token, unless the call is over."""
+        """Make the call of a token raise an error, unless the call is over."""
         if (future := self._waiting.get(token)) and not future.done():
             future.set_exception(error)

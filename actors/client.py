@@ -146,7 +146,7 @@ def annotate(*, run: str, storage_path: str, step: int, metrics: Mapping[str, fl
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics for the log; cut long names, as a save does."""
+    """Return metrics for the log, with long names cut as in a save."""
     try:
         return {str(name)[:MAX_METRIC_NAME]: float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -275,7 +275,7 @@ class RayLink:
             self._agent.skip.remote(self._uid, attempt, self._rank, reason)
 
     def progress(self, session: int, progress: RankProgress) -> None:
-        """Send progress; log what is missing on the storage path, by the answer to an earlier report."""
+        """Send progress; log what an earlier answer reports as missing on the storage path."""
         with contextlib.suppress(Unavailable, ray.exceptions.RayError):
             if self._answer is None:
                 self._answer = self._agent.report_progress.remote(self._uid, session, self._rank, progress)

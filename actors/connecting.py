@@ -36,13 +36,14 @@ def connect(
     """Connect this process to a run without Ray Train; every rank of the group calls this in a Ray worker.
 
     Rank 0 opens the run and the group with the nodes of all ranks: with `world_size > 1`, torch.distributed
-    must be initialised first. After this call, build Checkpointers as usual. If one process alone holds all
-    state to be saved (rank 0 of replicas), only this process connects, as rank 0 of 1.
+    must be initialised first. After this call, build Checkpointers as usual. If one process alone saves
+    the state of all, as rank 0 does for replicas, only this process connects, as rank 0 of 1.
 
     `parts` describes several worker groups that commit one checkpoint together, such as an actor and a
-    critic: the number of ranks of each part by name, the same in all processes. `part` is the part of this
-    process; `rank`, `world_size` and torch.distributed are then those of the part. All parts save the same
-    steps, under items of different names. The call waits at most PARTS_WAIT_S for the other parts.
+    critic: it maps the name of each part to its number of ranks, and is the same in all processes. `part` is
+    the part of this process; `rank`, `world_size` and torch.distributed are then those of the part. All parts
+    save the same steps, under items of different names. The call waits at most PARTS_WAIT_S for the other
+    parts.
     """
     run_options = RunOptions.parse(**{"ray_report": False, **options})
     group = _parts_of(part, parts, world_size)
@@ -117,7 +118,7 @@ def _open_on_first(rank: int, world_size: int, opens: Callable[[], Joined]) -> J
             answer = [opens()]
         except CheckpointError as error:
             answer = [error]
-        except Exception as error:  # the other ranks wait for an answer after any error
+        except Exception as error:  # after any error the other ranks need an answer
             answer = [ServiceError(f"The group could not be opened: {error}")]
     if world_size > 1:
         import torch.distributed as dist

@@ -120,7 +120,7 @@ class SessionStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassedOrder:
-    """A call to the agents of some nodes that a relay passes on; a number tells each call from others."""
+    """One call that a relay passes on to the agents of several nodes, with a number for each node."""
 
     nodes: tuple[tuple[int, str], ...]  # (number, node)
     method: str
@@ -129,7 +129,7 @@ class PassedOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassedAnswers:
-    """Answers to passed orders, by number; orders that are in none of these have no answer yet."""
+    """Answers to passed orders, by number; orders in none of the fields have no answer yet."""
 
     values: Mapping[int, Any] = field(default_factory=dict)
     failures: Mapping[int, Failure] = field(default_factory=dict)

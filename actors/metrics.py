@@ -1,8 +1,8 @@
 """Record the metrics of `ray_ckpt.telemetry` through `ray.util.metrics`.
 
 Ray adds `ray_` to each name, and exports the values of a process from an endpoint of the process's node. A
-gauge vanishes 20 s after it was last set, and NaN is not exported (seen in Ray 2.60). So gauges are set again
-as long as their values hold, and unknown values are not set.
+gauge vanishes 20 s after it was last set, and NaN is not exported (seen in Ray 2.60). Therefore a gauge is
+set again and again while its value holds, and an unknown value is not set.
 """
 
 from __future__ import annotations

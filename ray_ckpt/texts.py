@@ -16,7 +16,7 @@ TIER_TEXT: Mapping[str, str] = {
 MAX_NEAREST = 5  # steps or names in a hint
 MAX_KNOWN = 50  # names in a hint if no known name is similar
 MAX_COMPARED = 10_000  # names that are searched for similar ones, in 0.1 s
-MAX_STEPS = 10  # steps in a line
+MAX_STEPS = 10  # steps that a message lists
 MAX_TEXT = 120  # characters of a name or a reason from a log, where space is limited
 
 _AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))

@@ -59,8 +59,8 @@ from ray_ckpt.types import AttemptId, Level, RankRestore
 log = logging.getLogger("ray_ckpt.agent")
 
 MAX_ANNOTATING = 64  # waiting annotations of a run; each holds a call and the call's metrics
-START_S = 60.0  # longest wait for a session to begin when ranks request their ticket
-OUTCOME_SLACK_S = 60.0  # after the attempt's own time-outs; bounds a call that nothing answers
+START_S = 60.0  # longest wait of ranks that request their ticket for a session to begin
+OUTCOME_SLACK_S = 60.0  # added to the time-outs of an attempt; bounds a call that gets no answer
 EXIT_AFTER_S = 0.5  # so that the answer is sent before the process ends
 
 
@@ -98,9 +98,9 @@ class NodeAgent(RelayEndpoints):
         return ServiceCard(keys=self._node.keys, service=self._service, runs=self._runs.opened())
 
     async def exit(self, epochs: Mapping[str, int] | None = None) -> None:
-        """End this process, so that Ray may give the node back: nothing on the node is needed.
+        """End this process, so that the autoscaler may remove the node, which holds nothing needed.
 
-        Fenced if a run here obeys a coordinator with a higher epoch than `epochs` has (by run uid).
+        Fenced if a run here obeys a coordinator with a higher epoch than that in `epochs` (by run uid).
         """
         for run_uid, epoch in (epochs or {}).items():
             if run_uid in self._runs.open:
@@ -116,7 +116,7 @@ class NodeAgent(RelayEndpoints):
 
     async def open_run(self, order: OpenRun) -> Inventory:
         """Check the staging folder and the storage path of a run, and return the run's files on this node."""
-        async with self._runs.turn(order.run_uid):  # the run may be in the middle of being put away
+        async with self._runs.turn(order.run_uid):  # the run may just be being put away
             run = await self._runs.take_up(order.spec, order.run_uid)
             run.use(order.spec)
             await run.obey(n.EpochSeen(epoch=order.epoch))
@@ -127,7 +127,7 @@ class NodeAgent(RelayEndpoints):
         return await self.inventory(order.run_uid)
 
     async def put_away(self, order: PutAwayRun) -> bool:
-        """Delete all files of a finished run except `order.kept`, and forget the run.
+        """Delete all files of a finished run except `order.kept`, and close the run.
 
         Fenced if the order is stale; OSError if the disk fails.
         """
@@ -167,7 +167,7 @@ class NodeAgent(RelayEndpoints):
         await self._runs.get(run_uid).obey(order)
 
     async def update_peer(self, run_uid: str, node: str, endpoint: str) -> None:
-        """Take the new address of another agent."""
+        """Use a new address of another agent."""
         self._runs.get(run_uid).endpoints[node] = endpoint
 
     async def release_run(self, run_uid: str, session_key: SessionKey, is_finished: bool, epoch: int) -> None:
@@ -180,7 +180,7 @@ class NodeAgent(RelayEndpoints):
     async def announce_save_step(
         self, run_uid: str, session_key: SessionKey, signal: SaveSignal, epoch: int
     ) -> None:
-        """Have all ranks of the session save after a step."""
+        """Show the ranks of this node the step after which all ranks save."""
         order = n.SaveStepAnnounced(session_key=session_key, signal=signal, epoch=epoch)
         await self._runs.get(run_uid).obey(order)
 
@@ -362,7 +362,7 @@ class NodeAgent(RelayEndpoints):
         await self._node.request("make_durable", run_uid)
 
     async def report_progress(self, run_uid: str, session: int, rank: int, progress: RankProgress) -> str:
-        """Take the progress of a rank. For rank 0, return what is missing on the storage path, or ""."""
+        """Record the progress of a rank. For rank 0, return what is missing on the storage path, or ""."""
         run = self._runs.get(run_uid)
         if rank == 0 and run.missing_is_due():
             self._node.spawn(run.check_missing())

@@ -31,11 +31,11 @@ log = logging.getLogger("ray_ckpt.agent")
 
 MEMORY_RESERVE = 0.05  # share of free memory that arenas leave unused
 DOUBLE_SHARE = 0.25  # `auto` takes two buffers if both fit into this share of free memory
-SINGLE_SHARE = 0.7  # `auto` takes one buffer up to this share, else a ring: data loaders start later
+SINGLE_SHARE = 0.7  # `auto` takes one buffer up to this share, else a ring; later data loaders need the rest
 STREAM_POLL_S = 0.001  # between checks for a block, which takes some milliseconds to fill
 STREAM_STALL_S = 60.0  # longest wait for a block of a stream; after it, the rank counts as dead or stuck
 SHM_FOLDER = Path("/dev/shm")
-ARENA_GIVEN_BYTES = 1 << 20  # beyond the requested size, so that a header that grows a little still fits
+ARENA_GIVEN_BYTES = 1 << 20  # beyond the requested size, for a header that grows a little
 _BESIDES_BYTES = ARENA_GIVEN_BYTES + ARENA_PAGE_BYTES  # bytes of a buffer besides the shard
 _MODES: Mapping[str, ArenaMode] = {"double": "double", "single": "single", "stream": "stream"}
 _COPIES: Mapping[ArenaMode, int] = {"double": 2, "single": 1, "stream": 0}
@@ -125,7 +125,7 @@ class ArenaMemory:
                 self._release()
 
     def _release(self) -> None:
-        self.page.populated_bytes = len(self.memory)  # so that no rank waits for more
+        self.page.populated_bytes = len(self.memory)  # a rank that waits for more memory goes on
         os.close(self._file)
 
 
@@ -213,8 +213,8 @@ def make_arena(
 ) -> RankArena:
     """Make the memory of one rank; all `ranks` of the node will need `all_bytes` of `free_bytes`.
 
-    `mode` is the option `memory`. `named` means in /dev/shm, where arenas of these ranks already take
-    `taken_bytes`. InsufficientSpace if the mode does not fit, or, with `auto`, if no mode fits.
+    `mode` is the option `memory`. `named` places the memory in /dev/shm, where arenas of these ranks already
+    take `taken_bytes`. InsufficientSpace if the mode does not fit, or, with `auto`, if no mode fits.
     """
     room = ShmRoom.measure(taken_bytes) if named else None
     chosen = choose_mode(mode, all_bytes=all_bytes, free_bytes=free_bytes, ranks=ranks, room=room)

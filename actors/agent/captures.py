@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ray_ckpt.trainer.link import SealedShard
 from ray_ckpt.types import AttemptId, SaveFacts
 
-MAX_REPORTED = 16  # saves not stored yet whose times are kept; the oldest, of dropped saves, are removed
+MAX_REPORTED = 16  # saves, not yet stored, whose times are kept; the oldest were dropped, and are removed
 
 
 @dataclass(slots=True)

@@ -1,4 +1,7 @@
-"""Write, copy, upload and check the files of a run. All functions block; call them from threads."""
+"""Write, copy, upload and check the files of a run.
+
+Functions block; call them from threads.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from ray_ckpt.transport.sending import Outgoing, send_files
 from ray_ckpt.transport.wire import FileName, PutRequest
 from ray_ckpt.types import AttemptId, FileEntry, ManifestRow
 
-COPY_BLOCK_BYTES = 8 << 20  # sent from an arena between two checks that it still holds the attempt
+COPY_BLOCK_BYTES = 8 << 20  # bytes sent between two checks that the arena still holds the attempt
 DRAIN_SPREAD_S = 0.5  # longest random wait before an upload, so that nodes do not all retry at once
 
 
@@ -47,7 +50,7 @@ def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...]
         size_bytes=layout.size_bytes,
         spans=spans,
     )
-    arena.check(buffer, attempt.attempt)  # the rank must not have captured into the arena during the write
+    arena.check(buffer, attempt.attempt)  # fails if the rank captured into the arena during the write
     stored = run.staging.put(run.run_uid, attempt.directory, state, [shard.state])
     rows = [
         ManifestRow(
@@ -97,7 +100,7 @@ def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies
         with copies.one():
             try:
                 send_files(endpoint, credentials, files, limiter=run.limiter)
-            except _Recaptured:  # the second try sends the file from the disk
+            except _Recaptured:  # the second try reads the file from the disk
                 send_files(endpoint, credentials, files, limiter=run.limiter)
     return sum(file.size_bytes for file in (*held.fragment.files, held.entry))
 

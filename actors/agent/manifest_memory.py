@@ -1,8 +1,8 @@
-"""The fragments of a manifest in memory that the ranks of a node map: columns, once for all of them.
+"""The manifest of a restore in memory: columns, stored once on a node, which all ranks of the node map.
 
-A memfd, or a file in /dev/shm for ranks that may not open the agent's files, like an arena (`arena`). The
-memory is freed when the agent has closed it, or has died, and no rank maps it. It cannot shrink or change
-while ranks read it.
+The memory is a memfd, or a file in /dev/shm for ranks that may not open the agent's files, like an arena
+(`arena`). It is freed when no rank maps it and the agent has closed it or has died. It cannot shrink or
+change while ranks read it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ray_ckpt.errors import InsufficientSpace
 from ray_ckpt.restore.manifest import MappedManifest
 from ray_ckpt.storage.local.memory import available_memory_bytes
 
-MEMORY_SHARE = 0.5  # of free memory at most: ranks have their models beside it
+MEMORY_SHARE = 0.5  # limit, as a share of free memory: the ranks' models need the rest
 
 
 class ManifestMemory:
-    """Arrow streams, one after the other. `add` is for one thread at a time."""
+    """Arrow streams, one after the other. Call `add` from one thread at a time."""
 
     def __init__(self, *, named: bool = False) -> None:
         self._limit_bytes = int(MEMORY_SHARE * available_memory_bytes())

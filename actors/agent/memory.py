@@ -1,4 +1,4 @@
-"""The memory that this node's ranks map: arenas to capture into, and the page of the save signal."""
+"""Memory that the ranks of this node map: arenas to capture into, and the page of the save signal."""
 
 from __future__ import annotations
 

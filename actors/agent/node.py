@@ -28,7 +28,7 @@ from ray_ckpt.transport.credentials import Credentials, ServiceKeys
 log = logging.getLogger("ray_ckpt.agent")
 
 DISK_THREADS = 4  # concurrent local work; more would only queue at the device
-STREAM_THREADS = 64  # one per rank of a node, since a stream keeps its thread as long as the rank copies
+STREAM_THREADS = 64  # one per rank of a node, since a stream occupies its thread while the rank copies
 PEER_THREADS = 4  # concurrent copies to peers
 PROBE_THREADS = 2  # concurrent probes of silent peers; few, since a copy has few holders
 REMOTE_THREADS = 4  # concurrent checks and scrubs on storage paths
@@ -75,7 +75,7 @@ class Node:
     async def request(self, method: str, *args: Any) -> Any:
         """Call the coordinator and return its result. Unavailable if the coordinator does not answer.
 
-        The call goes through this node's relay, if it has one and its calls are reports; see
+        The call goes through this node's relay if there is one and the call is a report; see
         `ray_ckpt.engine.relays`.
         """
         waits = method in WAITING

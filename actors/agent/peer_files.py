@@ -15,7 +15,7 @@ from ray_ckpt.storage.local.files import size_of
 from ray_ckpt.transport.wire import FileName, PutRequest
 
 MAX_SERVED = 16  # concurrent reads by peers, each with blocks of read-ahead
-SERVE_WAIT_S = 30.0  # wait for another read to end; then the peer gets an error and retries
+SERVE_WAIT_S = 30.0  # longest wait for another read to end; after it, the peer gets an error and retries
 
 
 class PeerFiles:

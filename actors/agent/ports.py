@@ -1,7 +1,7 @@
 """The ports of a node's host on Ray: work in threads of the agent, calls to the coordinator, and memory.
 
-An effect of the machine becomes a call in a thread, and an exception becomes an event. Nothing is decided
-here.
+An effect of the machine becomes a call in a thread, and an exception becomes an event. This module decides
+nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PROBE_S = 3.0  # longest wait for the answer to a probe
 
 
 class RayNodePorts:
-    """The ports of one run; tasks of the agent carry out what takes long."""
+    """The ports of one run; tasks of the agent do the work that takes long."""
 
     def __init__(self, node: Node, run: NodeRun, runs: dict[str, NodeRun]) -> None:
         self._node = node
@@ -113,7 +113,7 @@ class RayNodePorts:
             )
         else:
             entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
-            run.staging.known.add(entry.digest, fragment.metadata)  # checked when it was encoded
+            run.staging.known.add(entry.digest, fragment.metadata)  # correct, since this agent has encoded it
             event = n.FragmentWritten(attempt=fragment.attempt, entry=entry)
         run.host.handle(event)
 

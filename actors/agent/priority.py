@@ -18,7 +18,7 @@ log = logging.getLogger("ray_ckpt.agent")
 
 NICENESS = 10  # a tenth of a core while training uses all cores
 IO_PRIORITY = 7  # the lowest of the best-effort class; the idle class could starve
-MAX_HEAPS = 2  # heaps of malloc; with one per thread, each would keep the memory that the thread frees
+MAX_HEAPS = 2  # heaps of malloc; each keeps the memory that its threads free, so there is not one per thread
 DRAIN_YIELDS_S = 0.25  # wait per block of 8 MiB while copies between nodes run; drains still get 32 MB/s
 GC_OBJECTS = 50_000  # new objects until a collection; Python's default is 700
 _M_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
@@ -30,7 +30,7 @@ def yield_to_training() -> None:
     try:
         os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
         psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_BE, IO_PRIORITY)
-    except (OSError, psutil.Error, AttributeError) as error:  # a sandbox may refuse; the work must go on
+    except (OSError, psutil.Error, AttributeError) as error:  # a sandbox may refuse the change
         log.warning("bulk work runs at the training's priority: %s", error)
 
 

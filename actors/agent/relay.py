@@ -1,7 +1,7 @@
-"""An agent as a relay: it passes orders on to other agents, and gathers their reports.
+"""Agents as relays: pass orders on to other agents, and gather the reports of other agents.
 
-`ray_ckpt.engine.relays` has the rules. The relay decides nothing: what it does not reach or answer in time
-is sent without it.
+`ray_ckpt.engine.relays` has the rules. A relay decides nothing: messages that it does not deliver or answer
+in time are sent again without it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ray_ckpt.errors import CheckpointError, Unavailable
 
 POLL_S = 1.0  # longest wait for new answers to a batch before the coordinator is answered
 GATHER_S = 0.1  # time to gather answers to orders, or reports, before they are sent
-MAX_BATCHES = 64  # of orders that wait for answers; the coordinator sends older ones without this relay
-MAX_GATHERED = 256  # reports in one message: a few of each node
+MAX_BATCHES = 64  # batches that wait for answers; the coordinator sends older ones again without this relay
+MAX_GATHERED = 256  # reports in one message: some of each node
 
 Send: TypeAlias = Callable[[tuple[GatheredReport, ...]], Awaitable[tuple[GatheredAnswer, ...]]]
 _Gathered: TypeAlias = tuple[GatheredReport, asyncio.Future[Any]]
@@ -35,7 +35,7 @@ _Merged: TypeAlias = tuple[GatheredReport, list[asyncio.Future[Any]]]
 
 @dataclass(slots=True)
 class _Batch:
-    """A batch of orders; answers stay here until the coordinator asks for them."""
+    """A batch of orders; answers stay here until the coordinator requests them."""
 
     waiting: int  # calls without an answer
     values: dict[int, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class OtherAgents:
         return {node: self._handles[node] for node in wanted & self._handles.keys()}
 
     def forget(self, node: str) -> None:
-        """Look the agent up again before its next call: it did not answer, and may have been replaced."""
+        """Look the agent up again before its next call: it may have been replaced."""
         self._handles.pop(node, None)
 
 
@@ -87,7 +87,7 @@ class OrderRelay:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def pass_on(self, name: str, orders: tuple[PassedOrder, ...]) -> PassedAnswers:
-        """Pass on the orders of a new batch; return new answers of the batch, after POLL_S perhaps none."""
+        """Pass on the orders of a new batch; return new answers of the batch, within POLL_S, perhaps none."""
         if orders:
             while len(self._batches) >= MAX_BATCHES:
                 del self._batches[next(iter(self._batches))]
@@ -181,7 +181,7 @@ class ReportRelay:
 
 
 class RelayEndpoints:
-    """The calls of an agent as a relay. The agent's constructor sets the fields, as Ray binds no other."""
+    """The methods of an agent as a relay. The agent sets the fields: Ray binds no inherited constructor."""
 
     _orders: OrderRelay
     _reports: ReportRelay
@@ -196,7 +196,7 @@ class RelayEndpoints:
 
 
 def _merged(gathered: list[_Gathered]) -> Iterator[_Merged]:
-    """Yield reports with the senders that wait for the answer: progress of one run as one report."""
+    """Yield reports with the senders that wait for the answer; all progress of a run is one report."""
     progress: dict[str, list[_Gathered]] = {}  # by run
     for report, sender in gathered:
         if report.method == "ranks_progressed":

@@ -26,8 +26,8 @@ from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, FragmentMetadata, Level
 
-FETCH_THREADS = 8  # fragments fetched at a time: peers answer in milliseconds, a store in tens of them
-FETCHED = 16  # fragments in memory at a time, besides those that are written; mostly of 2 MB each
+FETCH_THREADS = 8  # fragments fetched at a time: a peer answers in some ms, a store in some tens of ms
+FETCHED = 16  # fragments in memory at a time, besides those in the manifest's memory; most have 2 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,8 @@ class SourceFinder:
     def own_ticket(self, plan: SessionPlan) -> tuple[RestoreTicket, ManifestMemory] | None:
         """Return a ticket with the fragment that the ranks of this node saved, and no other.
 
-        None if the group has another shape than the one that saved, if the coordinator does not know the
-        digest of the committed fragment, or if no source has the fragment with that digest.
+        None if the group has another shape than the one that saved, if the plan lacks the digest of the
+        committed fragment, or if no source has the fragment with that digest.
         """
         resume, here = plan.resume, self._here(plan)
         assert resume is not None
@@ -137,7 +137,7 @@ class SourceFinder:
     def _all_sources(
         self, resume: ResumePoint, found: Mapping[int, FragmentMetadata]
     ) -> dict[str, tuple[FileSource, ...]]:
-        """Return the sources of each file; files with the same sources share one tuple."""
+        """Return the sources of each file; files with equal sources share one tuple."""
         attempt = resume.checkpoint.id
         here = {name: self._here_sources(resume.checkpoint, name) for name in self._names_here(attempt)}
         here |= {name: self._here_sources(resume.checkpoint, name) for name in self._arena_files(resume)}
@@ -200,7 +200,7 @@ class SourceFinder:
     def _written(
         self, resume: ResumePoint, chosen: Mapping[int, str] | None
     ) -> tuple[ManifestMemory, list[ReadFragment]]:
-        """Write a version of each fragment into memory: with the digest in `chosen`, or any.
+        """Write one version of each fragment into memory: that with the digest in `chosen`, by default any.
 
         The returned fragments have no rows.
         """
@@ -230,7 +230,7 @@ class SourceFinder:
     def _chosen(self, resume: ResumePoint) -> dict[int, str]:
         """Return the digests of the committed fragments, from the versions of all sources.
 
-        CorruptionError if they have not the root digest of the log in any combination.
+        CorruptionError if no combination of versions has the root digest of the log.
         """
         checkpoint = resume.checkpoint
         names = [fragment_file(index, checkpoint.num_nodes) for index in range(len(resume.holders))]
@@ -246,9 +246,9 @@ class SourceFinder:
         return {index: chosen[name] for index, name in enumerate(names)}
 
     def _versions(self, resume: ResumePoint, index: int) -> Iterator[ReadFragment]:
-        """Yield a fragment from each source where it decodes.
+        """Yield the version of a fragment at each source, without those that do not decode.
 
-        NewerFormat if none decodes and one has a newer format.
+        NewerFormat if no version decodes and one has a newer format.
         """
         newer: NewerFormat | None = None
         is_there = False

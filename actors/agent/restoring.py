@@ -32,7 +32,7 @@ class NodeRestore:
         self._run = run
         self._plan = plan
         self._tickets: dict[tuple[bool, bool], asyncio.Task[RestoreTicket | None]] = {}
-        self._newest: RestoreTicket | None = None  # the ticket with most of the manifest
+        self._newest: RestoreTicket | None = None  # the ticket that has the largest part of the manifest
         self._memories: list[ManifestMemory] = []
         self._is_freed = False
         self._shared: SharedReads | None = None
@@ -91,7 +91,7 @@ class NodeRestore:
             self._memories.pop().close()
 
     async def _make_ticket(self, *, named: bool, is_whole: bool) -> RestoreTicket | None:
-        """Make a ticket; None if there is none with this node's fragment only."""
+        """Make a ticket; None if this node's own fragment is wanted and does not suffice."""
         run, plan = self._run, self._plan
         ticket = partial(RestoreTicket, session=plan.session, epoch=plan.epoch)
         if plan.resume is None:
@@ -120,7 +120,7 @@ class NodeRestore:
     def _taken(self, ticket: RestoreTicket, memory: ManifestMemory) -> RestoreTicket:
         """Keep the memory of a ticket until `close_shared`."""
         if self._is_freed:
-            memory.close()  # no rank waits for the ticket any more
+            memory.close()  # no rank waits for this ticket any more
             return ticket
         self._memories.append(memory)
         if self._newest is None or not self._newest.is_whole:

@@ -1,4 +1,4 @@
-"""One run on a node: the run's host, disks, memory, and the callers that wait for the host."""
+"""One run on a node: the run's host, disks and memory, and the callers of the host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.transport.sending import Limiter
 
 DRAIN_THREADS = 2  # concurrent uploads; each holds some 200 MiB of parts and read-ahead
-MISSING_LOOK_S = 5.0  # between checks, by the node of rank 0, that the log is still at its place
+MISSING_LOOK_S = 5.0  # between checks of rank 0's node that the log is still at its place
 T = TypeVar("T")
 
 
@@ -50,7 +50,7 @@ class NodeRun:
         self.annotating = 0  # number of annotations that wait for a save, or for the log
         self.checked_nonce = ""  # nonce of the coordinator for which the storage path was last checked
         self.missing = ""  # what is missing on the storage path; see `RemoteTier.missing`
-        self._missing_s = 0.0  # when `missing` was last checked (monotonic); inf during a check
+        self._missing_s = 0.0  # time of the last check of `missing` (monotonic); inf during a check
         self.starts: dict[SessionKey, tuple[RunSpec, dict[str, str]]] = {}  # orders that are being handled
         self.callers = Callers(lambda token: self.host.handle(CallerLeft(token=token)))
         self.host = host(self, NodeMachine(epoch=staging.epoch(run_uid)))
@@ -86,20 +86,20 @@ class NodeRun:
             raise RunSuperseded("A newer session owns this run.")
 
     def use(self, spec: RunSpec) -> None:
-        """Take over the spec of a launcher; its options may differ from the last launcher's."""
+        """Use the spec of a new launcher, whose options may differ from those of the last one."""
         self.spec = spec
         self.remote = spec.storage.open()
         self.limiter = Limiter(spec.options.replicate_bytes_per_s)
         self.drain_limiter = Limiter(spec.options.drain_bytes_per_s)
 
     def take_start(self, plan: SessionPlan) -> None:
-        """Take over the options and addresses that were sent with a plan."""
+        """Use the options and addresses that were sent with a plan."""
         if (start := self.starts.pop(plan.session_key, None)) is not None:
             spec, self.endpoints = start
             self.use(spec)
 
     def check_storage(self, nonce: str, node: str) -> None:
-        """Check the storage path once per coordinator, since a later fault must not end a group; block."""
+        """Check the storage path once per coordinator, since a later fault must not end a group. Blocks."""
         if self.checked_nonce != nonce:
             self.remote.check_shared(nonce, node=node)
             self.checked_nonce = nonce

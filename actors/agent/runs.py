@@ -37,11 +37,11 @@ class NodeRuns:
         return self.open[run_uid]
 
     def turn(self, run_uid: str) -> asyncio.Lock:
-        """Return the lock that keeps opening a run and putting it away on this node from overlapping."""
+        """Return the lock under which a run is opened or put away on this node."""
         return self._turns.setdefault(run_uid, asyncio.Lock())
 
     async def take_up(self, spec: RunSpec, run_uid: str) -> NodeRun:
-        """Return the run; open it if necessary."""
+        """Return the run; open it here if necessary."""
         if run_uid not in self.open:
             staging = await in_thread(self._node.disk_io, self._open_staging, spec)
             self.open[run_uid] = NodeRun(spec, run_uid, staging, self._host)

@@ -5,9 +5,9 @@ the rank has copied since its last request. A row is read and verified when the 
 row's memory is reused when every rank that wants the row has copied it. Memory is bounded; rows that do not
 fit wait for slower ranks.
 
-There is no deadlock: a rank holds nothing during a request, and waits for memory only if no row in memory
-waits for that rank. So all ranks that this rank waits for are copying, or have not started. After
-SPACE_WAIT_S, or for a row that is too large, the rank reads by itself, which is always correct, only slower.
+There is no deadlock: a rank holds no row during a request, and waits for memory only when it has copied all
+rows in memory that it wants. So the ranks that it waits for are copying rows, or have not started. After
+SPACE_WAIT_S, or for a row that is too large, a rank reads by itself, which is correct, but slower.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ray_ckpt.types import ManifestRow, Tier
 
 log = logging.getLogger("ray_ckpt.agent")
 
-MAX_SHARED_BYTES = 4 << 30  # a large row has to fit as a whole; the unused rest takes no memory
-SHARED_MEMORY_PART = 8  # divisor of free memory for the limit of shared rows, since arenas need the rest
+MAX_SHARED_BYTES = 4 << 30  # a large row has to fit as a whole; the unused part takes no memory
+SHARED_MEMORY_PART = 8  # shared rows take at most 1/8 of free memory, since arenas need the rest
 LOAD_BYTES = 64 << 20  # per batch: ranks copy one batch while the next is being read
 SPACE_WAIT_S = 15.0  # longest wait for slower ranks, which may still be building their model
 ALIGNMENT_BYTES = 64  # alignment of a row in memory: one cache line
@@ -117,7 +117,7 @@ class SharedReads:
     async def fetch(
         self, rank: int, wants: Mapping[RowKey, tuple[int, ...]], taken: Sequence[RowKey]
     ) -> SharedRows:
-        """Return some of the rows in `wants`, which has the ranks that want each row; see FetchRows."""
+        """Return some of the wanted rows; `wants` has the ranks that want each row. See FetchRows."""
         self._take(rank, taken)
         never = tuple(key for key in wants if not self._can_hold(key))
         if never:
@@ -134,7 +134,7 @@ class SharedReads:
                 if self._waits_for(rank):
                     break
                 if _now_s() >= deadline_s:
-                    self._space_wait_s = 0.0  # some rank is stuck or dead: wait for it only once
+                    self._space_wait_s = 0.0  # a rank is stuck or dead: wait for it only once
                     break
             await self._change(deadline_s if not found else None)
         for key in wants:
@@ -247,7 +247,7 @@ class SharedReads:
         return good
 
     def _make_huge(self, end: int) -> None:
-        """Use huge pages for the next batches: huge pages are cheaper to fill, and to map in each rank."""
+        """Use huge pages for the next batches: they are cheaper to fill, and for each rank to map."""
         with self._lock:
             if end > self._huge_bytes and not self._is_closed:
                 end = min(self._space.size_bytes, end + LOAD_BYTES)
@@ -267,7 +267,7 @@ class SharedReads:
 
 
 class _Landed(FlatSink):
-    """The memory of a row; `finish` adds the row to `good`."""
+    """Sink into the memory of a row; `finish` adds the row to `good`."""
 
     def __init__(self, destination: Bytes, key: RowKey, good: set[RowKey]) -> None:
         super().__init__(destination)

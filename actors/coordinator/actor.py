@@ -1,4 +1,4 @@
-"""The coordinator: one detached Ray actor per service, for many runs; a RunMachine decides for each run.
+"""The coordinator: one detached Ray actor per service. It serves many runs; a RunMachine decides for each.
 
 Agents, launchers and the command line call the methods of this class. `Engine` runs the machines, `RunOpener`
 and `Recovery` open runs, `ClusterWatch` checks the nodes, and `StatusReader` computes views for status. Each
@@ -57,7 +57,7 @@ log = logging.getLogger("ray_ckpt.coordinator")
 
 LAST_RECORDS_S = 10.0  # wait for records in flight at a stop; the next service finds later ones too
 LAST_RECORDS_POLL_S = 0.5
-ENDING_S = 120.0  # until this actor, if shut_down's caller has not killed it, exits for Ray to restart
+ENDING_S = 120.0  # after shut_down; an actor that the caller has not killed by then exits
 FEW_NODES = 1_000  # of a group whose objects a collection of garbage visits in some 10 ms
 
 
@@ -186,7 +186,7 @@ class Coordinator:
         return await self._status.overview()
 
     async def shut_down(self, force: bool) -> ServiceView:
-        """End all agents, and return the view from before; the caller then kills this actor.
+        """End all agents, and return the view before that; the caller then kills this actor.
 
         Without `force`, ServiceError if a group is at work or a needed checkpoint is only on the nodes'
         disks; then nothing has changed. No files are deleted: the next service finds them.
@@ -259,7 +259,7 @@ class Coordinator:
     # -- agents --------------------------------------------------------------------------------------
 
     async def gathered(self, reports: tuple[GatheredReport, ...]) -> tuple[GatheredAnswer, ...]:
-        """Take reports that a relay has gathered, in order, and answer each."""
+        """Handle reports that a relay has gathered, in order, and answer each."""
         if any(report.waits for report in reports):
             return tuple(await asyncio.gather(*map(self._answered, reports)))
         take = self.engine.take
@@ -281,12 +281,12 @@ class Coordinator:
         self._handle(event.attempt.run_uid, event)
 
     async def ranks_progressed(self, run_uid: str, event: m.RanksProgressed) -> tuple[Awaited, ...]:
-        """Take the progress of a node's ranks, and return the ranks that the group waits for."""
+        """Record the progress of a node's ranks, and return the ranks that the group waits for."""
         await self._recovery.ready()
         return self._handle(run_uid, event).machine.view.awaited()
 
     async def ranks_restored(self, run_uid: str, event: m.RanksRestored) -> tuple[Awaited, ...]:
-        """Take the ranks of a node that have restored, and return the ranks that the group waits for."""
+        """Record the ranks of a node that have restored, and return the ranks that the group waits for."""
         await self._recovery.ready()
         return self._handle(run_uid, event).machine.view.awaited()
 
@@ -322,11 +322,11 @@ class Coordinator:
         await self._annotate(self.engine.runs.by_uid(run_uid), step, metrics)
 
     async def restart_agent(self, node: str) -> None:
-        """Start a new agent on a node if the node's agent, which was reported dead, is dead."""
+        """Start a new agent on a node if the node's agent, which a rank has reported as dead, is dead."""
         await self.engine.restart_agent(node)
 
     async def node_preempted(self, node: str, notice: Notice) -> None:
-        """Take a notice that a node is about to go; agents repeat a notice as long as it holds."""
+        """Record a notice that a node is about to go; agents repeat a notice as long as it holds."""
         self.engine.notices.add(node, notice, time.time())
 
     async def make_durable(self, run_uid: str) -> None:

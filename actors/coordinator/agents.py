@@ -27,11 +27,11 @@ log = logging.getLogger("ray_ckpt.coordinator")
 
 AGENT_START_S = 120.0  # longest start of an agent; a cold node imports torch first
 AGENT_CALL_S = 60.0  # longest wait for an answer from an agent
-CARD_S = 5.0  # short, for calls whose results are only shown by status
+CARD_S = 5.0  # short, for calls whose results only status shows
 
 
 class Agents:
-    """At most one agent on each node of the cluster.
+    """The agents of the service, at most one on each node of the cluster.
 
     `keys` and `service` belong to the service; agents keep both while the coordinator restarts. Calls to Ray
     itself block, so they run in the threads of `control_io`.
@@ -87,7 +87,7 @@ class Agents:
 
         A CheckpointError of the agent is raised unchanged.
         """
-        for _ in range(2):  # the second try has a new agent, for an agent that died
+        for _ in range(2):  # the second try is with a new agent, if the first one has died
             if self._is_closed:
                 return None
             try:
@@ -135,7 +135,7 @@ class Agents:
         return True
 
     async def read_cards(self) -> None:
-        """Read again the cards without staging folders, which were read when no run was open."""
+        """Read the cards again that lack staging folders, because no run was open when they were read."""
         await asyncio.gather(*(self._read_card(node) for node, c in self.cards.items() if not c.staging))
 
     async def _read_card(self, node: str) -> None:
@@ -158,7 +158,7 @@ class Agents:
     def end(self, nodes: Iterable[str], epochs: Mapping[str, int]) -> None:
         """End agents whose nodes are not needed; an agent keeps the autoscaler from removing its node.
 
-        `epochs` are those of this coordinator, by run uid: an agent stays if a newer coordinator has a run.
+        `epochs` are those of this coordinator, by run uid: an agent whose run has a newer coordinator stays.
         """
         for node in nodes:
             log.info("node %s holds nothing needed: its agent ends", node[:12])

@@ -71,7 +71,7 @@ class Engine:
         return await in_thread(self.control_io, ray_cluster.is_alive, owner)
 
     async def restart_agent(self, node: str) -> None:
-        """Open the runs on a node with a new agent if the node's agent, which was reported dead, is dead."""
+        """Open the runs on a node with a new agent if the node's agent was reported dead, and is dead."""
         async with self.runs.turn(node):
             if not await self.agents.is_alive(node):
                 self.agents.forget(node)

@@ -15,7 +15,7 @@ from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.telemetry import Sample
 
 GOODPUT_EVERY_S = 60.0  # between computations over the whole log
-REPORT_FINISHED_S = 1200.0  # longer than the quarter of an hour in which an alert looks for silent runs
+REPORT_FINISHED_S = 1200.0  # longer than the 15 minutes that the alert on silent runs examines
 FINISHED = 2.0  # value of the metric run_active
 
 

@@ -15,7 +15,7 @@ from ray_ckpt.core import messages as m
 
 LEAST_PERIOD_S = 0.5  # between two readings, while the cluster is small
 PERIOD_PER_NODE_S = 0.001  # a reading costs this process 12 us of CPU per node, and Ray's control store 8 us
-MOST_PERIOD_S = 5.0  # short compared with the 14 s until Ray reports a dead node
+MOST_PERIOD_S = 5.0  # short, compared with the 14 s until Ray reports a dead node
 
 
 class NodeList:

@@ -124,7 +124,7 @@ class RunOpener:
 
 
 def _check_same_log(run: Run, spec: RunSpec) -> None:
-    """Raise RunConflict unless the new storage options lead to the log of this run."""
+    """Raise RunConflict unless the log of this run is where the new storage options lead."""
     tier = spec.storage.open()
     tier.probe_log()
     history, records = read_run(tier.log)

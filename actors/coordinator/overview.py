@@ -37,7 +37,7 @@ class Seen:
 def view_of(
     run: Run, agents: Set[str], *, owner_lives: bool = True, sent_bytes: Mapping[str, int] | None = None
 ) -> RunView:
-    """Return the view of a run as of now; `agents` are the nodes that have an agent."""
+    """Return the view of a run as of now; `agents` are the nodes with an agent."""
     seen = Seen(
         disks=run.disks_of(agents),
         warning=run.warning[0],

@@ -1,7 +1,7 @@
 """The ports of a run's host on Ray: calls to agents, and work in threads on the log and the storage path.
 
-An order of the host becomes a call of an agent's method, and an exception becomes a `Failure`. Nothing is
-decided here.
+An order of the host becomes a call of an agent's method, and an exception becomes a `Failure`. This module
+decides nothing.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ STORE_TIMEOUT_S = 30.0  # to create a log record; a longer create has the outcom
 
 
 class RayPorts:
-    """The ports of one run; tasks of the engine carry out what takes long."""
+    """The ports of one run; tasks of the engine do the work that takes long."""
 
     def __init__(self, engine: Engine, run: Run) -> None:
         self._engine = engine
         self._run = run
         self._relays = OrderRelays(engine.relay_nodes)
-        self._calls: list[Call] = []  # of this moment, not sent yet
-        self._packed: tuple[SessionPlan, int, bytes] | None = None  # plan, changes of addresses, both packed
+        self._calls: list[Call] = []  # begun at this moment, not sent yet
+        self._packed: tuple[SessionPlan, int, bytes] | None = None  # plan, changes of addresses, bytes
 
     # -- agents --------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class RayPorts:
         self._engine.spawn(self._await(call, answer))
 
     async def _pass_on(self, batch: Batch) -> None:
-        """Send calls through a relay; send again, without it, what it does not reach or answer in time."""
+        """Send calls through a relay; repeat without it those that it does not deliver or answer in time."""
         agents, name, begun_s = self._engine.agents, uuid.uuid4().hex, time.monotonic()
         orders = tuple(self._passed(batch))
         try:
@@ -113,7 +113,7 @@ class RayPorts:
 
     def _passed(self, batch: Batch) -> Iterator[PassedOrder]:
         """Yield the calls of a batch as orders; those that have no address are sent without the relay."""
-        alike: dict[int, list[tuple[int, Call]]] = {}  # by order, which calls to several nodes share
+        alike: dict[int, list[tuple[int, Call]]] = {}  # by order, since calls may share one
         for number, call in batch.calls.items():
             alike.setdefault(id(call.order), []).append((number, call))
         for calls in alike.values():
@@ -199,7 +199,7 @@ class RayPorts:
         self._end(call, value, failure)
 
     def _end(self, call: Call | None, value: object, failure: Failure | None) -> None:
-        """Answer a call; None was answered before."""
+        """Answer a call; None: it has been answered before."""
         if call is None:
             return
         is_noted = failure is not None and isinstance(call.work, NodeDeletes | None)

@@ -1,4 +1,4 @@
-"""One run of a coordinator: the run's host and log, and the calls that wait for the host."""
+"""One run of a coordinator: the run's host and log, and the callers of the host."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Run:
 
     @property
     def store(self) -> LogStore:
-        """The log's store. `probe_log` opens it in a thread, as a new client may read files or connect."""
+        """The log's store. `probe_log` opens it in a thread, since a new client may read files or connect."""
         return self.remote.log
 
     @property

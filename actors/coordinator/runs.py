@@ -64,7 +64,7 @@ class Runs:
 
     @contextlib.contextmanager
     def in_use(self, run_name: str) -> Iterator[None]:
-        """Count as an objection to stopping the service until this context ends."""
+        """Count this context as a reason not to stop the service."""
         self._users[run_name] += 1
         try:
             yield
@@ -77,7 +77,7 @@ class Runs:
             raise Unavailable("The service is being stopped.", hint="Start it again with `ray-ckpt up`.")
 
     def objections(self, view: ServiceView, wall_s: float) -> tuple[str, ...]:
-        """Return the reasons not to stop the service now; `view` has the launchers that were found dead."""
+        """Return the reasons not to stop the service now; `view` shows the launchers that are dead."""
         dead = {run.where: run.owner for run in view.runs if run.state == "gone"}
         open_now = [
             reason

@@ -20,7 +20,7 @@ from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core.loss_scenarios import live_checkpoints
 from ray_ckpt.storage.log_store import read_run
 
-MAX_REQUESTED = 64  # agents that one overview calls for their upload progress, or their disks
+MAX_REQUESTED = 64  # agents that one overview calls for upload progress, or for their disks
 
 
 class StatusReader:

@@ -23,7 +23,7 @@ from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import CheckpointInfo, FileEntry
 
-FRAGMENTS_AT_A_TIME = 16  # reads of one description: its time is that of round trips to the store
+FRAGMENTS_AT_A_TIME = 16  # concurrent reads of fragments, since most of the time is round trips to the store
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
@@ -54,7 +54,7 @@ def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
 
 
 def _read_files(remote: RemoteTier, checkpoint: CheckpointInfo, index: int) -> tuple[FileEntry, ...]:
-    """Return the files that a node has stored: those that the node's fragment names, and the fragment.
+    """Return the files that a node has stored: the fragment, and those that the fragment names.
 
     CorruptionError if the fragment is gone or damaged, OSError if the store fails.
     """

@@ -16,7 +16,7 @@ from ray_ckpt.engine.idle_agents import IdleAgents
 log = logging.getLogger("ray_ckpt.coordinator")
 
 TICK_S = 0.5  # between two ticks of each run machine
-IDLE_NODE_S = 0.001  # period, per node, of the search for idle agents, which takes 2 us per node
+IDLE_NODE_S = 0.001  # period of the search for idle agents, per node; the search takes 2 us per node
 
 
 class ClusterWatch:
@@ -50,7 +50,7 @@ class ClusterWatch:
         engine = self._engine
         nodes = await engine.agents.cluster.recent()
         for run in engine.runs:
-            disks, run.disks = run.disks, {}  # each reading of a disk is reported once
+            disks, run.disks = run.disks, {}  # each reading of a disk is passed to the machine once
             run.host.handle(replace(seen_by(nodes, run.spec.options), disks=disks))
         live = nodes.live
         for node in engine.agents.nodes - live:

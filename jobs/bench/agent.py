@@ -15,7 +15,7 @@ from jobs.bench.row import Reference, Row, measure
 from jobs.bench.training import Training, local_ray
 
 IDLE_S = 10.0  # seconds per sample: 0.1 % of a core is one tick of the kernel's clock
-SAVES = 1000  # number of saves for which DESIGN requires flat memory
+SAVES = 1000  # number of saves during which memory must not grow
 WARM_SAVES = 600  # saves before the first look at memory: after the log's first snapshot, which loads pyarrow
 SMALL_BYTES = 1 << 20  # state per save; memory grows with the number of saves, not with their size
 

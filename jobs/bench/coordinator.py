@@ -29,7 +29,7 @@ from ray_ckpt.types import AttemptId, FileEntry, Level, RankRestore
 RANKS_PER_NODE = 8
 SIZES = (100, 1_000, 10_000)  # nodes
 QUICK_SIZES = (100,)
-LIMIT_MS = 50.0  # DESIGN section 7: per commit, at LIMIT_NODES
+LIMIT_MS = 50.0  # limit of CPU time per commit, at LIMIT_NODES
 LIMIT_NODES = 1_000
 STEP_S = 1.0  # interval between saves; every rank reports its progress once a second
 WARM_SAVES = 5  # saves before the first sample; after them each commit retires a checkpoint
@@ -255,13 +255,13 @@ def message_rows(context: Context) -> Iterator[Row]:
     from jobs.bench.training import local_ray
 
     class Listener:
-        async def hear(self, message: object) -> None:
+        async def take(self, message: object) -> None:
             """Accept every message and do nothing."""
 
     num = QUICK_MESSAGES if context.quick else NUM_MESSAGES
     with context.temporary() as folder, local_ray(folder):
         listener: Any = ray.remote(Listener).options(num_cpus=0).remote()
-        ray.get(listener.hear.remote(None))
+        ray.get(listener.take.remote(None))
         for name, what, messages in (
             ("message", "empty messages to an async actor", [None] * num),
             ("message-stored", "NodeStored", stored_events(num)),
@@ -269,7 +269,7 @@ def message_rows(context: Context) -> Iterator[Row]:
 
             def message_ms(messages: Sequence[object] = messages) -> float:
                 started_s = time.perf_counter()
-                ray.get([listener.hear.remote(message) for message in messages])
+                ray.get([listener.take.remote(message) for message in messages])
                 return (time.perf_counter() - started_s) * 1e3 / num
 
             yield measure(name, f"{num:,} {what}, each", "ms", message_ms, repeat=context.repeat)

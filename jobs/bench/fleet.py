@@ -1,9 +1,9 @@
 """The coordinator's process with the agents of a large cluster: CPU, bytes and memory, with Ray's part.
 
 The coordinator is the real actor on a local Ray. `Crowd` actors play the agents of up to CROWD_NODES nodes
-each: they answer orders and send the reports that agents send, without files and ranks. The list of the
-cluster's nodes is given too, since only the crowds' nodes exist. What the coordinator sends is pickled once
-more to count its bytes, in a group that is not timed.
+each: they answer orders and send the reports that agents send, without files and ranks. The bench also
+provides the list of the cluster's nodes, since Ray has only one. To count the bytes that the coordinator
+sends, its messages are pickled a second time, in a group that is not timed.
 """
 
 from __future__ import annotations
@@ -81,29 +81,29 @@ class _Member:
     node_id: str
     here: SessionNode | None = None
     relay: str = ""
-    agent: Node | None = None  # the real way to the coordinator through the relay that is killed
+    agent: Node | None = None  # the real sender of reports, through the relay that is killed
     held: dict[str, tuple[AttemptId, tuple[SessionNode, ...]]] = field(default_factory=dict)  # by folder
     level: Level | None = None  # of the save under way
 
 
 class Crowd:
-    """The agents of some nodes; the calls of the coordinator come with the node's id.
+    """The agents of some nodes. A call of the coordinator names the node.
 
-    The relay `lone` is an actor of its own, which can be killed: other relays are in the crowds.
+    The relay `lone` is a separate actor, which can be killed; other relays are nodes of crowds.
     """
 
     def __init__(self, coordinator: Any, nodes: Sequence[str], lone: str, neighbours: Any = None) -> None:
         self._coordinator, self._lone, self._neighbours = coordinator, lone, neighbours
         self._keys = ServiceKeys.make(datetime.now(UTC))
         self._members = {node: _Member(node) for node in nodes}
-        self._relays: dict[str, ReportRelay] = {}  # by node; a relay and its members may be of two crowds
+        self._relays: dict[str, ReportRelay] = {}  # by node; a relay and its members may be in two crowds
         self._packed = b""
         self._plan: SessionPlan | None = None
         self._holds: dict[str, list[SessionNode]] = {}  # node -> the nodes whose copies it holds
-        self._settled = asyncio.Event()  # all nodes know that the save under way is replicated
+        self._settled = asyncio.Event()  # all nodes are notified that the save is replicated
 
     async def call(self, node: str, method: str, *args: Any) -> Any:
-        """Answer an order; orders without a meaning for a crowd are answered with None."""
+        """Answer an order; the answer to an order that a crowd does not play is None."""
         if method == "pass_on" and node == self._lone:
             return await self._pass(args[1])
         return self._do(node, method, args)
@@ -154,7 +154,7 @@ class Crowd:
             member.agent.route.use(start.relay)
         elif start.relay and start.relay not in self._relays:
             self._relays[start.relay] = ReportRelay(self._coordinator.gathered.remote)
-        if start.packed == self._packed:  # the crowd unpacks once what each agent unpacks
+        if start.packed == self._packed:  # the crowd unpacks once for all of its agents
             return
         self._packed, (self._plan, _) = start.packed, start.unpack()
         self._holds = {node: [] for node in self._members}
@@ -214,7 +214,7 @@ class Crowd:
         assert all(await asyncio.gather(*goes))
 
     async def save(self, step: int) -> float:
-        """Store a step and its copies on all nodes; return seconds until all know that it is replicated."""
+        """Store a step and its copies on all nodes; return the seconds until all are notified."""
         begun_s = time.monotonic()
         await self.store(step)
         await self._settled.wait()
@@ -304,7 +304,7 @@ class _Method:
 
 
 class _Handle:
-    """An agent's handle for the coordinator; its calls go to a crowd."""
+    """Stands for the handle of an agent; calls go to the agent's crowd."""
 
     def __init__(self, agents: CrowdAgents, node: str) -> None:
         self._agents, self._node = agents, node
@@ -314,7 +314,7 @@ class _Handle:
 
 
 class CrowdNodes(NodeList):
-    """The list of the nodes that crowds play, which Ray does not have."""
+    """The nodes that crowds play, which Ray does not list."""
 
     def __init__(self, control_io: Executor, live: frozenset[str]) -> None:
         super().__init__(control_io)
@@ -351,7 +351,7 @@ class FleetCoordinator(Coordinator):
         self._agents.cluster = CrowdNodes(engine.control_io, frozenset(self._agents.crowds))
 
     async def usage(self, counts_bytes: bool = False) -> Usage:
-        """Return what was used; count the bytes sent from now on, or do not."""
+        """Return the resources used so far; `counts_bytes` turns the count of sent bytes on or off."""
         self._agents.counts_bytes = counts_bytes
         return Usage(
             cpu_s=time.process_time(),
@@ -365,7 +365,7 @@ class FleetCoordinator(Coordinator):
 
 
 class Fleet:
-    """A run on `num_nodes` nodes, as the driver of the bench moves it."""
+    """A run on `num_nodes` nodes, and the calls by which the bench moves it."""
 
     def __init__(self, num_nodes: int, folder: Path) -> None:
         self.nodes = tuple(f"{index:056x}" for index in range(num_nodes))  # as long as Ray's ids
@@ -374,7 +374,7 @@ class Fleet:
         self.coordinator: Any = coordinator.options(name=names.COORDINATOR, **named).remote()
         first = min(relay_nodes(), num_nodes - 1)  # the first addressee of the second group of nodes
         lone = self.nodes[first]
-        parts = [  # all other relays have their nodes in their own crowd
+        parts = [  # the nodes of each other relay are in one crowd
             tuple(node for node in self.nodes[at : at + CROWD_NODES] if node != lone)
             for at in range(0, num_nodes, CROWD_NODES)
         ]
@@ -412,7 +412,7 @@ class Fleet:
         return max(seconds)
 
     def save_without_relay(self) -> float:
-        """Kill a relay that has reported its own part, with the reports of its nodes; return as `save`."""
+        """Kill a relay, with the reports of its nodes, after its own report; return as `save` does."""
         self.step += 1
         self._get(self.lone.store.remote(self.step))
         saves = [crowd.save.remote(self.step) for crowd in self.crowds[:-1]]

@@ -33,9 +33,9 @@ NUM_RANKS = 2
 # 8.8 million parameters: with AdamW's moments 105 MB of state. A micro-batch takes about 30 GFLOP per rank.
 JOB = "--layers 7 --width 320 --heads 5 --context 128 --batch 4"
 SMALL_JOB = "--layers 1 --width 16 --heads 2 --context 16 --batch 1"
-STEP_S = 0.5  # duration of a training step, from which on DESIGN's limit on blocked time holds
+STEP_S = 0.5  # shortest training step for which BLOCKED_LIMIT is required
 STEPS_PER_SAVE = 10
-BLOCKED_LIMIT = 2.0  # % of the time of ten steps, as in DESIGN
+BLOCKED_LIMIT = 2.0  # limit of blocked time, in % of the time of ten steps
 CALL_S = 300.0  # time limit of a stretch: ten steps of about 0.5 s on a busy machine
 
 

@@ -41,7 +41,7 @@ AGENT_LIMIT_S, RANK_LIMIT_S, SAME_LIMIT_S, NODE_LIMIT_GB, COPY_LIMIT_MS = 8.0, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCost:
-    """CPU seconds of a rank to plan, and the bytes of its own memory that it then has more than before."""
+    """CPU seconds of a rank to plan, and the growth of the rank's own memory in bytes."""
 
     cpu_s: float
     memory_bytes: int
@@ -58,7 +58,7 @@ class Planning:
         self._checkpoint: CheckpointInfo = fleet.write(self._folder)
 
     def plan(self, world_size: int) -> SessionPlan:
-        """Return the session of `world_size` ranks; the same shape if that is the size that saved."""
+        """Return a session of `world_size` ranks; it has the saved shape if that many ranks saved."""
         num_nodes = self.fleet.num_nodes
         names = [fragment_file(index, num_nodes) for index in range(num_nodes)]
         resume = ResumePoint(
@@ -100,7 +100,7 @@ class Planning:
             memory.close()
 
     def hold(self, staging: Path) -> Path:
-        """Put one complete fragment into a staging folder, with holes as shards and states."""
+        """Put one complete fragment into a staging folder, with sparse files as shards and states."""
         folder = staging / self.fleet.attempt.run_uid / self.fleet.attempt.directory
         folder.mkdir(parents=True)
         name = fragment_file(NODE_INDEX, self.fleet.num_nodes)
@@ -114,7 +114,7 @@ class Planning:
 
 
 def plan_of_rank(ticket: RestoreTicket, fleet: Fleet, rank: int, world_size: int) -> RankCost:
-    """Plan the restore of a rank, in its process, as `load_items` does."""
+    """Plan the restore of a rank as `load_items` does; runs in a process of its own."""
     before, started_s = _anonymous_bytes(), time.process_time()
     assert ticket.manifest is not None
     rows = ticket.manifest.open()
@@ -190,7 +190,7 @@ def _planned(
 
 
 def _copied(context: Context, staging: Path, fleet: Fleet) -> Row:
-    """Measure what an agent does before it sends the first byte of a copy, right after it was started."""
+    """Measure the work of a newly started agent before the first byte of a copy."""
 
     def copy_ms() -> float:
         with closing(Disks([staging])) as disks:
@@ -205,7 +205,7 @@ def _copied(context: Context, staging: Path, fleet: Fleet) -> Row:
 
 
 def _anonymous_bytes() -> int:
-    """Return the memory of this process that is no file, such as the memory that the agent shares."""
+    """Return the bytes of this process that belong to no file, so without memory that the agent shares."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Anonymous:"):
             return 1024 * int(line.split()[1])

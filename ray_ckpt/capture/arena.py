@@ -21,7 +21,7 @@ from ray_ckpt.storage.local.pages import keep_from_children, map_shared, populat
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
 POPULATE_POLL_S = 0.05  # between two checks whether the agent has allocated the memory
-POPULATE_WAIT_S = 600.0  # an agent that takes longer is stuck: then the first save takes the page faults
+POPULATE_WAIT_S = 600.0  # after this time the agent counts as stuck, and the first save has the page faults
 RING_POLL_S = 0.0005  # a block of a ring takes some milliseconds to write
 RING_STALL_S = 60.0  # if no block is written for this long, the disk or the agent is stuck
 

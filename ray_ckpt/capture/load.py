@@ -180,7 +180,7 @@ class _Wanted:
     near_files: frozenset[str] = field(kw_only=True)  # shards of the ranks on this node
     targets: list[LiveSlice] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    misfits: list[str] = field(default_factory=list)  # names of items whose class is a problem
+    misfits: list[str] = field(default_factory=list)  # names of items that do not fit the saved class
     leaves: dict[str, dict[Path, Leaf]] = field(default_factory=dict)  # new leaves of each item
     _saved: dict[str, ManifestRow] = field(default_factory=dict)  # the first row of each saved tensor
     _filled: dict[int, str] = field(default_factory=dict)  # live leaves by id, with the key that fills them

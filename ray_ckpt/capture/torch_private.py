@@ -27,7 +27,7 @@ __all__ = ["EXTRA_STATE_SUFFIX", "DataDependentOutputException", "FakeTensorMode
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return the counter of changes in place."""
+    """Return the tensor's version, which torch increments at each change in place."""
     return tensor._version
 
 

@@ -24,7 +24,7 @@ class Deletions:
     ) -> Iterator[Delete]:
         """Delete a checkpoint on these nodes and, `grace_s` later, on the storage path.
 
-        A place whose answer is awaited gets no second order. The grace period is for readers of the storage
+        A place that has not answered yet gets no second order. The grace period is for readers of the storage
         path, of which the coordinator has no list. Readers on the nodes are registered: a checkpoint that
         they read is not retired.
         """

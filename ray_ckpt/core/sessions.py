@@ -339,8 +339,9 @@ class Sessions:
     def _committed(self, checkpoint: CheckpointInfo) -> tuple[str, ...]:
         """Return the digests of a checkpoint's fragments, if the inventories of all nodes prove them.
 
-        They give the root digest of the commit, unless an older version has computed it from all files.
-        Several versions of a fragment prove nothing.
+        Fragments are proven if their root digest is that of the commit. () without a proof: if an older
+        version of ray_ckpt computed the root digest from all files, or if nodes list several versions of one
+        fragment.
         """
         found: dict[int, set[FileEntry]] = {}
         for inventory in self._inventories.values():

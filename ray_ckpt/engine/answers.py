@@ -9,8 +9,8 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.engine.ports import Answered, Call
 from ray_ckpt.types import CheckpointInfo
 
-DRAIN_SLACK_S = 900.0  # time of a drain besides that for its bytes: on a poor link, parts go one by one
-LEAST_DRAIN_BYTES_PER_S = 1 << 20  # a drain of a node that is slower counts as stuck
+DRAIN_SLACK_S = 900.0  # time of a drain beyond that of its bytes: on a poor link, parts are sent one by one
+LEAST_DRAIN_BYTES_PER_S = 1 << 20  # a slower drain counts as stuck
 
 
 def event_of(answer: Answered) -> m.Event | None:

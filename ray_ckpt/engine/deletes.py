@@ -1,4 +1,4 @@
-"""Deletions on nodes: those that are decided together become one order for each node."""
+"""Deletions on nodes: one order per node for all deletions that are decided together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ray_ckpt.core import messages as m
 
-MAX_DIRECTORIES = 32  # of one order: a folder may take a second, and an answer AGENT_CALL_S
+MAX_DIRECTORIES = 32  # folders in one order: each may take a second, and the answer is due in AGENT_CALL_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ PARTS_WAIT_S = 300.0  # longest wait for the other parts of a group, whose proce
 
 @dataclass(slots=True)
 class _Claim:
-    """A launcher that wants the run, for a group if it has `inventories`."""
+    """A launcher that waits for the run; `inventories` is empty unless the launcher opens a group."""
 
     event: OwnerChecked | GroupRequested
     inventories: dict[str, Inventory]
@@ -76,7 +76,7 @@ class Groups:
     # -- two launchers -------------------------------------------------------------------------------
 
     def check(self, event: OwnerChecked) -> None:
-        """Reply when a launcher may open a group, or fail it with the machine's objection."""
+        """Reply when a launcher may open a group, or fail the call with the machine's objection."""
         self._add(event, {})
 
     def open(self, event: GroupRequested, inventories: dict[str, Inventory]) -> None:
@@ -88,7 +88,7 @@ class Groups:
         self.proceed()
 
     def proceed(self) -> None:
-        """Let launchers proceed that have no rival, and look for the rivals of the others."""
+        """Pass on the launchers that have no rival; begin to check if the rivals of the others are alive."""
         if self._host.is_recovering:
             return
         for claim in list(self._claims):
@@ -100,7 +100,7 @@ class Groups:
                     self._host.ports.look_for(rival)
 
     def launcher_seen(self, event: LauncherSeen) -> None:
-        """Let launchers proceed whose rival is dead, or has stayed alive for too long."""
+        """Pass on the launchers whose rival is dead, and those that have waited too long for its death."""
         now_s = self._host.ports.now_s()
         for claim in list(self._claims):
             rival = self._host.machine.view.owner
@@ -152,7 +152,7 @@ class Groups:
         self._host.handle(group)
 
     def ticked(self) -> None:
-        """Give up parts that have waited for too long, and look for rivals again."""
+        """Give up parts that have waited for too long, and check the rivals again."""
         over_s = self._host.ports.now_s() - PARTS_WAIT_S
         if late := [name for name, join in self._joins.items() if join.since_s <= over_s]:
             missing = ", ".join(part.name for part in self._parts if part.name not in self._joins)

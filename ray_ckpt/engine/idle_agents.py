@@ -1,4 +1,4 @@
-"""Agents whose nodes hold nothing that is needed: they end, so that the autoscaler may remove their nodes."""
+"""End the agents of nodes that hold nothing needed, so that the autoscaler may remove these nodes."""
 
 from __future__ import annotations
 

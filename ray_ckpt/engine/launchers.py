@@ -16,9 +16,10 @@ OWNER_DEAD_S = 30.0  # until a dead launcher's session ends; a node's death is n
 
 
 class LauncherWatch:
-    """The launcher that owns the run; only one that ends its runs itself counts.
+    """Watch of the launcher that owns the run.
 
-    Such a launcher is Ray Train's controller. A job may end long before the detached actors of the job.
+    The death of a launcher ends a session only if the launcher ends its runs itself, as Ray Train's
+    controller does. A job may end long before its detached actors.
     """
 
     def __init__(self, host: RunHost) -> None:

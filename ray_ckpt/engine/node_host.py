@@ -61,7 +61,7 @@ class NodeHost:
         self.ports = ports
         self.node_id = node_id
         self.session: NodeSession | None = None  # the session at work
-        self.awaited: tuple[Awaited, ...] = ()  # ranks that the group waits for, by the last answer
+        self.awaited: tuple[Awaited, ...] = ()  # ranks that the group waits for, by the coordinator's answer
         self._queue: deque[n.NodeEvent | NodeHostEvent] = deque()  # events during the handling of another
         self._is_handling = False
         self._orders: dict[Token, _Order] = {}
@@ -78,7 +78,7 @@ class NodeHost:
         return None if self.machine.is_released else self.machine.plan
 
     def handle(self, *events: n.NodeEvent | NodeHostEvent) -> None:
-        """Handle events in order; during the call of another event, after that event."""
+        """Handle events in order; events that arrive during another event are handled after it."""
         self._queue.extend(events)
         if self._is_handling:
             return
@@ -136,7 +136,7 @@ class NodeHost:
                 self._apply(event)
 
     def _apply(self, event: n.NodeEvent, token: Token = "") -> None:
-        """Let the machine handle an event, and carry out the effects; `token` is of an order's sender."""
+        """Let the machine handle an event, and carry out the effects; `token` is that of an order."""
         for effect in self.machine.handle(event):
             self._carry_out(effect, token)
 

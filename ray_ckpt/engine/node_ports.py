@@ -36,7 +36,7 @@ NodeWork: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderReceived:
-    """A coordinator has sent an order. The reply is sent when it is carried out; Fenced if it is void.
+    """A coordinator has sent an order. The reply is sent when the order is done; Fenced if it is void.
 
     The reply is None, or has the folders that could not be deleted, each with its error.
     """
@@ -47,7 +47,7 @@ class OrderReceived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkEnded:
-    """Work that no event of the machine reports has ended: a deletion, or the write of an epoch."""
+    """A deletion, or the write of an epoch, has ended; the end of other work is an event of the machine."""
 
     work: n.DeleteFolder | n.ForgetRun | n.PersistEpoch
     token: Token  # as given to `NodeDisk.start`
@@ -188,8 +188,9 @@ class NodeCoordinator(Protocol):
     def report(self, event: m.Event) -> None:
         """Report to the run's coordinator. An empty token is replaced by one of the coordinator.
 
-        `ReportAnswered` follows if the report is of ranks that wait: the reply of the machine to its token;
-        to progress, the ranks that the group waits for. A failure of any other report is only logged.
+        `ReportAnswered` follows if ranks wait for an answer to the report. Its value is the reply of the
+        coordinator's machine; for progress, the ranks that the group waits for. The failure of any other
+        report is only logged.
         """
 
 

@@ -108,7 +108,7 @@ class NodeSession:
     # -- progress ------------------------------------------------------------------------------------
 
     def _progressed(self, event: RankProgressed) -> None:
-        """Take the progress of a rank, and forward it together with the progress of the other ranks."""
+        """Record the progress of a rank; forward the progress of all ranks together."""
         due, missed = ProgressDue(session_key=self.plan.session_key), event.progress.missed
         if missed != self._missed.get(event.rank, 0):  # a save step waits for this report
             self._missed[event.rank] = missed
@@ -119,7 +119,7 @@ class NodeSession:
 
     def _forward_progress(self) -> None:
         ranks, self._progress = self._progress, {}
-        if not ranks:  # they were forwarded early
+        if not ranks:  # forwarded early
             return
         event = m.RanksProgressed(
             session_key=self.plan.session_key,
@@ -132,7 +132,7 @@ class NodeSession:
     # -- barriers ------------------------------------------------------------------------------------
 
     def _came(self, event: RankMet) -> None:
-        """Take a rank that waits at a barrier; report when all ranks of this node have come."""
+        """Add a rank that waits at a barrier; report when all ranks of this node have come."""
         if event.rank not in self._ranks:
             self._host.ports.fail(event.token, RunSuperseded("A newer session owns this run."))
             return
@@ -153,7 +153,7 @@ class NodeSession:
             self._begin_report(event.number, barrier)
 
     def _barrier_due(self, event: BarrierDue) -> None:
-        """Report a barrier once before all ranks of this node have come, if they take long, or again."""
+        """Report a barrier whose ranks have not all come in time, or repeat a report that failed."""
         barrier = self._barriers.get(event.number)
         if barrier is None or barrier.answer is not None:
             return
@@ -206,7 +206,7 @@ class NodeSession:
     # -- restore -------------------------------------------------------------------------------------
 
     def _rank_restored(self, event: RankRestored) -> None:
-        """Take a rank that has restored; report when all ranks of this node have."""
+        """Add a rank that has restored; report when all ranks of this node have restored."""
         if event.report.rank not in self._ranks:
             self._host.ports.fail(event.token, RunSuperseded("A newer session owns this run."))
             return

@@ -1,4 +1,4 @@
-"""Nodes that are about to go, as clouds and signals announce."""
+"""Notices of clouds and signals that a node is about to go."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class _Round:
 
 
 class OpenedNodes:
-    """The nodes of one run."""
+    """The nodes on which one run is open or being opened."""
 
     def __init__(self, host: RunHost) -> None:
         self._host = host
@@ -93,7 +93,7 @@ class OpenedNodes:
         return tuple(opening.event for opening in rounds.values())
 
     def seen(self, event: m.NodesSeen) -> None:
-        """Take the state of the cluster; open the run on new nodes, or release it after its end."""
+        """Handle a reading of the cluster: open the run on new nodes, or release the run after its end."""
         self._seen = event
         for number, opening in list(self._rounds.items()):
             if opening.pending is None and self._host.machine.is_open:
@@ -123,7 +123,7 @@ class OpenedNodes:
             self._join(node)
 
     def ended_idle(self, nodes: set[str]) -> None:
-        """Skip nodes whose agents ended, so that only the next group, not the next look, starts agents."""
+        """Skip nodes whose idle agents have ended, so that only the next group starts agents there."""
         self.skipped |= nodes & self.opened
         self.opened -= nodes
 
@@ -155,7 +155,7 @@ class OpenedNodes:
             host.send((node,), n.CoordinatorReturned(epoch=epoch))
 
     def answered(self, answer: Answered) -> None:
-        """Take the answer of a node to an order of this object; ignore other answers."""
+        """Handle the answer of a node to an order of this object; ignore other answers."""
         call = answer.to
         if isinstance(call, Call) and isinstance(call.order, n.SessionStarted):
             self._renewing.discard(call.node)
@@ -176,7 +176,7 @@ class OpenedNodes:
         checks = isinstance(opening.event, RunOpened) and opening.event.checks_storage
         if inventory is not None:
             opening.inventories[call.node] = inventory
-            if call.node not in opening.renewed:  # else the inventory is of the agent before
+            if call.node not in opening.renewed:  # otherwise the inventory is that of the previous agent
                 self.has_session(call.node, inventory.plan)
         elif isinstance(error, StorageNotShared | StoragePathError) and not checks:
             log.warning("node %s is left out for now: %s", call.node[:12], error)
@@ -245,7 +245,7 @@ class OpenedNodes:
         return self._live_opened[2]
 
     def _now(self, live: frozenset[str], seen: m.NodesSeen) -> m.NodesSeen:
-        """Return the cluster with the notices; the state of all nodes, since placement considers all."""
+        """Return `seen` with `live` and the notices; other facts stay those of all nodes, for placement."""
         notices, wall_s = self._host.notices, self._host.ports.wall_s()
         return replace(
             seen,

@@ -31,7 +31,7 @@ class OpenOnNode:
     """Start the node's agent if there is none, open the run there, and return the node's `Inventory`."""
 
     epoch: int
-    number: int  # of the inventory of all nodes; 0: a node that joined
+    number: int  # of the round in which all nodes are opened; 0: a node that joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ AgentOrder: TypeAlias = n.Order | m.Drain | m.Scrub | OpenOnNode | UpdatePeer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call to the agent of a node; `work` is what the answer ends, None if nothing waits for it."""
+    """A call to the agent of a node; the answer ends `work`. None: nothing waits for the answer."""
 
     node: str
     order: AgentOrder
@@ -70,7 +70,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """The answer to a call or to work on storage. A value without meaning for the host is None.
+    """The answer to a call or to work on storage. The value is None if the host needs no value.
 
     The value for a DeleteOrdered maps the folders that could not be deleted to the reasons.
     """
@@ -121,7 +121,7 @@ class PartRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogAwaited:
-    """A caller waits until this coordinator's epoch is in the log. Fenced if another coordinator has it."""
+    """A caller waits until this coordinator's epoch is in the log. Fenced if another one has the run."""
 
     token: Token
 
@@ -155,7 +155,7 @@ class AgentDied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InventoryDue:
-    """The time after which the inventory is taken again is over."""
+    """The pause before the inventory is taken again is over."""
 
     token: Token
 
@@ -229,7 +229,7 @@ class Process(Protocol):
     def warn(self, warning: m.Warn) -> None: ...
 
     def observe(self, event: m.Event) -> None:
-        """Take notice of an event that the machine handles next."""
+        """Observe an event that the machine handles next; for the simulator's checks."""
 
     def measure(self, samples: tuple[Sample, ...]) -> None:
         """Record measurements as metrics."""

@@ -2,10 +2,10 @@
 
 With thousands of nodes, the messages of one process to and from all agents are too many. A relay has no
 authority: orders keep their epochs and are obeyed or refused by the node to which they are addressed, and
-reports reach the coordinator unchanged. Whatever a relay does not answer in time is sent without a relay, so
-a relay that dies or hangs only delays; an order or report that then arrives twice does no harm (PROTOCOL.md
-section 8). Any agent can be a relay: the first addressee of many orders passes the others on, and gathers the
-reports of the nodes to which it has passed on the start of a session.
+reports reach the coordinator unchanged. A message that a relay does not answer in time is sent again without
+a relay, so a relay that dies or hangs causes a delay only; a message that arrives twice does no harm
+(PROTOCOL.md section 8). Any agent can be a relay: the first addressee of many orders passes the others on,
+and gathers the reports of the nodes to which it has passed on the start of a session.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class OrderRelays:
                 yield Batch(relay, dict(enumerate(found)))
 
     def failed(self, relay: str, now_s: float) -> None:
-        """Use another relay for some time."""
+        """Avoid this relay for RELAY_AGAIN_S."""
         self._avoided_s[relay] = now_s + RELAY_AGAIN_S
 
 
@@ -83,7 +83,7 @@ class ReportRoute:
     _direct_until_s: float = 0.0  # monotonic
 
     def use(self, relay: str) -> None:
-        """Take the relay of a new session."""
+        """Use the relay of a new session."""
         self.relay, self._direct_until_s = relay, 0.0
 
     def via(self, now_s: float) -> str:

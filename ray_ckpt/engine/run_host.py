@@ -96,7 +96,7 @@ class RunHost:
         return needed | self.nodes.live if self.nodes.is_opening or self.groups.is_wanted else needed
 
     def handle(self, *events: m.Event | HostEvent) -> None:
-        """Handle events in order; during the call of another event, after that event."""
+        """Handle events in order; events that arrive during another event are handled after it."""
         self._queue.extend(events)
         if self._is_handling:
             return
@@ -109,7 +109,7 @@ class RunHost:
             self._is_handling = False
 
     def advance(self) -> None:
-        """Send the machine the time, if some has passed since the last event."""
+        """Send the time to the machine, if some has passed since the last event."""
         now_s = self.ports.now_s()
         if now_s - self._ticked_s >= CLOCK_S:
             self._ticked_s = now_s
@@ -165,7 +165,7 @@ class RunHost:
     # -- effects -------------------------------------------------------------------------------------
 
     def send(self, nodes: Iterable[str], order: AgentOrder) -> None:
-        """Send an order without an answer. A lost order is made up for by the next session at the latest."""
+        """Send an order that needs no answer. The next session at the latest repairs the loss of an order."""
         for node in nodes:
             self.ports.call(Call(node=node, order=order))
 

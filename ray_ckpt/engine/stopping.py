@@ -43,7 +43,8 @@ def needed_in_cluster(machine: RunMachine, wall_s: float) -> tuple[int, ...]:
 def objections(host: RunHost, name: str, *, dead_owner: str, wall_s: float) -> tuple[str, ...]:
     """Return the reasons not to stop the service of an open run now.
 
-    `dead_owner` is a launcher that was found dead; a group that another launcher has opened since counts.
+    `dead_owner` is a launcher that was found dead; its run may stop, unless another launcher has opened a
+    group since.
     """
     machine = host.machine
     owner_lives = not dead_owner or machine.view.owner != dead_owner

@@ -193,7 +193,7 @@ class WirePorts:
 
 
 def _is_of_round(message: Message, name: str, order: AgentOrder) -> bool:
-    """Return True if a message has the answers of other nodes to the same order of a coordinator."""
+    """Return True if a message has answers of other nodes to the same order."""
     first = message.events[0] if isinstance(message, Answer) and message.coordinator == name else None
     return isinstance(first, Answered) and isinstance(first.to, Call) and first.to.order == order
 
@@ -202,7 +202,7 @@ class Coordinators(StorageWork):
     """The part of a world that runs coordinators."""
 
     def _feed(self, name: str, *events: m.Event | HostEvent) -> None:
-        """Let the host of a coordinator handle events; without events, let the host notice the time."""
+        """Let the host of a coordinator handle events; without events, only the time passes."""
         process = self.coordinators[name]
         if process.is_up:
             process.host.advance()
@@ -210,7 +210,7 @@ class Coordinators(StorageWork):
         self._send_calls(process)
 
     def _send_calls(self, process: Coordinator) -> None:
-        """Send the calls of an event, some of them to relays."""
+        """Send the calls that an event has caused, some through relays."""
         calls, process.calls = process.calls, []
         for part in process.relays.divide(calls, process.agents, process.host.ports.now_s()):
             if isinstance(part, Batch):
@@ -241,7 +241,7 @@ class Coordinators(StorageWork):
     def _open_log(self, service: str, *, owner: str | None, raises: bool = False) -> Coordinator | None:
         """Start a coordinator that reads and claims the log; return None if the claim is refused.
 
-        The coordinator looks for the group of an earlier one. A launcher that wants the run is `owner`.
+        The coordinator looks for the group of an earlier one. `owner` is the launcher that opens the run.
         """
         try:
             check_claim(self.oracle.history, service=service, owner=owner)
@@ -296,7 +296,7 @@ class Coordinators(StorageWork):
     def _open_parts(self, process: Coordinator, launcher: Launcher, size: int) -> None:
         """Let the two worker groups of a launcher join a group, the second one perhaps before the first.
 
-        The workers of the first part may have died and joined again, on other nodes.
+        The workers of the first part may have died; they then join again, on other nodes.
         """
         nodes = sorted(self.live(process.service) - self.absent)
         first, second = nodes[:size], nodes[-1:]
@@ -390,7 +390,7 @@ class Coordinators(StorageWork):
         return self.nodes[name].is_alive and self.nodes[name].agent is not None
 
     def _send_again(self, batch: Batch, sender: str) -> None:
-        """Let a coordinator send without the relay what the relay has not answered."""
+        """Let a coordinator send the calls that a relay has not answered again, without the relay."""
         process = self.coordinators[sender]
         if process.is_up:
             process.relays.failed(batch.relay, process.host.ports.now_s())
@@ -423,7 +423,7 @@ class Coordinators(StorageWork):
             self._feed(name, answer)
 
     def _check_collected(self, process: Coordinator, attempt: str) -> None:
-        """Check that no node has reported that it could not delete a checkpoint that is called collected."""
+        """Check that no node has reported a folder of a collected checkpoint as not deleted."""
         directory = self.oracle.history.checkpoints[attempt].directory
         nodes = [self.nodes[name] for name, left in sorted(process.left) if left == directory]
         there = [x.name for x in nodes if x.agent is not None and x.name in process.host.nodes.opened]
@@ -438,7 +438,7 @@ class Coordinators(StorageWork):
             if process is not None:
                 process.agents.add(node.name)
         if not node.is_alive or agent is None:
-            # Files of a node that is gone are gone with it.
+            # the files of a lost node count as deleted
             is_gone = not node.is_alive and isinstance(call.work, NodeDeletes)
             answer = Answered(to=call, failure=None if is_gone else NO_ANSWER)
             self._send_back(OrderCall(message, fate, 0), answer)
@@ -457,7 +457,7 @@ class Coordinators(StorageWork):
             self._note_drop(agent, event.attempt.attempt)
 
     def _order_answered(self, node: Node, done: OrderCall, value: object, error: Exception | None) -> None:
-        """Take an agent's answer to an order."""
+        """Handle an agent's answer to an order."""
         call, order = done.message.call, done.message.call.order
         process, answer = self.coordinators.get(done.message.sender), Answered(to=call, value=value)
         if process is not None and error is None:
@@ -494,7 +494,7 @@ class Coordinators(StorageWork):
 
     def _note_left(self, process: Coordinator, node: Node, call: Call, value: object) -> None:
         """Note the folders that a node has reported as not deleted, although a deletion waits for them."""
-        if isinstance(call.order, OpenOnNode):  # its inventory has what is left
+        if isinstance(call.order, OpenOnNode):  # the inventory has the folders that are left
             process.left = {left for left in process.left if left[0] != node.name}
         if isinstance(call.order, n.DeleteOrdered):
             deletes = call.work.deletes if isinstance(call.work, NodeDeletes) else ()

@@ -2,7 +2,7 @@
 
 A scene is a world in the middle of an operation. Each step is the arrival of any message (a create may also
 be lost, or applied without an answer), or one of the scene's few faults and moves. Local work of an agent is
-done at once. Worlds that differ only in the order of events are visited once.
+done at once. A state that several orders of events reach is visited once.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ class Scene:
 def _flat_coordinator(process: Coordinator) -> Iterator[bytes]:
     """Yield the state of a coordinator, one part of its host and machine after the other.
 
-    In parts, because a fast-mode pickler accepts at most 50 levels. All parts of the machine share a context.
+    The state is pickled in parts, because a fast-mode pickler accepts at most 50 levels. All parts of the
+    machine share a context.
     """
     state = {name: getattr(process, name) for name in Coordinator.__slots__}
     host = vars(state.pop("host"))
@@ -189,7 +190,7 @@ def _flat_coordinator(process: Coordinator) -> Iterator[bytes]:
 def _flat(value: object, parts: Mapping[str, object] = MappingProxyType({})) -> bytes:
     """Return bytes that depend only on the value, not on the identity of the objects in it.
 
-    An object of `parts` that is within `value` is only named, as its own bytes are elsewhere.
+    An object of `parts` inside `value` is written as its name only, since its bytes are elsewhere.
     """
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)

@@ -19,7 +19,7 @@ LONG_S = 70.0  # longer than all time-outs of a save
 A_DAY_S = DAY_S + 3_600.0  # longer than ORPHAN_AGE_S and the next interval between listings
 ROUNDS = 60  # rounds of delivery and waiting; a world that needs more never comes to rest
 DAYS_TO_SWEEP = 3  # days until an orphan is old, listed, and deleted
-MAX_TIDYING = 4  # groups; after these, each orphan has had a group that deletes it
+MAX_TIDYING = 4  # number of groups after which each orphan has had a group that deletes it
 MAX_DELIVERIES = 4_000  # deliveries in a round of a small world
 
 
@@ -67,7 +67,7 @@ class Healing:
         for _, _, member in world.members():
             agent = world.nodes[member.node].agent
             if member.state == "training" and (agent is None or agent.host.plan != member.plan):
-                world.restart_agent(member.node)  # the ranks' agent is dead, whoever has started another
+                world.restart_agent(member.node)  # the ranks' agent is dead, even if there is a new one
         for _ in range(3):  # the session is sent again if it was lost
             self._rest()
         for launcher, _, member in world.members():

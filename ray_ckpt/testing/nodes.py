@@ -78,7 +78,7 @@ class Nodes:
         self.launchers: dict[str, Launcher] = {}
         self.wire: list[Message] = []
         self.disks_fail = False  # True: disks often cannot delete a folder
-        self.timers: list[Local] = []  # of agents; due ones go to the wire
+        self.timers: list[Local] = []  # timers of agents; those that are due go to the wire
         self.absent: frozenset[str] = frozenset()  # nodes whose agents do not answer a call to all agents
         self.waiting: dict[Token, tuple[str, Launcher | Reporter]] = {}  # coordinator and caller
         self.order_calls: dict[Token, OrderCall] = {}  # orders that agents carry out
@@ -178,7 +178,7 @@ class Nodes:
         self.wire.append(Local(member.node, agent.number, event))
 
     def agent_answered(self, name: str, token: Token, value: object, error: Exception | None) -> None:
-        """Take the answer of an agent to a coordinator or a rank."""
+        """Handle the answer of an agent to a coordinator or a rank."""
         if (order := self.order_calls.pop(token, None)) is not None:
             self._order_answered(self.nodes[name], order, value, error)
         elif (call := self.rank_calls.pop(token, None)) is not None:
@@ -192,7 +192,7 @@ class Nodes:
         raise NotImplementedError  # see Coordinators
 
     def _check_answer(self, agent: Agent, call: RankCall, value: object) -> None:
-        """Check an answer against the orders and calls that the world has seen."""
+        """Check an answer against the orders and calls so far."""
         event, key = call.event, call.plan.session_key
         if isinstance(value, n.SaveOutcome) and isinstance(event, OutcomeAwaited):
             self.oracle.settled(event.attempt, value.level)

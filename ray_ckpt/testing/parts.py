@@ -80,8 +80,8 @@ class Coordinator:
     agents: set[str] = field(default_factory=set)  # nodes that have an agent, as far as the process knows
     is_up: bool = True
     is_frozen: bool = False
-    waits_since_s: float | None = None  # start of the store's silence
-    absent: set[str] = field(default_factory=set)  # nodes that ever did not answer when the run was opened
+    waits_since_s: float | None = None  # when the store became silent
+    absent: set[str] = field(default_factory=set)  # nodes that once did not answer when the run was opened
     idle: IdleAgents = field(default_factory=IdleAgents)
     left: set[tuple[str, str]] = field(default_factory=set)  # (node, folder) that could not be deleted
     relays: OrderRelays = field(default_factory=lambda: OrderRelays(0))

@@ -59,8 +59,8 @@ class Played:
 class Schedule:
     """A world, and the random generator that chooses the world's events.
 
-    The size of the first cluster is drawn from `sizes`. In a large world, messages and ranks come in larger
-    groups, so that saves of many nodes are completed.
+    The size of the first cluster is drawn from `sizes`. In a large world, an event
+    delivers more messages and moves more ranks, so that saves of many nodes are completed.
     """
 
     def __init__(self, seed: int, sizes: range = FEW_NODES) -> None:

@@ -180,7 +180,7 @@ class World(Coordinators):
     # -- events: nodes ---------------------------------------------------------------------------------
 
     def lose_node(self, name: str, *, disk: Literal["destroyed", "kept"]) -> None:
-        """Remove a machine forever, or until the machine's disk comes back."""
+        """Remove a machine forever, or until its disk comes back."""
         self.clock += 1
         node = self.nodes[name]
         node.is_alive, node.agent = False, None
@@ -216,7 +216,7 @@ class World(Coordinators):
             process.host.notices.add(name, notice, now_s)
 
     def corrupt(self, name: str, copy: Copy, *, alters: bool = False) -> None:
-        """Damage bytes of a copy; `alters`: of the fragment, which inventories then list with them."""
+        """Damage bytes of a copy; `alters`: of the fragment, so that inventories list its new digest."""
         self.clock += 1
         disk = self.nodes[name].disk
         disk.rotten.add(copy)
@@ -492,7 +492,7 @@ class World(Coordinators):
             self.oracle.finished(message.value)
 
     def _rank_answered(self, call: RankCall, message: Replied) -> None:
-        """Take the answer of an agent to a rank; an answer of an earlier session means nothing."""
+        """Handle the answer of an agent to a rank; ignore an answer of an earlier session."""
         member, event = call.member, call.event
         if member.state == "ended" or member.plan != call.plan:
             return

@@ -148,8 +148,8 @@ def keep_freed_memory() -> None:
 
     gRPC allocates memory for each arriving message, and the first touch of new memory is several times slower
     than a copy. glibc raises its mmap threshold when a large block is freed (mallopt(3), M_MMAP_THRESHOLD);
-    most programs with tensors have already freed such a block. Other C libraries are not affected. The block
-    that this function frees is never touched, so it costs nothing.
+    most programs with tensors have already freed such a block. This function allocates and frees one without
+    touching it, so no memory is used. Other C libraries are not affected.
     """
     np.empty(KEPT_BLOCK_BYTES, np.uint8)
 

@@ -192,7 +192,7 @@ class _HolderCheck:
         return len(self.fragments)
 
     def intact(self, files: Iterable[str]) -> set[str]:
-        """Return those of `files` that have no finding at this holder; fragments only if they were read."""
+        """Return the `files` without a finding at this holder; a fragment must have been read, too."""
         if self.is_silent:
             return set()
         unread = set(self.fragments).difference(self._read)
@@ -217,7 +217,7 @@ class _StorageCheck(_HolderCheck):
         try:
             files = files_on(tier, info.directory)
             _ = files.names
-        except (ConfigError, OSError) as error:  # such as without credentials; each file reports the reason
+        except (ConfigError, OSError) as error:  # such as no credentials; each file reports the reason
             files = _HeldFiles(fragments, info.id, None, "", folder=f"{where}/", reason=str(error))
         super().__init__(where, fragments, files)
         self._root_digest = info.root_digest

@@ -82,7 +82,7 @@ def test_answers_and_failures_of_agents_come_back_by_number(monkeypatch: pytest.
     assert sorted(answers.undelivered) == [2, 3], "the coordinator sends these without the relay"
 
 
-def test_answers_of_slow_agents_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_slow_agents_are_requested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         may_go = asyncio.Event()
 
@@ -158,7 +158,7 @@ def test_after_any_error_no_sender_waits_for_ever(error: Exception) -> None:
     assert [type(answer) for answer in answers] == [Unavailable, Unavailable]
 
 
-def asked(
+def request(
     monkeypatch: pytest.MonkeyPatch, through: Callable[..., Any], method: str
 ) -> tuple[list[Any], list[str]]:
     """Return the answers to two requests of a node with relay `r`, and the ways that they took."""
@@ -200,7 +200,7 @@ def test_a_node_reports_itself_when_its_relay_does_not(
     through: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ways = ["direct", "direct"] if through is is_unknown else ["r", "direct", "direct"]
-    assert asked(monkeypatch, through, "node_stored") == (["answer"] * 2, ways)
+    assert request(monkeypatch, through, "node_stored") == (["answer"] * 2, ways)
 
 
 def test_an_agent_that_did_not_answer_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +220,9 @@ def test_the_coordinators_error_comes_through_the_relay(monkeypatch: pytest.Monk
         cause = RunConflict("Another group has the run.")
         raise ray.exceptions.RayTaskError("gather", "", cause).as_instanceof_cause()
 
-    answers, ways = asked(monkeypatch, refused, "node_stored")
+    answers, ways = request(monkeypatch, refused, "node_stored")
     assert [type(answer) for answer in answers] == [RunConflict] * 2 and ways == ["r", "r"]
 
 
 def test_requests_that_are_no_reports_need_no_relay(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked(monkeypatch, hangs, "make_durable")[1] == ["direct", "direct"]
+    assert request(monkeypatch, hangs, "make_durable")[1] == ["direct", "direct"]

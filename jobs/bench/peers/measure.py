@@ -31,7 +31,7 @@ from jobs.bench.row import Reference, Row, skipped
 START_TIMEOUT_S = 180  # importing a library, making the state, starting a cluster
 COMMAND_TIMEOUT_S = 300.0  # one save or load; the slowest peers write 0.1 GB/s
 END_TIMEOUT_S = 20.0  # time until the process and its children are killed
-START = "start"  # the first answer comes without a request
+START = "start"  # name of the first answer, which needs no request
 LOG_TAIL = 4_000  # characters of a failed child's output that are searched for the reason
 MAX_REPEAT = 3  # samples per peer and row; there are many peers, and some need a minute per sample
 ROOT = Path(__file__).resolve().parents[3]

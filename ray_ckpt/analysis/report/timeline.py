@@ -34,7 +34,7 @@ LABEL_GAP = 64.0  # distance between the beginnings of two labels, which must no
 CHAR_W = 6.3  # approximate width of a letter of a label
 ZOOM_BELOW = 1 / 3  # part of the whole run: a longer window is not drawn as a separate picture
 ZOOM_INTERVALS = 4.0  # usual times between two saves, drawn before and after a failure
-MORE_S, MORE_PART = 300.0, 0.25  # time drawn after the last event: seconds, or a part of the whole
+MORE_S, MORE_PART = 300.0, 0.25  # longest time drawn after the last event: the larger of s and part
 TICK_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 MAX_TICKS = 9  # labels of the time axis; more would overlap
 

@@ -236,7 +236,7 @@ class Staging:
         return []
 
     def _name_disk(self) -> str:
-        """Return the name of the folder, created once, so that a disk is recognized when it returns."""
+        """Return the name of the folder, written once, by which its disk is recognized on another node."""
         path = self.root / DISK_FILE
         with contextlib.suppress(FileNotFoundError, EOFError):
             if _DISK_NAME.match(name := files.read_small(path, MAX_MARK_BYTES).decode(errors="replace")):
