@@ -120,7 +120,7 @@ def server(
 
 
 def reference(kind: str, endpoint: str, bucket: str = "test") -> RemoteRef:
-    """A run's remote tier as it travels between processes."""
+    """Return a run's remote tier as it travels between processes."""
     if kind in ("s3", "gs"):
         return RemoteRef(storage_path=bucket_url(kind, endpoint, "runs", bucket), run_name="gpt")
     if (scheme := kind.removeprefix("fsspec-")) != kind:
@@ -133,7 +133,7 @@ def reference(kind: str, endpoint: str, bucket: str = "test") -> RemoteRef:
 
 
 def use(tier: RemoteTier, watch: Watch, path: Path) -> None:
-    """All that a run does with its storage path."""
+    """Use a storage path in all ways in which a run does."""
     data = path.read_bytes()
     entry = FileEntry(name=SHARD, size_bytes=len(data), digest=digest(data))
     for call in (
@@ -174,7 +174,7 @@ def all_of(error: BaseException) -> str:
 
 
 def check(watch: Watch, capfd: pytest.CaptureFixture[str]) -> set[str]:
-    """The canary is nowhere. Return the loggers of libraries that have logged it all the same."""
+    """Assert that the canary appears nowhere; return the library loggers that have logged it all the same."""
     for error in watch.errors:
         assert not secrets_in(all_of(error)), f"{type(error).__name__}"
     output = capfd.readouterr()

@@ -66,7 +66,7 @@ class _Model(nn.Module):
 
 
 def _saved_run(storage: Path) -> dict[str, Any]:
-    """A run of four ranks below `storage`; the objects that it was saved from."""
+    """Save a run of four ranks below `storage`; return the saved objects."""
     model = _Model()
     objects: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     save(RunLog(folder=storage / "gpt"), [items_of(**objects, loader={"position": 1})] * 4, step=3000)
@@ -212,7 +212,7 @@ OUR_RUN = re.compile(
 
 
 def _next_session(run: SampleRun) -> records.Session:
-    """A session whose record has a policy, as a coordinator's has."""
+    """Return a session whose record has a policy, as a coordinator's has."""
     newest = run.checkpoints[STEPS[-1]].attempt.attempt
     return records.Session(
         session=2,
@@ -291,7 +291,7 @@ FOREIGN = {
 
 
 def _check_variable(name: str, value: str) -> None:
-    """A variable that a command is given."""
+    """Check a variable that a command is given."""
     if name == "RAY_CKPT_OPTIONS":
         RunOptions.parse(**json.loads(value))
     elif name == "RAY_TRAIN_CALLBACKS":
@@ -333,7 +333,7 @@ def _check_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Seque
 
 
 def _commands(block: Block) -> list[list[str]]:
-    """The commands of a block as words; `<what is left to the reader>` is x."""
+    """Return the commands of a block as words; `<what is left to the reader>` is x."""
     text = re.sub(r"<[\w ]+>", "x", block.text.replace("\\\n", " "))
     commands = []
     for line in text.splitlines():

@@ -470,7 +470,7 @@ def noisy(global_batch: int, num_workers: int = 0, **options: Any) -> Batches[An
 
 
 def samples(batches: Iterable[Any], count: int) -> list[tuple[float, ...]]:
-    """One tuple of numbers for each sample of the next `count` batches."""
+    """Return one tuple of numbers for each sample of the next `count` batches."""
     columns = [[column.tolist() for column in batch] for batch in take(batches, count)]
     return [sample for batch in columns for sample in zip(*batch, strict=True)]
 

@@ -41,7 +41,7 @@ def _source(*folders: str) -> str:
 
 @cache
 def _text(path: Path) -> str:
-    """A document as its readers have it: with what is generated, without code."""
+    """Return a document as its readers see it: with its generated parts, without code."""
     return re.sub(
         r"^( *)```.*?^\1```$", "", generate.expand(path.read_text()), flags=re.MULTILINE | re.DOTALL
     )
@@ -52,7 +52,7 @@ def _page(name: str) -> str:
 
 
 def _anchors(path: Path) -> set[str]:
-    """The anchors of a document's headings, as GitHub makes them, and those that it sets itself."""
+    """Return the anchors of a document's headings, as GitHub makes them, and those that it sets itself."""
     headings = re.findall(r"^#+ (.+)$", _text(path), re.MULTILINE)
     made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
     return made | set(re.findall(r'<a id="([\w-]+)">', _text(path)))

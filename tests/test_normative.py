@@ -31,13 +31,13 @@ def section(text: str, number: int) -> str:
 
 
 def tables(text: str, header: str) -> list[list[str]]:
-    """The rows of the table below a header row that begins so, as cells."""
+    """Return the rows, as cells, of the table whose header row begins with this text."""
     rows = text.split(f"\n| {header}")[1].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in rows]
 
 
 def ticked(cell: str) -> list[str]:
-    """Names in backticks, a star behind those that may be missing."""
+    """Return the names in backticks, with a star behind those that may be missing."""
     return [name + star for name, star in re.findall(r"`(\w+)`(\*?)", cell)]
 
 
@@ -78,7 +78,7 @@ def test_the_format_has_every_column_and_field_of_a_snapshot(tmp_path: Path) -> 
 
 
 def head_of(file: Path) -> Mapping[str, Any]:
-    """The sealed JSON of a Parquet file, with the seal itself."""
+    """Return the sealed JSON of a Parquet file, with the seal itself."""
     data = pq.ParquetFile(file).metadata.metadata[snapshot.METADATA_KEY]
     return {**jsontext.loads_sealed(data, what="", max_bytes=len(data)), "digest": ""}
 

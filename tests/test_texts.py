@@ -22,7 +22,7 @@ def test_sizes_and_tiers_are_words() -> None:
 
 
 def logged() -> Iterator[tuple[str, ast.Call]]:
-    """Each call that logs or warns."""
+    """Yield each call that logs or warns."""
     for folder in ("ray_ckpt", "actors", "jobs"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):

@@ -75,7 +75,7 @@ def _fits(line: str, message: str) -> bool:
 
 
 def _lines() -> list[str]:
-    """The lines of logs in the first cells of the tables."""
+    """Return the lines of logs in the first cells of the tables."""
     sections = PAGE.read_text().split("\n## Lines of ")[1:]
     return [
         line
@@ -149,7 +149,7 @@ def test_every_entry_of_the_runbook_has_its_steps_and_its_end() -> None:
 
 
 def _loggers() -> dict[str, bool]:
-    """Each logger of the library, and whether something is logged there as a warning or worse."""
+    """Return each logger of the library, and whether it logs warnings or worse."""
     found: dict[str, bool] = {}
     for path in _sources():
         source = path.read_text()

@@ -35,7 +35,7 @@ def saved() -> SampleCheckpoint:
 
 @contextmanager
 def finder(nodes: Nodes, node: str = C, *, named: bool = False) -> Iterator[SourceFinder]:
-    """The finder of a node whose staging folder is that of its peer server."""
+    """Open the finder of a node whose staging folder is that of its peer server."""
     (nodes.root / node).mkdir(exist_ok=True, mode=0o700)
     with closing(Disks([nodes.root / node])) as disks:
         yield SourceFinder(
@@ -51,7 +51,7 @@ def finder(nodes: Nodes, node: str = C, *, named: bool = False) -> Iterator[Sour
 
 
 def plan_of(saved: SampleCheckpoint, *, fragments: tuple[str, ...] = ()) -> SessionPlan:
-    """A group of the same shape: rank 0 on A, rank 1 on B."""
+    """Return a group of the same shape: rank 0 on A, rank 1 on B."""
     there = live(saved)
     resume = ResumePoint(checkpoint=there.checkpoint, holders=there.holders, fragments=fragments)
     return SessionPlan(

@@ -109,7 +109,7 @@ def restore_all(
     *,
     late: Mapping[int, Callable[[], None]] | None = None,
 ) -> dict[int, tuple[SourceReader, Memory]]:
-    """Every rank in a thread of its own; `late` is called before each of a rank's questions."""
+    """Restore every rank in a thread of its own; `late` is called before each request of a rank."""
     holders: dict[RowKey, set[int]] = {}
     for rank, rows in wanted.items():
         for row in rows:

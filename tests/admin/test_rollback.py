@@ -45,7 +45,7 @@ OTHER_SERVICE = "service-2"
 
 
 def trained(*steps: int, **options: Any) -> Harness:
-    """A run on two nodes that has saved these steps."""
+    """Return a run on two nodes that has saved these steps."""
     run = Harness("ab", keep_last=10, **options)
     run.open("ab")
     for step in steps:
@@ -334,7 +334,7 @@ class Between(MemoryLogStore):
 
 
 def planned(run: Harness) -> tuple[Rollback, int]:
-    """A plan, and the number of the next record."""
+    """Return a plan, and the number of the next record."""
     history = read_tail(run.store).history
     return plan_rollback(history, before=20), history.next_seq
 
@@ -426,7 +426,7 @@ def command(*args: object, answer: str | None = None) -> str:
 
 
 def fails(capsys: pytest.CaptureFixture[str], *args: object, code: int = 2) -> str:
-    """The one line on stderr of a command that exits with `code`."""
+    """Return the one line on stderr of a command that exits with `code`."""
     with pytest.raises(SystemExit) as caught:
         main([str(arg) for arg in args])
     output = capsys.readouterr()
@@ -436,7 +436,7 @@ def fails(capsys: pytest.CaptureFixture[str], *args: object, code: int = 2) -> s
 
 
 def commit_now(run: SampleRun, step: int) -> None:
-    """A training saves at this moment."""
+    """Let a training save at this moment."""
     run.log.commit(make_checkpoint(run.log.attempt(1, step)))
     path = run.folder / "ray_ckpt" / "log" / names.record_file(run.log.seq - 1)
     record = records.decode_record(path.read_bytes())

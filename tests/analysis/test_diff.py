@@ -47,7 +47,7 @@ State = Mapping[str, torch.Tensor]
 
 
 def boxes(shape: tuple[int, ...], cut: str, count: int) -> list[Box]:
-    """A tensor in `count` parts: rows, columns, or flat elements, each in several boxes."""
+    """Cut a tensor into `count` parts: rows, columns, or flat elements, each in several boxes."""
     whole = (0,) * len(shape), shape
     if not math.prod(shape) or not shape:
         return [whole]
@@ -73,7 +73,7 @@ def save(
     cut: str = "rows",
     values: Mapping[str, Any] | None = None,
 ) -> None:
-    """A durable checkpoint of whole tensors by their full names, each box of one by another rank."""
+    """Save a durable checkpoint of whole tensors by their full names, each box by another rank."""
     ranks: list[list[tuple[Slice, bytes]]] = [[]]
     for key, tensor in state.items():
         for rank, (offset, shape) in enumerate(boxes(tuple(tensor.shape), cut, parts)):
@@ -141,7 +141,7 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, tor
 
 
 def random_state(seed: int) -> dict[str, torch.Tensor]:
-    """A tensor of every dtype, a scalar, an empty one, and one of three dimensions."""
+    """Return a tensor of every dtype, a scalar, an empty one, and one of three dimensions."""
     random = torch.Generator().manual_seed(seed)
     found = {}
     for dtype in FLOATS:

@@ -554,7 +554,7 @@ def test_what_lies_around_a_jump_of_a_clock_is_not_measured() -> None:
 
 
 def replace_times(log: Log, by_s: float) -> Log:
-    """The same with every moment right but the second session's opening."""
+    """Return the same log with a wrong time of the second session's opening."""
     log.commits = [replace(c, committed_at_s=100.0 * k + 50.0) for k, c in enumerate(log.commits)]
     log.commits[0] = replace(log.commits[0], committed_at_s=100.0)
     log.sessions[1] = replace(log.sessions[1], opened_at_s=100.0 + by_s)
@@ -693,7 +693,7 @@ def test_unreported_time_stays_between_its_bounds(seed: int) -> None:
 
 
 def impossible_facts(chance: random.Random, info: SessionInfo) -> dict[str, Any]:
-    """When a session had its state, and how it ended, by chance."""
+    """Return random facts: when a session had its state, and how it ended."""
     near_s = info.opened_at_s + chance.choice((-100.0, 0.0, 5.0, 60.0))
     end = SessionEnd(
         cause=chance.choice(END_CAUSES),
@@ -809,7 +809,7 @@ def test_the_plot_replaces_no_file_without_force(tmp_path: Path) -> None:
 
 
 def title_of(monkeypatch: pytest.MonkeyPatch, run_name: str, found: Goodput) -> tuple[str, bool]:
-    """The picture's title, and whether all that is drawn lies in the picture."""
+    """Return the picture's title, and whether all that is drawn lies in the picture."""
     from matplotlib import figure as figures
 
     seen: list[tuple[str, bool]] = []

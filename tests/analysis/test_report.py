@@ -63,7 +63,7 @@ class Story(RunLog):
         self.logged.append(record)
 
     def write(self, storage: Path) -> Path:
-        """The run's folder, all but its first record in a snapshot."""
+        """Write the run's folder, with all records but the first in a snapshot; return the folder."""
         folder = storage / self.folder.name
         store = RunLog(folder=folder).store
         for record in self.logged:
@@ -101,7 +101,7 @@ class Story(RunLog):
         down_s: float = 0.0,
         seed: int = 0,
     ) -> list[str]:
-        """A session that saves each `every` steps from step `start` on; gives its attempts."""
+        """Append a session that saves each `every` steps from step `start` on; return its attempts."""
         chance = random.Random(seed)
         self.append(records.Epoch(service="story"))
         self.append(
@@ -174,7 +174,7 @@ class Story(RunLog):
 
 
 def night_story() -> Story:
-    """A night: a process fails, somebody goes back, and at four in the morning a node is lost."""
+    """Return the log of a night: a process fails, a user rolls back, and at 4 a.m. a node is lost."""
     log = Story(now_s=NOON_S - 12 * 3600)
     log.create()
     first = log.trained(1, start=0, steps=3100, ended="process", down_s=20, seed=1)
@@ -296,7 +296,7 @@ def test_a_run_that_is_down_is_shown_as_down() -> None:
 
 
 def crashed_again(*ends: str | None) -> Story:
-    """A node is lost; then a session without a step for each of `ends`, a minute apart."""
+    """Return a log with a lost node, then a session without a step for each of `ends`, a minute apart."""
     log = failed_story()
     for number, cause in enumerate(ends):
         log.now_s += 30
@@ -305,7 +305,7 @@ def crashed_again(*ends: str | None) -> Story:
 
 
 def again_after(log: Story) -> list[str]:
-    """The column of the interruptions, the last one first."""
+    """Return the column of the interruptions, the last one first."""
     table = page(log.report()).split('id="interruptions"')[1].split("</section>")[0]
     return [row.split("</td>")[4].rpartition(">")[2] for row in table.split("<tr")[2:]]
 
@@ -615,7 +615,7 @@ def test_nothing_in_a_log_becomes_markup(night: Story) -> None:
 
 
 def long_run(num_checkpoints: int, num_sessions: int) -> RunReport:
-    """A run of months: every session goes on from the last checkpoint and dies."""
+    """Return a run of months: every session goes on from the last checkpoint and dies."""
     checkpoints: list[CheckpointInfo] = []
     sessions: list[SessionInfo] = []
     now_s, step, each = NOON_S, 0, num_checkpoints // num_sessions

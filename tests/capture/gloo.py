@@ -24,7 +24,7 @@ TIMEOUT_S = 120.0  # of all ranks; a loaded machine takes seconds to fork and co
 
 
 def run_processes(kind: str, world_size: int, folder: Path, files: Files | None) -> Files:
-    """`_rank` on so many processes; their checkpoint. One import of torch for all of them."""
+    """Run `_rank` on several processes, with one import of torch for all; return their checkpoint."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     there = files and (files.folder, files.world_size, files.rows, files.states)
@@ -92,7 +92,7 @@ def _build(kind: str) -> Any:
 
 
 def _whole(items: Any) -> dict[str, torch.Tensor]:
-    """Every tensor, gathered by torch."""
+    """Return every tensor, gathered by torch."""
     model, state = items["model"].tree(), items["optimizer"].tree()["state"]
     named = {**model, **{f"{name}.{key}": v for name, inner in state.items() for key, v in inner.items()}}
     return {

@@ -68,7 +68,7 @@ class Layout:
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """A step, with gradients for what this rank has elements of, as FSDP1 leaves them too."""
+    """Make a step, with gradients for the tensors of which this rank has elements, as FSDP1 does."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not (type(param) is nn.Parameter and param.dim() == 1 and param.numel() == 0):
@@ -83,7 +83,7 @@ def locals_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def unpadded(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The local part of `tensor`, which is cut as `param` is."""
+    """Return the local part of `tensor`, which is cut as `param` is."""
     local = local_tensor(tensor)
     return (
         local[: local.numel() - padding] if (padding := getattr(param, "_shard_numel_padded", 0)) else local

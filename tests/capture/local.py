@@ -186,7 +186,7 @@ class LocalLink:
     # -- for tests -------------------------------------------------------------------------------------
 
     def resumed(self, folder: Path, step: int, options: RunOptions | None = None) -> LocalLink:
-        """The same rank in a new group, which restores what this one has saved of `step`, from `folder`."""
+        """Return this rank in a new group, which restores the checkpoint of `step` from `folder`."""
         sealed = next(s for s in self.sealed if s.attempt.step == step)
         layout = next(s.layout for s in reversed(self.sealed) if s.layout is not None)
         shard, state = shard_file(self.rank, self.world_size), state_file(self.rank, self.world_size)

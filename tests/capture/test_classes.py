@@ -147,7 +147,7 @@ class Training:
 
 
 def saved(training: Training) -> LocalLink:
-    """A link that has the checkpoint of step AT, after as many steps of this training."""
+    """Return a link that has the checkpoint of step AT, after as many steps of this training."""
     link = LocalLink()
     ckpt = Checkpointer(link=link, **training.objects)
     ckpt.restore()
@@ -166,7 +166,7 @@ def restored(link: LocalLink, folder: Path, training: Training, **options: Any) 
 
 
 def state_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """A copy of the state of each parameter."""
+    """Return a copy of the state of each parameter."""
     every = [param for group in optimizer.param_groups for param in group["params"]]
     return copy.deepcopy([dict(optimizer.state[param]) for param in every if param in optimizer.state])
 

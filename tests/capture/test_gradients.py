@@ -289,7 +289,7 @@ def test_gradients_that_are_not_public_are_refused_by_name(mesh: Any) -> None:
 
 
 def through_the_file(item: Item, other: Item, *, rank: int = 0) -> Any:
-    """The tree as another process has it, its tensors as `other` wants them."""
+    """Return the tree as another process has it, with its tensors as `other` wants them."""
     walked = walk({"gradients": item}, rank=rank, world_size=4)
     saved = decode_tree(encode_tree(dict(walked.trees)))["gradients"]
     assert not other.problems(saved)

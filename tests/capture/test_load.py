@@ -387,7 +387,7 @@ def test_dtensors_are_filled_in_place_at_another_mesh(
 
 
 def sharing(rows: list[ManifestRow], rank: int, columns: int) -> dict[RowKey, tuple[int, ...]]:
-    """The rows of which `rank` of four wants a part, and who wants one besides."""
+    """Return the rows of which `rank` of four wants a part, and the other ranks that want one."""
     chunks = torch.arange(7).chunk(columns)
     found = {}
     for row in rows:

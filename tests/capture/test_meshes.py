@@ -50,7 +50,7 @@ def layouts(num_dims: int) -> st.SearchStrategy[Layout]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout, Layout]:
-    """A shape, and how it lies when it is saved and when it is restored."""
+    """Draw a shape, and its layouts at the save and at the restore."""
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
     return shape, draw(layouts(len(shape))), draw(layouts(len(shape)))
 

@@ -18,7 +18,7 @@ from tests.capture.local import LocalLink
 
 
 def _count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of times that an owner is sought for each slice, as its only element."""
+    """Return the number of times that an owner is sought for each slice, as its only element."""
     calls, owned = [0], Walked.owned
 
     def counted(walked: Walked, rank: int) -> Any:

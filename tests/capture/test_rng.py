@@ -115,7 +115,7 @@ GENERATORS: dict[str, Callable[[int], Any]] = {
 
 
 def numbers(generator: Any) -> list[float]:
-    """Some that leave a half of a word or a second gauss value behind."""
+    """Draw numbers that leave half of a word, or a second gauss value, behind."""
     if isinstance(generator, torch.Generator):
         return [*torch.randn(3, generator=generator).tolist(), *torch.rand(2, generator=generator).tolist()]
     if isinstance(generator, random.Random):

@@ -28,7 +28,7 @@ def states(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple
 
 
 def make(layout: Layout, *, has_state: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer after a step; what is in them is to be overwritten."""
+    """Return a model and its optimizer after a step; a restore overwrites both."""
     model = layout.build(OTHER)
     optimizer = layout.optimizer(model)
     if has_state:
@@ -91,7 +91,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def pairs() -> Iterator[Any]:
-    """Every layout to another one, and from another one; the rest is slow."""
+    """Yield every layout once as the saved and once as the restored one; the other pairs are slow."""
     names = list(LAYOUTS)
     for i, there in enumerate(names):
         for j, here in enumerate(names):

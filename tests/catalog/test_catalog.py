@@ -64,7 +64,7 @@ def folder(tmp_path: Path, root_of: RootOf) -> Path:
 
 
 def with_unlisted(name: str, where: str, root_of: RootOf) -> list[tuple[str, str]]:
-    """The findings for one bad file; if it is a fragment, only older versions list its files elsewhere."""
+    """Return the expected findings for one bad file; newer versions list files in their fragment only."""
     is_unread = name == FRAGMENT and root_of == "fragments"
     return [
         (name, where),

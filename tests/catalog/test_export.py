@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> SampleRun:
 
 
 def export(*args: object) -> int:
-    """The exit code."""
+    """Run a command; return its exit code."""
     try:
         main(["export", *map(str, args)])
     except SystemExit as end:

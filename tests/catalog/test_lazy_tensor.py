@@ -51,7 +51,7 @@ def saved_as(tensor: torch.Tensor) -> Any:
 
 
 def write_tensor(folder: Path, tensor: torch.Tensor, cuts: Sequence[tuple[slice, ...]]) -> Catalog:
-    """A run with `model.w`, of which each rank has saved one box."""
+    """Return a run with `model.w`, of which each rank has saved one box."""
     log = RunLog(folder=folder / "cut")
     log.create()
     log.session(1, after=None, world_size=len(cuts), num_nodes=1)
@@ -348,7 +348,7 @@ def test_damage_in_a_bucket_is_found_in_a_whole_slice(
 
 
 def upload(folder: Path, strict: StrictStore) -> str:
-    """A run's folder in a bucket, under a name of its own."""
+    """Return a run's folder in a bucket, under a name of its own."""
     url = bucket_url("s3", strict.endpoint, f"lazy/{uuid.uuid4().hex}/{folder.name}")
     copy_to(open_store(Location.parse(url), None)[0], folder)
     return url

@@ -88,7 +88,7 @@ def flip(path: Path, position: int) -> None:
 
 
 def place_of(run: SampleRun, step: int, key: str, rank: int = 1) -> int:
-    """Where the bytes of a slice begin in the shard of `rank`."""
+    """Return the offset at which the bytes of a slice begin in the shard of `rank`."""
     file = names.shard_file(rank, 2)
     rows = (row for fragment in run.checkpoints[step].fragments for row in fragment.rows)
     return next(r.byte_offset for r in rows if r.slice and r.slice.key == key and r.file == file)
@@ -324,7 +324,7 @@ def test_a_seek_table_is_parsed_once(
 
 
 def seek_table(num_frames: int) -> bytes:
-    """A compressed file of so many frames of one byte each, none of which is any."""
+    """Return the seek table of a compressed file that declares many frames of one byte, and has none."""
     entries = struct.pack("<II", 1, zstd.FRAME_BYTES) * num_frames
     footer = struct.pack("<IBI", num_frames, 0, 0x8F92EAB1)
     header = struct.pack("<II", 0x184D2A5E, len(entries) + len(footer))
@@ -354,7 +354,7 @@ def items_of(**objects: Any) -> dict[str, Item]:
 
 
 def save(log: RunLog, ranks: list[dict[str, Item]], step: int = 10) -> None:
-    """A new run whose only checkpoint is what these ranks have, each with its items."""
+    """Save a new run whose only checkpoint has the state of these ranks, each with its items."""
     log.create()
     log.session(1, after=None, world_size=len(ranks), num_nodes=1)
     states = []
@@ -522,7 +522,7 @@ def at_s3(run: SampleRun, strict: StrictStore, credentials: None) -> str:
 
 
 def upload(run: SampleRun, strict: StrictStore) -> str:
-    """The run in a bucket, under a name of its own."""
+    """Return the run in a bucket, under a name of its own."""
     url = bucket_url("s3", strict.endpoint, f"open/{uuid.uuid4().hex}/gpt")
     copy_to(open_store(Location.parse(url), None)[0], run.folder)
     return url
@@ -568,7 +568,7 @@ def test_a_small_tensor_of_a_large_checkpoint_costs_a_few_requests(
 
 
 def settled(strict: StrictStore) -> dict[str, Any]:
-    """The store's counts, once they have all requests in them: each is counted after it is answered."""
+    """Return the store's counts with all requests, each of which is counted after its answer."""
     while (stats := strict.stats())["in_flight"]:
         pass
     return stats

@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> SampleRun:
 
 
 def ray_ckpt_cli(*args: object) -> int:
-    """The exit code."""
+    """Run a command; return its exit code."""
     try:
         main(list(map(str, args)))
     except SystemExit as end:
@@ -348,7 +348,7 @@ def test_damage_leaves_no_new_file_and_the_old_ones(run: SampleRun, tmp_path: Pa
 
 
 def deletes(run: SampleRun, step: int, *, after: int) -> Callable[[CheckpointFiles, str, int], bytes]:
-    """`CheckpointFiles.read_whole`; when it has read so many files of `step`, retention deletes that."""
+    """Return a `CheckpointFiles.read_whole` that deletes `step`, as retention does, after `after` files."""
     read = CheckpointFiles.read_whole
     seen: list[str] = []
 

@@ -733,7 +733,7 @@ def test_output_that_nobody_takes_is_no_error(
 
 
 def into_closed_pipe(stream: str, *command: object) -> subprocess.CompletedProcess[str]:
-    """A process whose `stream` nobody reads."""
+    """Run a process whose `stream` nobody reads."""
     ours, theirs = os.pipe()
     os.close(ours)
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: theirs}

@@ -60,7 +60,7 @@ def with_newer_op(tmp_path: Path, monkeypatch: Patch) -> SampleRun:
 
 
 def of_newer_format(tmp_path: Path, monkeypatch: Patch) -> SampleRun:
-    """All of it, from its first record on."""
+    """Return a run in a newer format, from its first record on."""
 
     def create(log: RunLog) -> None:
         log.append(records.Create(run_uid=log.run_uid, run_name=log.folder.name, format=2))
@@ -73,7 +73,7 @@ def of_newer_format(tmp_path: Path, monkeypatch: Patch) -> SampleRun:
 
 
 def with_newer_snapshot(tmp_path: Path, monkeypatch: Patch) -> SampleRun:
-    """The records before it are gone, as after a while."""
+    """Return a run with a newer snapshot, after whose trimming the records before it are gone."""
     run = write_run(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(jsontext, "FORMAT_VERSION", 2)
@@ -92,7 +92,7 @@ def with_newer_fragments(tmp_path: Path, monkeypatch: Patch) -> SampleRun:
 
 
 def newer_in(encoder: str, tmp_path: Path, monkeypatch: Patch) -> SampleRun:
-    """A run whose `encoder` writes the next format."""
+    """Return a run whose `encoder` writes the next format."""
     encode: Callable[[object], bytes] = getattr(sample, encoder)
 
     def encode_newer(value: object) -> bytes:

@@ -74,7 +74,7 @@ def as_json(*args: object) -> Any:
 
 
 def fails(capsys: pytest.CaptureFixture[str], *args: object, code: int = 2) -> str:
-    """The one line on stderr of a command that exits with `code`."""
+    """Return the one line on stderr of a command that exits with `code`."""
     with pytest.raises(SystemExit) as caught:
         main([str(arg) for arg in args])
     output = capsys.readouterr()
@@ -521,7 +521,7 @@ def printed(what: Any) -> str:
 
 
 def cells(text: str, first: str) -> str:
-    """The row that begins so, with single spaces."""
+    """Return the row that begins so, with single spaces."""
     rows = [" ".join(line.split()) for line in text.splitlines()]
     (row,) = [row for row in rows if row.startswith(first)]
     return row

@@ -95,7 +95,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 
 
 def _names_of_checks(text: str) -> str:
-    """The rest of doctor's table is about the machine that it runs on."""
+    """Return doctor's table with the names of the checks only; the rest depends on the machine."""
     names = re.findall(r"^ (\S.*?) {2,}(?:ok|warn|fail) ", text, re.MULTILINE)
     return "\n".join(["checks:", *names]) + "\n"
 
@@ -175,7 +175,7 @@ def _damage(run: SampleRun) -> None:
 
 
 def transcript(name: str, run: SampleRun, folder: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
-    """Each command with what it prints, errors last, and its exit code if it is not 0."""
+    """Yield each command with its output, errors last, and its exit code if that is not 0."""
     for line in COMMANDS[name]:
         if line == "damage":
             _damage(run)

@@ -88,13 +88,13 @@ def _total(folder: Path) -> float:
 
 
 def set_total(folder: Path, total: int) -> None:
-    """All at once; far enough ahead that every rank sees it before it is there."""
+    """Set the last step at once for all, far enough ahead for every rank to read it in time."""
     (folder / "total.new").write_text(str(total))
     (folder / "total.new").rename(folder / "total")
 
 
 def read(folder: Path) -> list[Entry]:
-    """All whole lines of all ranks, in the order of time."""
+    """Return all complete lines of all ranks, in the order of time."""
     lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines(keepends=True)]
     entries = [Entry(**json.loads(line)) for line in lines if line.endswith("\n")]
     return sorted(entries, key=lambda entry: entry.time_s)

@@ -85,7 +85,7 @@ def staged(cluster: LocalCluster, run_uid: str = "") -> Iterator[Path]:
 
 
 def open_runs(*wanted: str) -> list[str]:
-    """The runs, or those of `wanted`, that the service has not put away; all while it is started again."""
+    """Return the runs, or those of `wanted`, that the service has not put away; all during a restart."""
     try:
         runs = {run.name for run in overview(coordinator()).runs if not run.is_put_away}
     except Unavailable:
@@ -109,7 +109,7 @@ def many_runs(
     report: Callable[[str], None] = print,
     **options: Any,
 ) -> list[Look]:
-    """A look after each `look_every` runs, when nothing of them is under way any more."""
+    """Open many runs; return a look after each `look_every` runs, when these have ended."""
     group = RankGroup([cluster.nodes[name].node_id for name in NODES])
     ranks = {f"rank {k}": pid for k, pid in enumerate(group.run(_pid))}
     looks = []

@@ -41,7 +41,7 @@ class RankGroup:
         ray.get([a.join.remote(k, len(nodes), meeting) for k, a in enumerate(self.actors)], timeout=CALL_S)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(*args)` on every rank at once; raises the first error, with its own type."""
+        """Run `function(*args)` on every rank at once; raise the first error, with its own type."""
         calls = [actor.run.remote(function, *args) for actor in self.actors]
         try:
             return list(ray.get(calls, timeout=CALL_S))
@@ -84,7 +84,7 @@ class Training:
         )
 
     def step(self) -> float:
-        """One optimizer step on random data; returns the loss."""
+        """Make one optimizer step on random data; return the loss."""
         import torch
 
         loss = self.model(torch.randn(4, 8)).square().mean()

@@ -59,7 +59,7 @@ class Regression:
         self.batches = sampler.batches(sampler)
 
     def step(self, share: Share) -> None:
-        """One optimizer step on this rank's share of a global batch."""
+        """Make one optimizer step on this rank's share of a global batch."""
         used = torch.bincount(torch.tensor(share), minlength=NUM_SAMPLES)
         loss = (self.model(self.inputs[share]) - self.targets[share]).square().mean()
         loss.backward()
@@ -70,7 +70,7 @@ class Regression:
         self.model.seen += used
 
     def full_state(self) -> State:
-        """Every tensor of model and optimizer by name, unsharded, copied. All ranks call it together."""
+        """Return copies of all tensors of model and optimizer, unsharded. All ranks call this together."""
         named = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         for name, parameter in self.model.named_parameters():
             state = self.optimizer.state.get(parameter, {})
@@ -84,7 +84,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def reference(total: int) -> State:
-    """The state after step `total` of one process that holds everything."""
+    """Return the state after step `total` of one process that holds everything."""
     alone = Regression()
     for _, share in zip(range(total), alone.batches, strict=False):
         alone.step(share)
@@ -92,13 +92,13 @@ def reference(total: int) -> State:
 
 
 def batch_of(step: int) -> list[int]:
-    """The samples that all ranks together use in a step, in order."""
+    """Return the samples that all ranks together use in a step, in order."""
     sampler = GlobalBatchSampler(NUM_SAMPLES, global_batch=GLOBAL_BATCH, rank=0, world_size=1, seed=SEED)
     return list(sampler.share((step - 1) * GLOBAL_BATCH))
 
 
 def seen_after(step: int) -> list[int]:
-    """How often each sample was used in the steps up to this one, none lost and none doubled."""
+    """Return how often each sample is used in the steps up to this one, none lost and none doubled."""
     used = torch.tensor([index for done in range(1, step + 1) for index in batch_of(done)])
     return torch.bincount(used, minlength=NUM_SAMPLES).tolist()
 

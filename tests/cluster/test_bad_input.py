@@ -161,7 +161,7 @@ def test_too_little_room_in_dev_shm_is_named(group: RankGroup, storage: str) -> 
 
 
 def save_while_the_disk_fills_up(run: str, storage: str, mount: str) -> dict[str, Any]:
-    """One rank whose staging disk is full for a while; training never notices."""
+    """Train one rank whose staging disk is full for a while, without an effect on training."""
     import torch
 
     import ray_ckpt

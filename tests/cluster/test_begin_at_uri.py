@@ -160,7 +160,7 @@ def test_hyperparameters_that_differ_are_listed_and_kept_on_request(group: RankG
 
 
 def save_what_cannot_be_saved(run: str, storage: str, options: dict[str, Any]) -> tuple[int, int]:
-    """The step at which training ended, and the number of saves that had failed."""
+    """Return the step at which training ended, and the number of failed saves."""
     import torch
     import torch.distributed as dist
 

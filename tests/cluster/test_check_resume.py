@@ -25,7 +25,7 @@ AT, STEPS = 3, 3
 
 
 def loop(config: dict[str, Any]) -> None:
-    """A small training, the same on each rank; `flaw` spoils its resume."""
+    """Train a small model, alike on each rank; `flaw` spoils its resume."""
     flaw = config["flaw"]
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -52,7 +52,7 @@ def test_every_memory_mode_resumes_the_same_run(
 
 
 def alike(run: str, storage: str, seed: int, total: int) -> tuple[dict[str, torch.Tensor], int]:
-    """Every rank holds the whole model, 8 MB; restores, and saves step `total` if there is nothing yet.
+    """Restore a model of 8 MB, whole on every rank; save step `total` if there is no checkpoint.
 
     Returns the model's state and the bytes that this process has read from disks.
     """

@@ -94,7 +94,7 @@ def trained(cluster: LocalCluster, storage: str, request: pytest.FixtureRequest)
 
 
 def scrub_now(run: Trained) -> None:
-    """The run's scrub is on from now on; repair follows it."""
+    """Turn the run's scrub on; repair follows it."""
     options = RunOptions.parse(
         **{"ray_report": False, **OPTIONS, "scrub_bytes_per_s": 10**9, "scrub_every_s": SCRUB_S}
     )

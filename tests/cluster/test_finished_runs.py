@@ -26,7 +26,7 @@ FINISH_S = 60.0
 
 
 def train(run: str, storage: str, total: int, options: dict[str, Any]) -> int:
-    """The step that was restored."""
+    """Train, and return the restored step."""
     training = Training(run, storage, every_steps=1, max_block_s=20.0, **options)
     training.train(total)
     return training.ckpt.resume_step()

@@ -35,7 +35,7 @@ PROJECT = Path(__file__).parents[2]
 def training(
     cluster: LocalCluster, storage: Path, name: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """The main job as a process of its own, which ends with the block as a driver does with its machine."""
+    """Run the main job in a process that ends with the block, as a driver ends with its machine."""
     history = storage / f"{name}.jsonl"
     command = [sys.executable, "-m", "jobs.train_gpt", "--storage-path", str(storage), "--name", name]
     command += ["--history", str(history), *TINY.split()]

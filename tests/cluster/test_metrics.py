@@ -87,7 +87,7 @@ class Server:
         self._url = url
 
     def query(self, expr: str) -> list[dict[str, Any]]:
-        """The result of an instant query: a list of labels and values. ValueError if it is refused."""
+        """Return the result of an instant query: a list of labels and values. ValueError if it is refused."""
         return list(self.request("query", query=expr)["result"])
 
     def request(self, what: str, **parameters: str) -> Any:
@@ -113,7 +113,7 @@ class Server:
 
 
 def until(what: Callable[[], T]) -> T:
-    """`what()` when it is true at last; the last answer if it never is."""
+    """Call `what` until its answer is true or the time is over; return the last answer."""
     end = time.monotonic() + SEEN_S
     while True:
         found = what()
@@ -179,7 +179,7 @@ def test_prometheus_sees_the_metrics_of_a_training_and_answers_every_query(
 
 
 def until_seen(server: Server) -> Mapping[str, list[dict[str, str]]]:
-    """All series, when those of the catalogue and of the training are there."""
+    """Wait for the series of the catalogue and of the training; return all series."""
     wanted = {(name, EVERY) for metric in METRICS for name in names_of(metric)}
     wanted |= {(name, TRAINED) for metric in METRICS if metric not in RARE for name in names_of(metric)}
 

@@ -22,7 +22,7 @@ PARTS = {"actor": 2, "critic": 1}
 
 
 def train(run: str, storage: str, part: str, parts: dict[str, int], total: int) -> dict[str, Any]:
-    """This part's model, sharded over its ranks; what it restored, and its digest-like sums after."""
+    """Train this part's sharded model; return the restored state, and sums of the final state."""
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.fsdp import fully_shard

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cluster
 
 
 def train(run: str, storage: str, total: int) -> tuple[int, list[float]]:
-    """The steps done, and the losses."""
+    """Train; return the steps and the losses."""
     losses = Training(run, storage, every_steps=2, keep_last=5).train(total)
     return len(losses), losses
 

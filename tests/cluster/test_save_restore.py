@@ -112,7 +112,7 @@ def test_each_shard_has_a_copy_on_the_other_node(
 
 
 def verify_files(folder: Path) -> int:
-    """Number of files; each byte matches the fragments."""
+    """Compare each byte of the files with the fragments; return the number of files."""
     from ray_ckpt.format.digest import digest
     from ray_ckpt.format.manifest import decode_fragment
 

@@ -33,7 +33,7 @@ class Counter:
 
 
 def zoo(run: str, storage: str, restores: bool) -> dict[str, Any]:
-    """A DDP model with tied weights, odd tensors, two optimizers and an object; returns what lives."""
+    """Train a DDP model with tied weights, odd tensors, two optimizers, an object; return the live state."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -133,7 +133,7 @@ def test_another_world_size_reshards(
 
 
 def alone(run: str, storage: str, total: int) -> int:
-    """One process that holds everything."""
+    """Train in one process that holds everything."""
     import torch
 
     import ray_ckpt

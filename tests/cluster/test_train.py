@@ -69,7 +69,7 @@ def test_a_new_driver_resumes_exactly_and_ray_sees_our_checkpoints(
 
 
 def _until_step_six(config: dict[str, Any]) -> None:
-    """The main job's loop, with a failure after step 6 that no restart survives."""
+    """Run the main job's loop, with a failure after step 6 that no restart survives."""
     import time
 
     import ray_ckpt

@@ -32,7 +32,7 @@ AfterStep = Callable[[int], None]
 
 
 def train_loop(config: dict[str, Any]) -> dict[str, int | None]:
-    """A step is an addition; returns the first and the last one that this group did."""
+    """Train with a step that is an addition; return the first and the last step of this group."""
     import torch
 
     from ray_ckpt.train import report
@@ -358,5 +358,5 @@ def test_a_validation_function_gets_pointers_that_it_can_open(cluster: LocalClus
 
 
 def validate(checkpoint: ray.train.Checkpoint) -> dict[str, float]:
-    """A task of Ray Train's, in a process of its own."""
+    """Validate in a task of Ray Train, in a process of its own."""
     return {"sum": float(open_checkpoint(checkpoint, wait_s=GATE_S).load("weight").sum())}

@@ -84,7 +84,7 @@ def trained(
 
 
 def together(shares: Sequence[Sequence[list[int]]]) -> list[list[int]]:
-    """The samples of each step, of the first rank first."""
+    """Return the samples of each step, those of the first rank first."""
     return [list(itertools.chain.from_iterable(step)) for step in zip(*shares, strict=True)]
 
 
@@ -141,7 +141,7 @@ def test_a_bad_slice_that_one_rank_needs_takes_all_ranks_to_the_older_step(
 
 
 def only_needed_by(folder: Path, *, rank: int) -> ManifestRow:
-    """A slice in a checkpoint's folder that no other rank of the same number of ranks reads."""
+    """Return a slice in a checkpoint's folder that only `rank` reads if as many ranks restore."""
     fragments = [decode_fragment(path.read_bytes()) for path in folder.glob("manifest-*")]
     rows = [row for fragment in fragments for row in fragment.rows if row.slice and row.nbytes]
     mine = [row for row in rows if row.file.startswith(f"shard-{rank:05d}")]
@@ -175,7 +175,7 @@ def test_an_elastic_group_shrinks_with_a_lost_node_and_grows_when_it_is_back(
         return elastic.read(folder)
 
     def steps_since(time_s: float, world_size: int) -> int:
-        """How many steps groups of that size have done since."""
+        """Return the number of steps of groups of that size since then."""
         return len({e.step for e in entries() if e.time_s > time_s and e.world_size == world_size} - {0})
 
     with LocalCluster(tmp_path / "staging", nodes) as cluster:

@@ -67,7 +67,7 @@ def logged(logs: Path) -> str:
 
 
 def first_error(group: RankGroup, *args: Any, limit_s: float) -> CheckpointError:
-    """The first that a rank raises; the others may hang where they wait for it."""
+    """Return the first error of a rank; the other ranks may hang where they wait for it."""
     calls = [actor.run.remote(run_loop, *args) for actor in group.actors]
     left, end_s = calls, time.monotonic() + limit_s
     while left:
@@ -93,7 +93,7 @@ def ranks(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[Ran
 
 
 def placed(places: dict[str, str], names: Any) -> list[Any]:
-    """Each name with each place; FAST ones on one node are quick, all others slow."""
+    """Return each name with each place; FAST names on one node are quick, the others are marked slow."""
     return [
         pytest.param(
             letters,

@@ -187,7 +187,7 @@ def accumulate_and_step_on_rank_0(rank: Rank) -> None:
 
 
 def give(first: int, *rest: Any) -> Loop:
-    """These numbers of steps, one after another, on all ranks."""
+    """Return these numbers of steps, one after another, on all ranks."""
 
     def loop(rank: Rank) -> None:
         ckpt = rank.make()

@@ -105,7 +105,7 @@ class Harness:
     # -- the coordinator and its log -----------------------------------------------------------------
 
     def start_coordinator(self) -> tuple[m.Effect, ...]:
-        """A new process: it knows nothing but the log."""
+        """Start a new process, which has only the log."""
         self.num_coordinators += 1
         self.machine = RunMachine(
             options=self.options,
@@ -117,7 +117,7 @@ class Harness:
         return (*self.tick(), *self.feed(opened, seen))
 
     def feed(self, *events: m.Event) -> tuple[m.Effect, ...]:
-        """The effects of `events` and of the store's answers to the appends among them."""
+        """Handle `events`, and the store's answers to their appends; return the effects."""
         effects: list[m.Effect] = []
         todo = deque(events)
         while todo:
@@ -184,7 +184,7 @@ class Harness:
         owner: str = "driver",
         dead_owner: str = "",
     ) -> m.GroupOpened:
-        """The event of a group on `nodes`, with what the live nodes hold now."""
+        """Return the event of a group on `nodes`, with what the live nodes hold now."""
         if not token:
             self.num_groups += 1
             token = f"group-{self.num_groups}"
@@ -202,7 +202,7 @@ class Harness:
         )
 
     def inventory(self, token: str) -> m.InventoryTaken:
-        """The answer to RequestInventory."""
+        """Return the answer to RequestInventory."""
         return m.InventoryTaken(token=token, inventories=self.inventories())
 
     def inventories(self) -> dict[str, Inventory]:
@@ -211,7 +211,7 @@ class Harness:
     def restored(
         self, node: str, *, session_key: SessionKey | None = None, damage: Sequence[str] = ()
     ) -> m.NodeRestored:
-        """The event of all ranks of `node` having read their state. Its token is `restored-<node>`."""
+        """Return the event that all ranks of `node` have restored, with the token `restored-<node>`."""
         plan = self.plan
         here = next((p for p in plan.nodes if p.node_id == node), None)
         ranks = here.ranks if here else ()
@@ -223,7 +223,7 @@ class Harness:
         )
 
     def open(self, nodes: str = "ab", *, resume: Resume = "auto") -> tuple[m.Effect, ...]:
-        """A group opens on `nodes`, restores without damage, and trains."""
+        """Open a group on `nodes`, which restores without damage and trains."""
         effects = self.feed(self.group(nodes, resume=resume))
         return (*effects, *self.feed(*(self.restored(node) for node in nodes)))
 
@@ -276,7 +276,7 @@ class Harness:
     def copied(
         self, attempt: AttemptId, node: str, holder: str, *, error: str | None = None, reached: bool = True
     ) -> m.ReplicaEnded:
-        """The event of the copy of `node`'s fragment to `holder`."""
+        """Return the event of the copy of `node`'s fragment to `holder`."""
         here = next(p for p in self.plan.nodes if p.node_id == node)
         if error is None and reached:
             self.disks[holder].put(self._held(attempt, here))
@@ -290,7 +290,7 @@ class Harness:
         )
 
     def save(self, step: int, *, copies: bool = True) -> tuple[m.Effect, ...]:
-        """Every node stores the checkpoint of `step`, and every planned copy arrives."""
+        """Store the checkpoint of `step` on every node, and let every planned copy arrive."""
         attempt = self.attempt(step)
         events: list[m.Event] = [self.stored(attempt, p.node_id) for p in self.plan.nodes]
         if copies:
@@ -398,7 +398,7 @@ class Cluster(Harness):
         raise AssertionError(f"the cluster does not come to rest: {self.wire[:5]}")
 
     def capture(self, step: int, *, number: int = 0) -> AttemptId:
-        """Every rank of the session captures `step`."""
+        """Let every rank of the session capture `step`."""
         attempt = self.attempt(step, number=number)
         for node in self.plan.nodes:
             if node.node_id in self.live:
@@ -414,7 +414,7 @@ class Cluster(Harness):
         return super().lose(*nodes)
 
     def join(self, node: str) -> None:
-        """A node comes; as in Ray its id is new. The coordinator sees it when it next looks."""
+        """Add a node, with a new id as in Ray. The coordinator finds the node at its next look."""
         self.disks[node], self.machines[node], self.generations[node] = Disk(), NodeMachine(), 0
         self.live.add(node)
 

@@ -17,7 +17,7 @@ def checkpoint(
     committed_at_s: float = 0.0,
     verified_at_s: float | None = None,
 ) -> CheckpointInfo:
-    """The checkpoint of that step, which is its place in the log too."""
+    """Return the checkpoint of that step, which is its place in the log too."""
     return CheckpointInfo(
         id=AttemptId(run_uid="0" * 32, session=1, step=step, attempt=f"{step:016x}"),
         seq=step,

@@ -19,7 +19,7 @@ GRACE_S = 60.0
 
 
 def finished(*, steps: tuple[int, ...] = (10, 20, 30), has_failed: bool = False, **options: Any) -> Harness:
-    """A run whose last step is durable and whose launcher has ended it; the others are on its nodes only."""
+    """Return a run that its launcher has ended; the last step is durable, the others are on nodes only."""
     run = Harness("ab", **{"retire_grace_s": GRACE_S, "remote_every": 1000, **options})
     run.open("ab")
     for step in steps:

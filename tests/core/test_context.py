@@ -22,7 +22,7 @@ def owners() -> dict[str, str]:
 
 
 def field_of(node: ast.AST) -> str | None:
-    """The field of `context.FIELD`, `self._context.FIELD` or `parts.context.FIELD`, else None."""
+    """Return the field of `context.FIELD`, `self._context.FIELD` or `parts.context.FIELD`, else None."""
     if isinstance(node, ast.Subscript):
         return field_of(node.value)
     if not isinstance(node, ast.Attribute):

@@ -247,7 +247,7 @@ def test_nodes_that_all_leave_do_not_read_a_damaged_copy_again_and_again() -> No
     for drain in drains:
         assert not of(run.drained(drain, error="damaged", is_damage=True), m.Drain)
     assert not of(run.tick(5.0), m.Drain)
-    assert of(run.feed(m.FinishRequested(token="finish")), m.Drain), "except for a request"
+    assert of(run.feed(m.FinishRequested(token="finish")), m.Drain), "except on request"
 
 
 def test_the_death_of_the_last_intact_holder_ends_the_drain() -> None:

@@ -272,7 +272,7 @@ def test_any_branching_gives_a_lineage_that_is_its_sessions_prefix(
 
 
 def random_op(history: RunHistory, random: Random, number: int) -> r.Op:
-    """Some op, often one that `history` takes."""
+    """Draw an op, often one that `history` accepts."""
     known = list(history.checkpoints) or [name(0)]
     attempt, current = random.choice(known), history.session
     owner = random.choice(("eval", "paper"))

@@ -28,7 +28,7 @@ NO_BUDGET = 1.0
 
 
 def least_waste(stall_s: float, rate_per_s: float) -> tuple[float, float]:
-    """The interval of the least waste and that waste, by looking at each on a fine grid."""
+    """Search a fine grid for the interval with the least waste; return the interval and the waste."""
     grid = [stall_s + 10 ** (k / 400) * 1e-3 / rate_per_s * 1e-3 for k in range(3_000)]
     found = min((waste(x, save_stall_s=stall_s, failure_rate_per_s=rate_per_s), x) for x in grid)
     return found[1], found[0]
@@ -37,7 +37,7 @@ def least_waste(stall_s: float, rate_per_s: float) -> tuple[float, float]:
 def simulated_waste(
     interval_s: float, stall_s: float, latency_s: float, restart_s: float, mtbf_s: float
 ) -> float:
-    """The model of the module, played with chance: what is kept of each stretch between two failures."""
+    """Simulate the module's model with random failures; return the share of time that is wasted."""
     chance = random.Random(1)
     total_s = kept_s = 0.0
     for _ in range(200_000):

@@ -28,17 +28,17 @@ def run_on(nodes: str, group: str = "ab", **options: Any) -> Harness:
 
 
 def look(run: Harness) -> tuple[m.Effect, ...]:
-    """The machine takes its next look at what is to be done."""
+    """Let the machine decide on maintenance once more."""
     return run.tick(MAINTENANCE_S)
 
 
 def see(run: Harness, *, draining: str = "", **disks: DiskSpace) -> tuple[m.Effect, ...]:
-    """The nodes are looked at: who is there, who leaves, how full their disks are."""
+    """Report the nodes: the live ones, those that leave, and the space of their disks."""
     return run.feed(m.NodesSeen(live=frozenset(run.live), draining=frozenset(draining), disks=disks))
 
 
 def carry_out(run: Harness, copies: Iterable[m.Replicate]) -> tuple[m.Effect, ...]:
-    """The copies arrive."""
+    """Let the copies arrive."""
     effects: list[m.Effect] = []
     for copy in copies:
         held = run.disks[copy.source].fragments[copy.attempt.attempt, copy.node_index]
@@ -50,7 +50,7 @@ def carry_out(run: Harness, copies: Iterable[m.Replicate]) -> tuple[m.Effect, ..
 
 
 def durable(run: Harness, step: int) -> AttemptId:
-    """A step that is on the storage path and, with its copies, on the nodes."""
+    """Save a step, with its copies on nodes and on the storage path."""
     run.drain_all(run.save(step))
     attempt = run.attempt(step)
     assert run.checkpoint(attempt).level is Level.DURABLE
@@ -265,7 +265,7 @@ def test_room_on_a_disk_ends_the_pressure() -> None:
 
 
 def scrubbing() -> Harness:
-    """A run with step 10 on two nodes of three."""
+    """Return a run with step 10 on two nodes of three."""
     run = run_on("abc", scrub_bytes_per_s=10_000, scrub_every_s=DAY_S)
     run.save(10)
     return run

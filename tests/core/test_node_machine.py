@@ -228,7 +228,7 @@ def test_a_drop_that_is_repeated_deletes_what_came_back() -> None:
 
 
 def every_order(epoch: int) -> list[n.Order]:
-    """One of each kind, as a coordinator of that epoch would give it about session 1."""
+    """Return an order of each kind, as a coordinator of that epoch sends it about session 1."""
     at = attempt(10)
     session = replace(plan(), epoch=epoch)
     return [
@@ -248,7 +248,7 @@ def every_order(epoch: int) -> list[n.Order]:
 
 
 def complete(machine: NodeMachine, at: AttemptId) -> tuple[n.NodeEffect, ...]:
-    """Both ranks of node a seal and write, and the fragment is on the disk."""
+    """Let both ranks of node a seal and write; the fragment is then on the disk."""
     for rank in (0, 1):
         machine.handle(sealed(at, rank))
         machine.handle(written(at, rank))

@@ -17,7 +17,7 @@ OTHER_UID = "f" * 32
 
 
 def open_group(run: Harness, owner: str, *, dead_owner: str = "") -> CheckpointError | None:
-    """The group of this launcher opens and trains; why it may not."""
+    """Open a group of this launcher, which trains; return the error if it may not open."""
     effects = run.feed(run.group("ab", owner=owner, dead_owner=dead_owner))
     if failures := of(effects, m.Fail):
         return failures[0].error
@@ -26,7 +26,7 @@ def open_group(run: Harness, owner: str, *, dead_owner: str = "") -> CheckpointE
 
 
 def history_of(run: Harness) -> RunHistory:
-    """The log as a coordinator finds it that is about to claim it."""
+    """Return the log as a coordinator finds it that is about to claim it."""
     history = RunHistory()
     for record, digest in read_log(run.store):
         history.apply(record, digest)

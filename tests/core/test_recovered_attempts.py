@@ -20,7 +20,7 @@ BOTH_WAYS = [("a", "b"), ("b", "a")]
 
 
 def trained(nodes: str = "ab", group: str = "ab", **options: Any) -> Harness:
-    """A group is at work with step 10 in the log."""
+    """Return a run with a group at work and step 10 in the log."""
     run = Harness(nodes, inventory_wait_s=0.0, **options)
     run.open(group)
     run.save(10)

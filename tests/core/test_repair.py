@@ -35,7 +35,7 @@ def assign(
     budget: Budget | None = None,
     now_s: float = 0.0,
 ) -> list[str]:
-    """The copies to start, as step, fragment, source and holder: "7.0 a>b"."""
+    """Return the copies to start, as step, fragment, source and holder: "7.0 a>b"."""
     return [
         f"{copy.attempt.step}.{copy.node_index} {copy.source}>{copy.holder}"
         for copy in repairs.assign(

@@ -827,7 +827,7 @@ def test_retention_keeps_the_last_and_retires_only_by_the_log() -> None:
 
 
 def many_to_retire(keep: int = 1) -> Harness:
-    """A run with 5 checkpoints, of which the next decision retires all but `keep`; records are held back."""
+    """Return a run with 5 checkpoints, of which the next decision retires all but `keep`; the log is held."""
     run = Harness("ab", keep_last=10)
     run.open("ab")
     for step in range(10, 60, 10):

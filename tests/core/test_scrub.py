@@ -44,7 +44,7 @@ def next_of(
 
 
 def ended(name: str, *damage: str, error: str | None = None) -> ScrubEnded:
-    """The end of the read that is called so, "7.0 a"."""
+    """Return the end of the read with this name, such as "7.0 a"."""
     where, place = name.split()
     step, index = where.split(".")
     attempt = checkpoint(int(step)).id
@@ -251,7 +251,7 @@ class World:
                 self.running = what
 
     def answer(self, copy: Scrub, *, faulty: bool) -> None:
-        """A read ends, or fails; a damaged copy is replaced by a good one at once."""
+        """End a read, or let it fail; a damaged copy is replaced by a good one at once."""
         self.running = None
         error = "busy" if faulty and self.random.random() < 0.1 else None
         damage = ("bad",) if copy in self.bad and error is None else ()
@@ -270,7 +270,7 @@ class World:
             del self.bad[copy]
 
     def verified(self, op: Verified) -> None:
-        """Every fragment was read in this round, and what is bad now has become so after it was read."""
+        """Assert that this round read every fragment, and that now bad copies were good when read."""
         c = self.live[op.attempt]
         before_s = -1.0 if c.verified_at_s is None else c.verified_at_s - self.START_S
         reads = [(copy.node_index, at) for copy, at in self.read_s.items() if copy.attempt == c.id]

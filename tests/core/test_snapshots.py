@@ -22,7 +22,7 @@ def _few_records(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def grown() -> tuple[Harness, m.WriteSnapshot]:
-    """A run whose log has just become long enough, and the order to write it down."""
+    """Return a run whose log has become long enough for a snapshot, and the order to write it."""
     run = Harness("ab", keep_last=100)
     run.open("ab")
     for step in range(1, 100):
@@ -32,7 +32,7 @@ def grown() -> tuple[Harness, m.WriteSnapshot]:
 
 
 def history_of(run: Harness, *, seq: int | None = None) -> RunHistory:
-    """The log's records, up to number `seq`."""
+    """Return the log's records, up to number `seq`."""
     history = RunHistory()
     for record, digest in read_log(run.store)[: None if seq is None else seq + 1]:
         history.apply(record, digest)
@@ -86,7 +86,7 @@ def test_a_snapshot_that_could_not_be_written_is_tried_again_later() -> None:
 
 
 def restart_from(run: Harness, *, snapshot_seq: int | None) -> tuple[RunMachine, list[m.Effect]]:
-    """A new coordinator that opens the log from a snapshot and the records after it, or from all records."""
+    """Return a coordinator that opens the log from a snapshot and later records, or from all records."""
     machine = RunMachine(options=run.options, writer="next", service=SERVICE)
     records, history = read_log(run.store), None
     if snapshot_seq is not None:

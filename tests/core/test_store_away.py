@@ -20,7 +20,7 @@ RETRY_S = 10.0  # longer than the ledger waits before it repeats a create
 
 
 def away(nodes: str = "ab", group: str = "ab", **options: Any) -> Harness:
-    """A group trains with step 10 in the log, and from now on the log does not answer."""
+    """Return a run whose group trains with step 10 in the log, and whose log no longer answers."""
     run = Harness(nodes, store_wait_s=STORE_WAIT_S, inventory_wait_s=0.0, **options)
     run.open(group)
     run.save(10)
@@ -29,7 +29,7 @@ def away(nodes: str = "ab", group: str = "ab", **options: Any) -> Harness:
 
 
 def back(run: Harness) -> list[r.Op]:
-    """The log answers again; what it gets."""
+    """Let the log answer again; return the records that it gets."""
     before = len(run.records)
     run.store_mode = "ok"
     run.tick(RETRY_S)
@@ -37,7 +37,7 @@ def back(run: Harness) -> list[r.Op]:
 
 
 def next_group(run: Harness, nodes: str = "ab") -> SessionPlan:
-    """The group fails, the next one gets its plan although the log is silent, and trains."""
+    """End the group; the next one gets its plan although the log is silent, and trains."""
     assert not of(run.feed(run.group(nodes)), m.StartSession)
     plan = one(run.tick(STORE_WAIT_S), m.StartSession).plan
     run.feed(*(run.restored(node) for node in nodes))
@@ -261,7 +261,7 @@ def test_a_group_that_went_on_is_recorded_by_the_next_coordinator() -> None:
 
 
 def provisional_on_logged(run: Harness) -> SessionPlan:
-    """A group that goes on from step 10, which is in the log, while its session is not."""
+    """Return a group that goes on from step 10, which is in the log, while its session is not."""
     run.feed(run.group("ab"))
     plan = one(run.tick(STORE_WAIT_S), m.StartSession).plan
     run.feed(run.restored("a"), run.restored("b"))

@@ -20,7 +20,7 @@ YOUNG_S = DAY_S - 1.0
 
 
 def run_on(nodes: str = "ab", **options: Any) -> Harness:
-    """A run that has been at work for two days, and whose first sweep found nothing."""
+    """Return a run that has been at work for two days, and whose first sweep found nothing."""
     run = Harness(nodes, inventory_wait_s=0.0, **{"remote_every": 1, "keep_last": 1, **options})
     run.open(nodes)
     list_remote(run)
@@ -32,7 +32,7 @@ def run_on(nodes: str = "ab", **options: Any) -> Harness:
 def list_remote(
     run: Harness, directories: dict[str, float] | None = None, *uploads: UnfinishedUpload
 ) -> tuple[m.Effect, ...]:
-    """The answer to the last SweepRemote."""
+    """Return the answer to the last SweepRemote."""
     return run.feed(m.RemoteListed(number=last(run), directories=directories or {}, uploads=uploads))
 
 
@@ -43,7 +43,7 @@ def last(run: Harness) -> int:
 def sweep(
     run: Harness, directories: dict[str, float] | None = None, *uploads: UnfinishedUpload
 ) -> tuple[m.Effect, ...]:
-    """The next sweep finds these."""
+    """Let the next sweep find these."""
     assert of(run.tick(SWEEP_EVERY_S), m.SweepRemote)
     return list_remote(run, directories, *uploads)
 
@@ -54,7 +54,7 @@ def upload(attempt: AttemptId, age_s: float = 1.0, number: int = 0) -> Unfinishe
 
 
 def nobodys(step: int = 5) -> AttemptId:
-    """An attempt that the log knows nothing of."""
+    """Return an attempt that is not in the log."""
     return make_attempt(run_uid=RUN_UID, session=77, step=step, attempt=0)
 
 
@@ -64,7 +64,7 @@ def durable(run: Harness, step: int) -> AttemptId:
 
 
 def collected(run: Harness) -> AttemptId:
-    """A checkpoint that was durable once, and whose bytes are gone."""
+    """Return a checkpoint that was durable once, and whose bytes are gone."""
     old = durable(run, 10)
     durable(run, 20)
     for delete in of(run.transcript, m.Delete):

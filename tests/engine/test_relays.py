@@ -23,7 +23,7 @@ def calls_to(nodes: Iterable[str]) -> list[Call]:
 
 
 def divided(relays: OrderRelays, calls: Iterable[Call], now_s: float = 0.0) -> list[str]:
-    """The nodes of each call and batch; the relay of a batch is in brackets."""
+    """Return the nodes of each call and batch; the relay of a batch is in brackets."""
     return [
         f"[{part.relay}]" + "".join(call.node for call in part.calls.values())
         if isinstance(part, Batch)

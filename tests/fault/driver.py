@@ -62,7 +62,7 @@ class Driver:
 
 @contextmanager
 def driver(cluster: LocalCluster, job: Job, nodes: tuple[str, ...], **options: Any) -> Iterator[Driver]:
-    """A launcher that ends with the block at the latest."""
+    """Start a launcher that ends with the block at the latest."""
     launched = Driver(cluster, job, nodes, **options)
     try:
         yield launched

@@ -47,7 +47,7 @@ class Journal:
 
 
 def read(folder: Path) -> tuple[Entry, ...]:
-    """Every whole entry of all processes; by file, so not in the order of time between processes."""
+    """Return all complete entries, file by file, so not in the order of time between processes."""
     return tuple(entry for path in sorted(folder.glob("*.jsonl")) for entry in _read_file(path))
 
 

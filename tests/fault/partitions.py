@@ -78,7 +78,7 @@ class Row:
     lost: int  # acknowledged before or during the cut
 
     def problems(self) -> list[str]:
-        """The promises that were broken."""
+        """Return the promises that were broken."""
         found = []
         if self.gap_s > self.every_s + GOAL_TIMEOUT_S:
             found.append(f"{self.gap_s:.0f} s without a commit")
@@ -166,7 +166,7 @@ def _cut(
     cut_s: float,
     rules: Sequence[tuple[str, str]],
 ) -> list[Row]:
-    """One cut of all runs; `calm` is what copies took before."""
+    """Cut links of all runs once; `calm` is the duration of copies before."""
     time.sleep(CALM_S)
     with dropped([(space, sender) for space, sender in rules]):
         begun_at_s = time.time()
@@ -186,7 +186,7 @@ def _cut(
 
 
 def _is_whole(rig: Rig, every_s: float) -> bool:
-    """The newest commit is replicated and as new as it should be, and no copy is missing."""
+    """Return whether the newest commit is replicated and recent enough, and no copy is missing."""
     commits = rig.commits()
     if not commits or commits[-1].committed_at_s < time.time() - every_s - NOTICE_S:
         return False

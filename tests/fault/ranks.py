@@ -84,11 +84,11 @@ class Group:
         self.calls = [actor.run.remote(train, job) for actor in self.actors]
 
     def ended(self) -> bool:
-        """A rank is through, or dead, or has raised."""
+        """Return whether a rank has ended, died or raised."""
         return bool(ray.wait(self.calls, timeout=0)[0])
 
     def result(self, *, timeout_s: float | None = CALL_S) -> list[int]:
-        """The step that each rank has reached; raises what a rank has raised."""
+        """Return the step that each rank has reached; raise the error of a rank."""
         return self._get(self.calls, timeout_s)
 
     def restore(self, job: Job) -> list[tuple[int, str]]:

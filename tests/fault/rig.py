@@ -48,7 +48,7 @@ class Rig:
     def __init__(
         self, cluster: LocalCluster, root: Path, run: str, *, storage: str | None = None, **options: Any
     ) -> None:
-        """The storage path is a folder below `root`, or the URL `storage`."""
+        """Make a rig whose storage path is a folder below `root`, or the URL `storage`."""
         self.cluster, self.root = cluster, root
         self.folder = root / "storage" / run
         self.journal = root / f"journal-{run}"
@@ -59,20 +59,20 @@ class Rig:
         self.group: Group | None = None
 
     def job_to(self, total: int) -> Job:
-        """The training, with a last step."""
+        """Return the training job with a last step."""
         return replace(self.job, total=total)
 
     # -- the training ----------------------------------------------------------------------------------
 
     def train(self, nodes: Sequence[str], job: Job | None = None) -> Group:
-        """A new group on the named nodes, which begins to train."""
+        """Start a new group on the named nodes, which begins to train."""
         self.stop()
         self.group = Group([self.cluster.nodes[name].node_id for name in nodes])
         self.group.start(job or self.job)
         return self.group
 
     def restore(self, nodes: Sequence[str]) -> int:
-        """The step that a new group restores; every rank must have the journal's state."""
+        """Restore in a new group; return the step. Every rank must have the journal's state."""
         self.stop()
         self.group = Group([self.cluster.nodes[name].node_id for name in nodes])
         steps = {step for step, _ in self.group.restore(self.job)}
@@ -86,7 +86,7 @@ class Rig:
             self.group = None
 
     def check(self) -> oracle.Verdict:
-        """The oracle's verdict, with nothing wrong."""
+        """Assert that the oracle finds no fault, and return its verdict."""
         verdict = oracle.judge_afresh(self.key, self.journal)
         assert not verdict.problems, "\n".join(verdict.problems)
         return verdict
@@ -98,7 +98,7 @@ class Rig:
         return Catalog(self.key)
 
     def commits(self) -> tuple[CheckpointInfo, ...]:
-        """All that were ever committed, in log order; none before the run has begun."""
+        """Return all commits in log order; none before the run has begun."""
         with contextlib.suppress(ConfigError):
             return self.catalog.list(all=True)
         return ()
@@ -121,7 +121,7 @@ class Rig:
         return journal.last_step(self.journal)
 
     def restored(self) -> int:
-        """The last step that any group has restored; 0 if none."""
+        """Return the last step that any group has restored; 0 if none."""
         return max((e.step for e in journal.read(self.journal) if e.kind == "restored"), default=0)
 
     def status(self) -> RunStatus:
@@ -143,7 +143,7 @@ class Rig:
         return {index: {live[n] for n in nodes if n in live} for index, nodes in found.items()}
 
     def is_protected(self) -> bool:
-        """No copy is missing anywhere."""
+        """Return whether no copy is missing anywhere."""
         with contextlib.suppress(CheckpointError):
             return self.status().copies_missing == 0
         return False
@@ -154,7 +154,7 @@ class Rig:
         return psutil.Process(self.cluster.nodes[node].handle.all_processes["raylet"][0].process.pid)
 
     def actors(self, kind: str, nodes: Sequence[str] | None = None) -> list[psutil.Process]:
-        """The processes of actors of a class on these nodes."""
+        """Return the processes of actors of a class on these nodes."""
         children = [p for name in nodes or self.cluster.nodes for p in self.raylet(name).children()]
         return [p for p in children if _title(p).startswith(f"ray::{kind}")]
 
@@ -205,7 +205,7 @@ def shards(folder: Path, rank: int | None = None) -> list[Path]:
 
 @contextmanager
 def away(folder: Path) -> Iterator[None]:
-    """A storage path that is not there for a while: a plain file stands in its place."""
+    """Take the storage path away: a plain file stands in its place."""
     parked = folder.with_name(f"{folder.name}.away")
     folder.rename(parked)
     folder.write_bytes(b"")
@@ -231,7 +231,7 @@ def frozen(*processes: psutil.Process) -> Iterator[None]:
 
 @contextmanager
 def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
-    """A file system of that size at `folder`. Root only."""
+    """Mount a file system of that size at `folder`. Root only."""
     folder.mkdir(parents=True, exist_ok=True)
     _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=0700", "tmpfs", str(folder))
     try:

@@ -82,7 +82,7 @@ class Soak:
                 self.rig.check()
 
     def strike(self) -> None:
-        """One fault, and the way back."""
+        """Cause one fault, and end it."""
         kinds = list(self.kinds)
         kind = self.rng.choices(kinds, weights=[self.kinds[k][0] for k in kinds])[0]
         self.faults[kind] += 1
@@ -97,7 +97,7 @@ class Soak:
         print(f"{sum(self.faults.values()):4d} step {step:6d} {took_s:5.1f} s  {kind}", flush=True)
 
     def start_group(self) -> None:
-        """A new group on two of the nodes; it must not restore less than it may."""
+        """Start a new group on two of the nodes; it must not restore less than is promised."""
         self.nodes = self.rng.sample(sorted(set(self.rig.cluster.nodes) - {"head"}), k=2)
         before = max((entry.session for entry in self._entries("restored")), default=0)
         self.rig.train(self.nodes)
@@ -118,7 +118,7 @@ class Soak:
             self._why()
 
     def acked(self, level: str) -> int:
-        """The last step that was acknowledged at `level` or above."""
+        """Return the last step that was acknowledged at `level` or above."""
         levels = ("local", "replicated", "durable")
         enough = levels[levels.index(level) :]
         return max((e.step for e in self._entries("acked") if e.level in enough), default=0)

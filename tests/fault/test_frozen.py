@@ -78,7 +78,7 @@ def _log_of(pid: int) -> str:
 
 
 def _check_copies(rig: Rig) -> None:
-    """Every copy that the coordinator knows of is there, byte for byte."""
+    """Assert that every copy in the coordinator's table is there, byte for byte."""
     for checkpoint in rig.catalog.lineage[-1:]:
         for index, holders in rig.holders(checkpoint).items():
             assert holders

@@ -101,7 +101,7 @@ def _ends(root: Path) -> list[SessionEnd | None]:
 
 @contextmanager
 def train_gpt(cluster: LocalCluster, root: Path, who: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The main job as a process of its own, with a history and a log for each launcher."""
+    """Run the main job in a process of its own, with a history and a log for each launcher."""
     command = [sys.executable, "-m", "jobs.train_gpt", "--storage-path", str(root), "--name", "moved"]
     command += ["--history", str(root / f"{who}.jsonl"), *TINY.split(), "--steps", str(STEPS)]
     env = {**os.environ, "RAY_ADDRESS": cluster.address}

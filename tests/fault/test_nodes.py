@@ -89,7 +89,7 @@ def test_disks_that_return_after_the_whole_cluster_died_serve_what_they_can(
 
 
 def _restored_by(rig: Rig, names: Sequence[str], root: Path, backup: Path) -> int:
-    """The step that four ranks restore in a new cluster of these nodes, with the disks as they were."""
+    """Restore four ranks in a new cluster of these nodes with their disks; return the step."""
     for folder in ("staging", "storage"):
         shutil.rmtree(root / folder)
         shutil.copytree(backup / folder, root / folder)

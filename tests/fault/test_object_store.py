@@ -50,7 +50,7 @@ def rig(home: Home, store: StrictStore, tmp_path: Path, request: pytest.FixtureR
 
 
 def wide(rig: Rig, **options: Any) -> Any:
-    """A job whose shards go up in several parts, each upload long enough to be hit."""
+    """Return a job whose shards are uploaded in several parts, long enough for a fault during an upload."""
     more = {"width": WIDE, "drain_bytes_per_s": DRAIN_BYTES_PER_S, **options}
     return replace(rig.job, waits=NO_ACKS, options={**rig.job.options, **more})
 
@@ -64,7 +64,7 @@ def uploaders(rig: Rig, store: StrictStore) -> list[str]:
 
 
 def uploading(rig: Rig, store: StrictStore) -> list[str]:
-    """The same, as soon as there is one."""
+    """Wait for an unfinished upload, and return it."""
     found: list[str] = []
 
     def look() -> bool:

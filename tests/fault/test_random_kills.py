@@ -56,7 +56,7 @@ class Storm:
         self.kills: list[Kill] = []
 
     def run(self) -> None:
-        """All kills, spread over the steps of the run."""
+        """Carry out all kills, spread over the steps of the run."""
         window = STEPS / (KILLS + 1)
         for k in range(KILLS):
             if k and self._rng.random() < HASTE:
@@ -106,8 +106,7 @@ class Storm:
         self._rig.cluster.add(name)
 
     def _floor(self) -> int:
-        """The newest step that survives a kill now: a durable one, or one saved with its copies since a node
-        was lost."""
+        """Return the newest step that survives a kill now: durable, or with copies made since a loss."""
         safe = [
             c.step
             for c in self._rig.commits()
@@ -117,7 +116,7 @@ class Storm:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a history so far."""
+    """Return the complete lines of a history so far."""
     with contextlib.suppress(FileNotFoundError):
         return [json.loads(x) for x in path.read_text().splitlines(keepends=True) if x.endswith("\n")]
     return []
@@ -130,7 +129,7 @@ def last_digests(run: Path) -> dict[tuple[str, str], str]:
 
 
 def check_sessions(run: Path, kills: list[Kill]) -> None:
-    """No group began with less than what the kill before it left."""
+    """Assert that no group began with less than the kill before it had left."""
     catalog = Catalog(run)
     step_of = {c.id.attempt: c.step for c in catalog.list(all=True)}
     for session in catalog.sessions:

@@ -55,6 +55,6 @@ def test_a_run_folder_that_is_gone_is_named_within_seconds(make_rig: MakeRig) ->
 
 
 def _warning(key: str) -> str:
-    """The last one of the run's coordinator."""
+    """Return the last warning of the run's coordinator."""
     view: ServiceView = get_result(coordinator().overview.remote(), 10.0)
     return next(run.warning for run in view.runs if run.where == key)

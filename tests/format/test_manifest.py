@@ -40,7 +40,7 @@ ATTEMPT = AttemptId(run_uid=UID, session=1, step=1000, attempt="328ddb164b30f670
 
 
 def part(name: str, *spans: tuple[int, int, int], dtype: str = "F32") -> Slice:
-    """A slice from one (offset, size, global size) per dimension."""
+    """Return a slice from one (offset, size, global size) per dimension."""
     offset, shape, total = zip(*spans, strict=True) if spans else ((), (), ())
     return Slice(item="model", name=name, dtype=dtype, global_shape=total, offset=offset, shape=shape)
 
@@ -67,7 +67,7 @@ def rows_of(file: str, parts: list[Slice]) -> list[ManifestRow]:
 
 
 def fragment_of(parts: list[list[Slice]], *, node_index: int = 0, num_nodes: int = 1) -> Fragment:
-    """A fragment with one shard per list of slices, and a state file of 17 bytes for each."""
+    """Return a fragment with one shard per list of slices, and a state file of 17 bytes for each."""
     rows, files = [], []
     for rank, shard_parts in enumerate(parts):
         shard, state = shard_file(rank, len(parts)), state_file(rank, len(parts))

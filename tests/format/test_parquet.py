@@ -38,7 +38,7 @@ def repeated(text: str, num_rows: int) -> pa.Array:
 
 
 def written(columns: dict[str, pa.Array], *, row_group_size: int = 10**6, **options: Any) -> bytes:
-    """A file of these columns, with metadata that is read before them."""
+    """Return a file of these columns, with metadata that is read before them."""
     sink, table = pa.BufferOutputStream(), pa.table(columns)
     with pq.ParquetWriter(
         sink, table.schema, compression="zstd", store_schema=False, write_statistics=False, **options

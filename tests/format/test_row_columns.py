@@ -38,7 +38,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 
 
 def table_of(rows: list[dict[str, Any]]) -> pa.Table:
-    """The rows as a reader gets them: through a file, with texts as dictionaries."""
+    """Return the rows as a reader gets them: through a file, with texts as dictionaries."""
     plain = pa.table({name: [row[name] for row in rows] for name in COLUMNS.names}, schema=COLUMNS)
     data = encode_columns(replace(FRAGMENT.metadata, num_rows=len(rows)), plain)
     return parquet.read_table(data, COLUMNS, max_rows=MAX_ROWS)

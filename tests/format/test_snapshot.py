@@ -218,7 +218,7 @@ def test_a_snapshot_beyond_the_bounds_is_refused(monkeypatch: pytest.MonkeyPatch
 def rewritten(
     head: Callable[[dict[str, Any]], object] = bool, table: Callable[[pa.Table], pa.Table] = lambda t: t
 ) -> bytes:
-    """The snapshot written by another version: its head and table changed, and sealed again."""
+    """Return the snapshot written by another version: its head and table changed, and sealed again."""
     data = encode_snapshot(SNAPSHOT)
     file = pq.ParquetFile(io.BytesIO(data))
     document = json.loads(file.metadata.metadata[module.METADATA_KEY])

@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def some(seed: int, count: int) -> tuple[str, ...]:
-    """`count` readers in turn; all if it is 0."""
+    """Return `count` readers in turn; all of them if `count` is 0."""
     count = count or len(READERS)
     return tuple(READERS[(seed * count + index) % len(READERS)] for index in range(count))
 

@@ -107,7 +107,7 @@ def mutate(run: Path, seed: int, root_of: RootOf = "fragments") -> Mutation:
 
 
 def _group(path: Path) -> str:
-    """The kind of file that this is, so that a kind with few files is not passed over."""
+    """Return the kind of a file, so that a kind with few files is chosen as often as others."""
     return path.name.partition("-")[0] if "-" in path.name else f"{path.parent.name[:3]}{path.suffix}"
 
 
@@ -269,12 +269,12 @@ class _Lie(SampleCheckpoint):
 
 
 def _lie_state(data: Callable[[], bytes]) -> Callable[[random.Random], Change]:
-    """The state of rank 0 is `data`."""
+    """Replace the state of rank 0 by `data`."""
     return lambda rng: lambda saved: _resealed(saved, STATE, data())
 
 
 def _lie_size(rng: random.Random) -> Change:
-    """The shard of rank 0 ends in a slice that is far larger than the file."""
+    """Make the shard of rank 0 end in a slice that is far larger than the file."""
     num_rows = 1 << rng.randrange(53, 58)  # beyond what a file system gives room for
 
     def change(saved: SampleCheckpoint) -> SampleCheckpoint:
@@ -286,7 +286,7 @@ def _lie_size(rng: random.Random) -> Change:
 def _resealed(
     saved: SampleCheckpoint, file: str, data: bytes, *, num_rows: int | None = None
 ) -> SampleCheckpoint:
-    """`saved` with other bytes of a state, or with a manifest of another size of a shard."""
+    """Return `saved` with another state, or with another size of a shard in the manifest, sealed again."""
     files, fragments = {**saved.files, file: data}, []
     for fragment in saved.fragments:
         if any(entry.name == file for entry in fragment.files):

@@ -38,7 +38,7 @@ class Player:
         self.slowest_s, self.largest_bytes, self.num_answers, self.num_errors = 0.0, 0, 0, 0
 
     def play(self, seed: int, readers: Sequence[str] = READERS) -> list[Violation]:
-        """The violations of a seed by these readers."""
+        """Play a seed with these readers, and return the violations."""
         is_compressed = seed % COMPRESSED_OF == 0
         root_of: RootOf = "files" if seed % OLD_OF == 0 else "fragments"
         self._know(readers, is_compressed, root_of)

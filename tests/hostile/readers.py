@@ -176,7 +176,7 @@ def _answer(run: Path, reader: str) -> Answer:
 
 @contextlib.contextmanager
 def _surroundings(out: io.StringIO, err: io.StringIO) -> Iterator[None]:
-    """One clock, nobody at the keyboard, and all output kept."""
+    """Provide one clock, an empty stdin, and a copy of all output."""
     handler, log = logging.StreamHandler(err), logging.getLogger("ray_ckpt")
     log.handlers, log.propagate = [handler], False
     known, time.time = time.time, lambda: NOW_S
@@ -199,7 +199,7 @@ def _arguments(run: Path, command: Sequence[str]) -> list[str]:
 
 
 def _digest(value: Any) -> str:
-    """A short text that differs for states that differ."""
+    """Return a short text that differs for states that differ."""
     if isinstance(value, torch.Tensor):
         data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return hashlib.sha256(repr((value.dtype, value.shape)).encode() + data).hexdigest()

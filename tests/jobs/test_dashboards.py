@@ -129,7 +129,7 @@ def test_an_alert_has_its_severity_a_remedy_and_a_link(rule: dict[str, Any]) -> 
 
 
 def _slug(heading: str) -> str:
-    """The anchor that GitHub makes of a heading."""
+    """Return the anchor that GitHub makes of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 

@@ -68,7 +68,7 @@ class Tab:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The browser's answer to a command of its DevTools protocol."""
+        """Return the browser's answer to a command of its DevTools protocol."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": params}
         if self.session:
@@ -100,7 +100,7 @@ class Tab:
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
 
     def screenshot(self, name: str) -> np.ndarray[Any, Any]:
-        """The whole page as pixels of red, green and blue."""
+        """Return the whole page as pixels of red, green and blue."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {**size, "scale": 1}
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)

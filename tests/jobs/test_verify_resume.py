@@ -15,7 +15,7 @@ from ray_ckpt.trainer.probe import Noted, Trace, compare
 
 
 def check_of(first: str, second: str) -> ResumeCheck:
-    """A check of one tensor in one state of one rank, with these digests in the two runs."""
+    """Return a check of one tensor in one state of one rank, with these digests in the two runs."""
     traces = (
         {0: Trace({"model": "model"}, [Noted("end", 7, {"model.w": f"tensor F32[2] {text}"})])}
         for text in (first, second)

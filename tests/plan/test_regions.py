@@ -16,7 +16,7 @@ shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 @st.composite
 def cut_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int, int]]]:
-    """A shape of at least one dimension, and (dimension, chunks, strides) of some cuts."""
+    """Draw a shape of at least one dimension, and (dimension, chunks, strides) of some cuts."""
     shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
     cut = st.tuples(st.integers(0, len(shape) - 1), st.integers(1, 4), st.integers(1, 3))
     return shape, draw(st.lists(cut, max_size=3))

@@ -72,7 +72,7 @@ class Case:
 
 @st.composite
 def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
-    """`size` elements in pieces, some of them empty."""
+    """Draw a cut of `size` elements into pieces, some of them empty."""
     inner = draw(st.lists(st.integers(0, size), max_size=3))
     ends = [0, *sorted(inner), size]
     return [(a, b - a) for a, b in pairwise(ends)]

@@ -26,7 +26,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"a": (8,), "b": (6, 4), "c": (), "d": (0, 
 
 
 def columns(table: pa.Table) -> pa.Table:
-    """A table with texts as dictionaries, as fragments are read."""
+    """Return a table with texts as dictionaries, as fragments are read."""
     return pa.table(
         {
             name: table.column(name).combine_chunks().dictionary_encode()
@@ -66,7 +66,7 @@ def slice_of(name: str, box: Sequence[tuple[int, int]], dtype: str = "F32") -> S
 
 @st.composite
 def saved(draw: st.DrawFn) -> list[list[ManifestRow]]:
-    """The rows of two nodes with two ranks each: tensors cut by grids, some regions saved by several."""
+    """Return rows of two nodes with two ranks each: tensors cut by grids, some regions saved by several."""
     by_rank: list[list[Slice]] = [[] for _ in range(RANKS)]
     for name, shape in SHAPES.items():
         cuts = [sorted({0, total, *draw(st.sets(st.integers(0, total), max_size=2))}) for total in shape]

@@ -40,7 +40,7 @@ class Checkpoint:
 
     @classmethod
     def make(cls, folder: Path, *sizes: Sequence[int], seed: int = 0) -> Checkpoint:
-        """One file per list of row sizes."""
+        """Make one file per list of row sizes."""
         made, noise = cls(folder), np.random.default_rng(seed)
         for index, file_sizes in enumerate(sizes):
             file = shard_file(index, len(sizes))
@@ -53,7 +53,7 @@ class Checkpoint:
         return made
 
     def copy(self, name: str, bad: Sequence[RowKey] = (), *, tier: Tier = "local") -> dict[str, FileSource]:
-        """One source of each file, with the first byte of each row in `bad` flipped."""
+        """Return one source of each file, with the first byte of each row in `bad` flipped."""
         sources = {}
         for file, good in self.files.items():
             data = bytearray(good)

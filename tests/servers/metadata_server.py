@@ -93,8 +93,11 @@ class MetadataServer:
         self._thread.join()
 
     def announce(self, kind: str, in_s: float | None = None, *, machine: str | None = None) -> None:
-        """One of KINDS; on Azure, for another `machine` of the set. `in_s`: seconds from now; None: at once,
-        which on Azure is an event that has begun. Google announces no time."""
+        """Announce one of KINDS; on Azure, for another `machine` of the set.
+
+        `in_s`: seconds from now; None: at once, which on Azure is an event that has begun. Google announces
+        no time.
+        """
         if kind not in KINDS[self.cloud]:
             raise ValueError(f"{self.cloud} does not announce {kind!r}, but {', '.join(KINDS[self.cloud])}.")
         at_s = None if in_s is None else time.time() + in_s
@@ -265,7 +268,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _drip(self) -> None:
-        """A header without end, a byte at a time."""
+        """Send a header without end, a byte at a time."""
         self.close_connection = True
         ends_s = time.monotonic() + HANG_S
         try:

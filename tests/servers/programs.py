@@ -33,7 +33,7 @@ def program(name: str) -> Path:
 
 @contextlib.contextmanager
 def ministack(folder: Path) -> Iterator[str]:
-    """An S3 server that enforces conditions and verifies checksums. Yields its URL, as the others do."""
+    """Start an S3 server that enforces conditions and verifies checksums; yield its URL."""
     port = free_port()
     environment = {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "SERVICES": "s3"}
     with _running([program("ministack")], port, folder, environment) as url:
@@ -42,7 +42,7 @@ def ministack(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def moto(folder: Path) -> Iterator[str]:
-    """An S3 server that enforces conditions and looks at no checksum."""
+    """Start an S3 server that enforces conditions and verifies no checksum."""
     port = free_port()
     with _running([program("moto_server"), "-H", "127.0.0.1", "-p", str(port)], port, folder) as url:
         yield url
@@ -50,7 +50,7 @@ def moto(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def rclone(folder: Path) -> Iterator[str]:
-    """An S3 server that ignores conditions: it must be refused."""
+    """Start an S3 server that ignores conditions: it must be refused."""
     port, data = free_port(), folder / "rclone"
     data.mkdir()
     command: list[str | Path] = [program("rclone"), "serve", "s3", data, "--addr", f"127.0.0.1:{port}"]
@@ -60,7 +60,7 @@ def rclone(folder: Path) -> Iterator[str]:
 
 
 def debian_program(name: str) -> Path | None:
-    """One of Debian's: on PATH, or where `debian.sh` has put it; None if it is neither."""
+    """Return a program of Debian: on PATH, or where `debian.sh` has put it; None if it is missing."""
     found = shutil.which(
         name, path=os.pathsep.join((os.environ.get("PATH", ""), str(HOME / "debian/usr/bin")))
     )

@@ -35,7 +35,7 @@ def token_server() -> Iterator[Tokens]:
 
 @contextlib.contextmanager
 def answering(answer: Callable[[], Mapping[str, Any]]) -> Iterator[str]:
-    """A server that answers every request with this, as JSON. Yields its URL."""
+    """Start a server that answers every request with this, as JSON. Yields its URL."""
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):

@@ -70,7 +70,7 @@ class FlippingProxy:
 
 @contextlib.contextmanager
 def proxy(target: str) -> Iterator[FlippingProxy]:
-    """A proxy before the server at a URL. Its `endpoint` stands in for the server's."""
+    """Start a proxy before the server at a URL. Its `endpoint` stands in for the server's."""
     running = FlippingProxy(target)
     try:
         yield running

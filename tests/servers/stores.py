@@ -51,7 +51,7 @@ def environment(folder: Path, token_uri: str) -> dict[str, str]:
 
 
 def write_service_account(path: Path, token_uri: str) -> None:
-    """A key file of a Google service account, with a key that nobody knows."""
+    """Write a key file of a Google service account, with a random key."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     pem = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -62,7 +62,7 @@ def write_service_account(path: Path, token_uri: str) -> None:
 
 
 def bucket_url(scheme: str, endpoint: str, key: str, bucket: str = BUCKET) -> str:
-    """A storage path on a server of ours, as a user writes it."""
+    """Return a storage path on a server of ours, as a user writes it."""
     return f"{scheme}://{bucket}/{key}?endpoint_override={urlsplit(endpoint).netloc}&scheme=http"
 
 
@@ -70,7 +70,7 @@ class Stranger(Protocol):
     """Another client, which sees whole keys."""
 
     def objects(self, prefix: str) -> list[str]:
-        """The keys of all objects that begin so."""
+        """Return the keys of all objects that begin with `prefix`."""
         ...
 
     def begin(self, key: str) -> None:
@@ -78,7 +78,7 @@ class Stranger(Protocol):
         ...
 
     def unfinished(self, prefix: str) -> list[str]:
-        """The keys of all uploads that have begun and not ended."""
+        """Return the keys of all uploads that have begun and not ended."""
         ...
 
 
@@ -196,7 +196,7 @@ class Store:
         )  # both know who they are now
 
     def below(self, name: str) -> Store:
-        """The same server, opened at a folder of ours."""
+        """Return the same server, opened at one of our folders."""
         location = self.location / name
         stranger = FolderStranger(location.folder) if location.is_posix else self.stranger
         return replace(self, location=location, stranger=stranger)
@@ -207,7 +207,7 @@ class Store:
         return "" if self.location.is_posix else f"{self.location.key}/"
 
     def new_log(self) -> LogStore:
-        """An empty log below the root."""
+        """Return an empty log below the root."""
         folder = f"log-{uuid.uuid4().hex}"
         if self._small is None:
             (self.location.folder / folder).mkdir()
@@ -219,7 +219,7 @@ class Store:
         return self._ours(self.stranger.objects(f"{self.key}{folder}/"))
 
     def uploads(self, folder: str) -> list[str]:
-        """The names of the unfinished uploads that a stranger sees in a folder of ours."""
+        """Return the names of the unfinished uploads that a stranger sees in a folder of ours."""
         return self._ours(self.stranger.unfinished(f"{self.key}{folder}/"))
 
     def _ours(self, keys: Iterable[str]) -> list[str]:
@@ -251,7 +251,7 @@ def gcs_store(name: str, endpoint: str, options: Mapping[str, str] | None = None
 def fsspec_location(
     scheme: str, endpoint: str, key: str, bucket: str = BUCKET
 ) -> tuple[Location, dict[str, str]]:
-    """A place that is opened through s3fs or gcsfs, and the options for it."""
+    """Return a place that is opened through s3fs or gcsfs, and the options for it."""
     fsspec.register_implementation(scheme, SCHEMES[scheme], clobber=True)
     options = {"endpoint_url": endpoint}
     if scheme == "gcsfs":

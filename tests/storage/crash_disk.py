@@ -97,7 +97,7 @@ class CrashDisk:
         self._lock = threading.RLock()  # one operation at a time; what happens before one is not in it
 
     def note(self, *fact: str) -> None:
-        """`fact` is acknowledged now."""
+        """Record that `fact` is acknowledged now."""
         self.operations.append(Noted(fact))
 
     def at(self, index: int, action: Callable[[], None]) -> None:
@@ -114,7 +114,7 @@ class CrashDisk:
         raise ProcessDied
 
     def restart(self) -> None:
-        """The next process."""
+        """Begin the next process."""
         self._dead = False
 
     # -- the functions of `os` -------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class CrashDisk:
     # -- what was done ---------------------------------------------------------------------------------
 
     def check_complete(self) -> None:
-        """The recorded operations make the tree that is there: so nothing was done past the recorder."""
+        """Assert that the recorded operations make the existing tree: none went past the recorder."""
         after = _Disk()
         for operation in self.operations:
             after.apply(operation)
@@ -304,13 +304,13 @@ def crashes(operations: Sequence[Operation], *, seed: int, random_choices: int) 
 
 
 def read_image(folder: Path) -> Image:
-    """The tree below `folder`."""
+    """Return the tree below `folder`."""
     found = folder.rglob("*")
     return tuple(sorted((str(p.relative_to(folder)), None if p.is_dir() else p.read_bytes()) for p in found))
 
 
 def write_image(image: Image, folder: Path) -> None:
-    """The tree below the empty `folder`."""
+    """Write a tree below the empty `folder`."""
     for name, data in image:
         if data is None:
             (folder / name).mkdir(mode=0o700)

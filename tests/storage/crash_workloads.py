@@ -87,7 +87,7 @@ def save(disk: CrashDisk, at: int) -> None:
 
 
 def save_in_blocks(disk: CrashDisk, at: int) -> None:
-    """An agent writes a shard as large ones are: in blocks, by several threads. It dies at `at`."""
+    """Write a shard as large ones are, in blocks, by several threads of an agent, which dies at `at`."""
     file = FIRST.fragments[0].files[0].name
     disk.at(at, disk.kill)
     with pytest.MonkeyPatch.context() as patch:
@@ -101,14 +101,14 @@ def save_in_blocks(disk: CrashDisk, at: int) -> None:
 
 
 def save_and_copy(disk: CrashDisk, at: int) -> None:
-    """A node saves; at `at` the copy of another node's part of the same checkpoint comes in between."""
+    """Save on a node; at `at` a copy of another node's part of the same checkpoint arrives."""
     with open_staging(disk.root) as stage:
         meanwhile(disk, stage, at, lambda: put_fragment(disk, stage, FIRST, 1))
         put_fragment(disk, stage, FIRST, 0)
 
 
 def killed_save(disk: CrashDisk, at: int) -> None:
-    """An agent dies at `at`; the next one takes inventory and saves again."""
+    """Save with an agent that dies at `at`; the next one takes inventory and saves again."""
     disk.at(at, disk.kill)
     for _ in range(2):
         with contextlib.suppress(ProcessDied), open_staging(disk.root) as stage:
@@ -118,7 +118,7 @@ def killed_save(disk: CrashDisk, at: int) -> None:
 
 
 def delete(disk: CrashDisk, at: int) -> None:
-    """A checkpoint is deleted while the next one stays; the agent dies at `at`, the delete is repeated."""
+    """Delete a checkpoint while the next one stays; the agent dies at `at`, the delete is repeated."""
     with open_staging(disk.root) as stage:
         put_fragment(disk, stage, FIRST, 0)
         put_fragment(disk, stage, SECOND, 0)
@@ -132,7 +132,7 @@ def delete(disk: CrashDisk, at: int) -> None:
 
 
 def quarantine(disk: CrashDisk, at: int) -> None:
-    """A file is found bad and put aside; the agent dies at `at`, and the scrub finds it again."""
+    """Quarantine a bad file; the agent dies at `at`, and the scrub finds the file again."""
     directory, bad = FIRST.attempt.directory, FIRST.fragments[0].files[0].name
     with open_staging(disk.root) as stage:
         put_fragment(disk, stage, FIRST, 0)
@@ -157,14 +157,14 @@ def mark(disk: CrashDisk, at: int) -> None:
 
 
 def open_log(disk: CrashDisk) -> PosixLogStore:
-    """The log's folder, which the probe of the storage path has made before."""
+    """Return the log's folder, which the probe of the storage path has made before."""
     store = PosixLogStore(disk.root / "log")
     files.make_dirs(disk.root / "log")
     return store
 
 
 def read_log(store: PosixLogStore) -> list[tuple[records.LogRecord, str]]:
-    """Every record up to the first number that is not there, with its digest."""
+    """Return every record up to the first missing number, with its digest."""
     found: list[tuple[records.LogRecord, str]] = []
     while (data := store.read(names.record_file(len(found)))) is not None:
         found.append((records.decode_record(data), digest(data)))
@@ -172,7 +172,7 @@ def read_log(store: PosixLogStore) -> list[tuple[records.LogRecord, str]]:
 
 
 def append(disk: CrashDisk, store: PosixLogStore, writer: str) -> None:
-    """A coordinator reads to the end of the log and appends a record."""
+    """Read to the end of the log and append a record, as a coordinator."""
     log = read_log(store)
     seq = len(log)
     op = records.Note(text="x" * 50) if seq else records.Create(run_uid=UID, run_name="gpt", format=1)
@@ -184,7 +184,7 @@ def append(disk: CrashDisk, store: PosixLogStore, writer: str) -> None:
 
 
 def two_writers(disk: CrashDisk, at: int) -> None:
-    """A coordinator appends three records; at `at` another one reads the log and appends two."""
+    """Append three records; at `at` another coordinator reads the log and appends two."""
     store = open_log(disk)
 
     def other() -> None:
@@ -197,7 +197,7 @@ def two_writers(disk: CrashDisk, at: int) -> None:
 
 
 def killed_writer(disk: CrashDisk, at: int) -> None:
-    """A coordinator dies at `at`, and the next one goes on with the log that it finds."""
+    """Append with a coordinator that dies at `at`; the next one continues with the log that it finds."""
     store = open_log(disk)
     disk.at(at, disk.kill)
     for writer in ("a", "b"):
@@ -208,7 +208,7 @@ def killed_writer(disk: CrashDisk, at: int) -> None:
 
 
 def drain(disk: CrashDisk, at: int) -> None:
-    """A checkpoint goes to the storage path; at `at` another holder uploads the same."""
+    """Upload a checkpoint to the storage path; at `at` another holder uploads the same."""
     remote = RemoteTier(Location.parse(disk.root))
     files.make_dirs(disk.root / names.CHECKPOINTS_DIR)
 
@@ -312,6 +312,6 @@ WORKLOADS: tuple[tuple[Run, Check], ...] = (
 
 
 def no_file_sync(patch: pytest.MonkeyPatch) -> None:
-    """A bug to be found: files are not fsynced, directories are."""
+    """Plant a bug: files are not fsynced, directories are."""
     fsync = os.fsync
     patch.setattr(os, "fsync", lambda fd: fsync(fd) if stat.S_ISDIR(os.fstat(fd).st_mode) else None)

@@ -76,7 +76,7 @@ def write_config(tmp_path: Path, profile: str, **settings: str) -> None:
 
 
 def provider(tmp_path: Path, answer: dict[str, Any]) -> str:
-    """A program that prints keys, as external providers do; it counts its calls."""
+    """Return a program that prints keys, as external providers do; it counts its calls."""
     (tmp_path / "answer.json").write_text(json.dumps(answer))
     script = tmp_path / "provider"
     script.write_text(

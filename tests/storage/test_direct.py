@@ -92,7 +92,7 @@ def names_in(folder: Path) -> list[str]:
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[int, list[int]]:
-    """A size and where its bytes are cut."""
+    """Draw a size, and the offsets at which its bytes are cut."""
     size = draw(st.sampled_from(SIZES) | st.integers(0, 12 * BLOCK))
     points = draw(st.lists(st.integers(0, size) | st.sampled_from(range(0, size + 1, PAGE)), max_size=8))
     return size, [0, *sorted(points), size]

@@ -40,7 +40,7 @@ def put(disks: Disks, saved: SampleCheckpoint) -> None:
 
 
 def where(disks: Disks, saved: SampleCheckpoint) -> dict[str, list[str]]:
-    """The names of the files on each disk."""
+    """Return the names of the files on each disk."""
     return {
         root.name: sorted(p.name for p in (root / UID / saved.attempt.directory).glob("*"))
         for root in disks.roots
@@ -68,7 +68,7 @@ def three(tmp_path: Path) -> Iterator[Disks]:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, root: Path, code: int) -> Callable[[], int]:
-    """Each fsync of a file below `root` fails from now on. Returns how many have."""
+    """Make each fsync of a file below `root` fail from now on. Returns a counter of the failures."""
     fsync, failed = os.fsync, []
 
     def fail(fd: int) -> None:

@@ -172,7 +172,7 @@ class KeepsAll(CreatesOnce):
 
 
 def on(fs: MemoryFileSystem) -> ObjectLogStore:
-    """The log store on a file system of fsspec."""
+    """Return the log store on a file system of fsspec."""
     return ObjectLogStore(FsspecStore("memory://bucket", fs, "bucket/runs/gpt/ray_ckpt"), "log")
 
 
@@ -499,7 +499,7 @@ def same(one: RunHistory, other: RunHistory) -> bool:
 
 
 def kept(store: LogStore) -> tuple[list[int], list[int]]:
-    """Numbers of the records and of the snapshots that are there."""
+    """Return the numbers of the existing records and snapshots."""
     records = sorted(seq for name in store.list() if (seq := record_seq(name)) is not None)
     return records, log_store._snapshots(store)
 

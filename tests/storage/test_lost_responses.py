@@ -55,7 +55,7 @@ def quick(credentials: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def location_of(kind: str, strict: StrictStore) -> tuple[Location, dict[str, str]]:
-    """A new bucket on the strict store, and how to open it as a kind of store."""
+    """Make a bucket on the strict store; return its location and options for a kind of store."""
     bucket = f"b{uuid.uuid4().hex}"
     strict.make_bucket(bucket)
     options = {"backend": "fsspec"} if kind.startswith("fsspec") else {}

@@ -47,7 +47,7 @@ def command(*words: str | Path) -> None:
 
 @contextlib.contextmanager
 def mounted(*mount: str | Path, at: Path) -> Iterator[Path]:
-    """`mount` with these arguments at `at`; always unmounted, which gives the loop device back too."""
+    """Mount with these arguments at `at`; unmount at the end, which also frees the loop device."""
     at.mkdir(exist_ok=True)
     command("mount", *mount, at)
     try:
@@ -147,7 +147,7 @@ def put_large(stage: Staging, size_bytes: int) -> None:
 
 
 def check_refused(stage: Staging, size_bytes: int) -> int:
-    """A put of `size_bytes` fails and leaves nothing. Returns its errno."""
+    """Assert that a put of `size_bytes` fails and leaves nothing; return its errno."""
     with pytest.raises(OSError) as caught:
         put_large(stage, size_bytes)
     assert list(stage.folder(UID, SECOND.attempt.directory).iterdir()) == []

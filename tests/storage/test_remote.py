@@ -44,7 +44,7 @@ def tier(root: Path) -> RemoteTier:
 
 
 def staged(tmp_path: Path, data: bytes) -> tuple[FileEntry, Path]:
-    """A shard on this node's disk."""
+    """Return a shard on this node's disk."""
     path = tmp_path / "staged"
     path.write_bytes(data)
     return FileEntry(name=SHARD, size_bytes=len(data), digest=digest(data)), path

@@ -43,7 +43,7 @@ def sample(step: int = 10) -> SampleCheckpoint:
 
 
 def put(stage: Staging, saved: SampleCheckpoint, *, node: int | None = None) -> None:
-    """All files, or those of one node's fragment."""
+    """Store all files, or those of one node's fragment."""
     wanted = {f.name for i, x in enumerate(saved.fragments) if node in (None, i) for f in x.files}
     wanted |= {n for n in saved.files if n.startswith("manifest") and (node is None or f"-{node:05d}-" in n)}
     for name in sorted(wanted, reverse=True):  # shards first

@@ -343,7 +343,7 @@ SHARD, MANIFEST = shard_file(0, 1), fragment_file(0, 1)
 
 
 def staged(tmp_path: Path, data: bytes) -> tuple[FileEntry, Path]:
-    """A shard on this node's disk."""
+    """Return a shard on this node's disk."""
     path = tmp_path / "staged"
     path.write_bytes(data)
     return FileEntry(name=SHARD, size_bytes=len(data), digest=digest(data)), path
@@ -439,7 +439,7 @@ def lists_uploads(scheme: str, options: Mapping[str, str]) -> bool:
 
 
 def calls_of(files: FileStore) -> dict[str, Callable[[], object]]:
-    """Each call of a store once."""
+    """Return each call of a store once, by name."""
     return {
         "put": lambda: files.put("a", [b"1"], max_bytes=1),
         "put in parts": lambda: files.put("a", [bytes(17 * MIB)], max_bytes=17 * MIB),

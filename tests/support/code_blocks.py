@@ -52,7 +52,7 @@ class Block:
 
 @cache
 def blocks() -> tuple[Block, ...]:
-    """All blocks of all documents, in their order."""
+    """Return all blocks of all documents, in their order."""
     found = []
     for document in DOCUMENTS:
         text = (ROOT / document).read_text()
@@ -67,7 +67,7 @@ def blocks() -> tuple[Block, ...]:
 
 
 def find(document: str, anchor: str) -> Block:
-    """The one block of a document that has this text in it."""
+    """Return the one block of a document that has this text in it."""
     found = [block for block in blocks() if block.document == document and anchor in block.text]
     assert len(found) == 1, f"{len(found)} blocks of {document} have {anchor!r} in them"
     return found[0]
@@ -93,7 +93,7 @@ def run_python(block: Block, given: Mapping[str, Any], replace: Mapping[str, str
 
 
 def our_commands() -> Mapping[str, Any]:
-    """The commands of `ray-ckpt` by name, as its parser has them."""
+    """Return the commands of `ray-ckpt` by name, as its parser has them."""
     root: Any = typer.main.get_command(app)
     commands: Mapping[str, Any] = root.commands
     return commands

@@ -90,7 +90,7 @@ def live(
 
 
 def both(nodes: Nodes, saved: SampleCheckpoint) -> LiveCheckpoint:
-    """A and B hold their own part and each other's."""
+    """Put on A and B their own part and each other's."""
     for node in (A, B):
         nodes.put(node, saved, 0, 1)
     return live(saved)

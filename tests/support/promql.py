@@ -68,7 +68,7 @@ def alert_queries() -> list[Named]:
 
 
 def selected(expr: str) -> Iterator[Selected]:
-    """Every use of a metric of ours. LookupError for a name that is not in the catalogue."""
+    """Yield every use of one of our metrics. LookupError for a name that is not in the catalogue."""
     expr = _GROWN.sub(r"increase(\g<series>[\g<window>])", expr)
     for match in _SELECTOR.finditer(expr):
         name, braces = match.group(1), match.group(2) or ""

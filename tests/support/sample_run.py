@@ -58,7 +58,7 @@ class SampleCheckpoint:
         return sum(entry.size_bytes for entry in self.entries)
 
     def write(self, folder: Path) -> Path:
-        """The files in `folder`."""
+        """Return the files in `folder`."""
         folder.mkdir(parents=True)
         for name, data in self.files.items():
             (folder / name).write_bytes(data)
@@ -74,7 +74,7 @@ class SampleRun:
     checkpoints: Mapping[int, SampleCheckpoint]
 
     def directory(self, step: int) -> Path:
-        """Where a durable checkpoint lies."""
+        """Return the directory of a durable checkpoint."""
         root = self.folder / names.SERVICE_DIR / names.CHECKPOINTS_DIR
         return root / self.checkpoints[step].attempt.directory
 
@@ -94,7 +94,7 @@ class RunLog:
         return digest(self.folder.name.encode())
 
     def append(self, op: records.Op, *, time_s: float | None = None) -> None:
-        """`op` as the next record, at Unix time `time_s` if it matters; an `Epoch` raises the epoch first."""
+        """Append `op` as the next record, at Unix time `time_s`; an `Epoch` raises the epoch first."""
         self.epoch += isinstance(op, records.Epoch)
         record = records.LogRecord(
             seq=self.seq,
@@ -122,7 +122,7 @@ class RunLog:
         return log
 
     def snapshot(self, *, time_s: float) -> None:
-        """A snapshot of all that was appended, as made at Unix time `time_s`."""
+        """Write a snapshot of all appended records, as made at Unix time `time_s`."""
         history, found = read_run(self.store)
         for record, record_digest in found:
             history.apply(record, record_digest)
@@ -148,7 +148,7 @@ class RunLog:
         )
 
     def attempt(self, session: int, step: int) -> AttemptId:
-        """A new attempt."""
+        """Return a new attempt."""
         number = self.attempts.get((session, step), 0)
         self.attempts[session, step] = number + 1
         return names.make_attempt(run_uid=self.run_uid, session=session, step=step, attempt=number)
@@ -250,8 +250,10 @@ def make_checkpoint(
     rows: int = 8,
     root_of: RootOf = "fragments",
 ) -> SampleCheckpoint:
-    """A training state of `world_size` ranks on `num_nodes` nodes: tensors cut by rows and by columns, whole
-    ones, a scalar, an empty one and one per rank. The bytes follow from the attempt's step.
+    """Return a training state of `world_size` ranks on `num_nodes` nodes.
+
+    Its tensors are cut by rows and by columns, whole, a scalar, empty, and one per rank. The bytes follow
+    from the attempt's step.
     """
     tensors = make_tensors(attempt.step, world_size=world_size, rows=rows)
     ranks = [
@@ -279,7 +281,7 @@ def assemble(
     tensors: Mapping[str, Array] | None = None,
     root_of: RootOf = "fragments",
 ) -> SampleCheckpoint:
-    """The files of a checkpoint that `ranks` saved, as many on each node as on the others, or nearly."""
+    """Return the files of a checkpoint that `ranks` saved, spread evenly over the nodes."""
     world_size = len(ranks)
     files: dict[str, bytes] = {}
     fragments = []
@@ -345,7 +347,7 @@ def compress_shards(folder: Path) -> None:
 
 
 def copy_to(store: FileStore, folder: Path) -> None:
-    """All files below `folder`, under the same names in a store."""
+    """Copy all files below `folder` to a store, under the same names."""
     for path in folder.rglob("*"):
         if path.is_file():
             data = path.read_bytes()
@@ -369,7 +371,7 @@ def make_tensors(seed: int, *, world_size: int, rows: int) -> dict[str, Array]:
 
 
 def _shard(slices: Iterable[tuple[Slice, bytes]], file: str) -> tuple[bytes, list[ManifestRow]]:
-    """A shard file, and its rows."""
+    """Return a shard file, and its rows."""
     raw = {part.key: data for part, data in slices}
     layout = build_layout(part for part, _ in slices)
     data, rows = layout.header, [_row("header", file, 0, layout.header)]
@@ -412,7 +414,7 @@ def _cut(key: str, array: Array, rank: int, world_size: int) -> Slice | None:
 
 
 def _items(tensors: Mapping[str, Array], step: int, rank: int) -> dict[str, Any]:
-    """The trees of a rank's items, as a Checkpointer makes them."""
+    """Return the trees of a rank's items, as a Checkpointer makes them."""
     moments = {name: TensorRef(f"optimizer.state.blocks.0.weight.{name}") for name in ("exp_avg", "step")}
     group = {"lr": 1e-3, "betas": (0.9, 0.95), "params": ["blocks.0.weight"]}
     return {

@@ -31,7 +31,7 @@ from ray_ckpt.trainer.connection import get_connection, set_connection
 
 
 def context_of(*callbacks: object, **config: Any) -> Any:
-    """The argument of after_controller_start; its run_config has copies of the callbacks."""
+    """Return the argument of after_controller_start; its run_config has copies of the callbacks."""
     copies = cloudpickle.loads(cloudpickle.dumps(callbacks))
     fields = {"name": "run", "storage_path": "/nowhere", "storage_filesystem": None, **config}
     return SimpleNamespace(run_config=SimpleNamespace(callbacks=copies, **fields))

@@ -21,7 +21,7 @@ from tests.capture.local import LocalLink
 
 @contextmanager
 def trained(*, rank: int = 0) -> Iterator[tuple[Checkpointer, LocalLink]]:
-    """A Checkpointer whose link writes nothing before `link.go` is set."""
+    """Open a Checkpointer whose link writes nothing before `link.go` is set."""
     link = LocalLink(RunOptions(memory="double"), rank=rank, world_size=2)
     ckpt = Checkpointer(link=link, model=nn.Linear(4, 4))
     ckpt.restore()

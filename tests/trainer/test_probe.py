@@ -131,7 +131,7 @@ def cloned(tree: Any) -> Any:
 
 
 def filled(live: Any, saved: Any) -> Any:
-    """`saved` with the tensors of `live` in it, which are filled in place, as a restore does it."""
+    """Return `saved` with the tensors of `live`, filled in place as by a restore."""
     if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
         with torch.no_grad():
             return live.copy_(saved)

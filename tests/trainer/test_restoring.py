@@ -96,7 +96,7 @@ def test_no_rank_goes_on_before_all_have_read_it(monkeypatch: pytest.MonkeyPatch
 
 
 def saved_model(folder: Path) -> LocalLink:
-    """A link whose ticket has a model with weights of 3.0."""
+    """Return a link whose ticket has a model with weights of 3.0."""
     link = LocalLink()
     ckpt = checkpointer_of(link, model_of(3.0))
     ckpt.restore()

@@ -176,7 +176,7 @@ def test_names_that_leave_the_folder_are_refused_on_both_ends(uid: str, director
 
 
 def _request(*, ranges: str, size_bytes: str, digest: str = '""') -> bytes:
-    """A get and put request of these fields, good or not."""
+    """Return a get and put request of these fields, good or not."""
     name = json.dumps({"run_uid": UID, "directory": DIRECTORY, "file": SHARD})
     return f'{{"name": {name}, "ranges": {ranges}, "size_bytes": {size_bytes}, "digest": {digest}}}'.encode()
 

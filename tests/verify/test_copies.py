@@ -58,7 +58,7 @@ def cut(path: Path) -> None:
 
 
 def other_manifest(path: Path, saved: SampleCheckpoint) -> None:
-    """One that can be read and is not what was committed."""
+    """Replace a fragment by one that can be read and was not committed."""
     fragment = saved.fragments[0]
     path.write_bytes(encode_fragment(replace(fragment, metrics={"loss": 7.0})))
 

@@ -46,7 +46,7 @@ def findings(report: PlanReport) -> list[tuple[str, str]]:
 
 
 def rewrite(folder: Path, run: SampleRun, change: Any) -> None:
-    """The manifest as a writer with a fault would leave it: `change` of each row, all digests made to fit."""
+    """Rewrite the manifest as a faulty writer would: `change` each row, and make all digests fit."""
     saved = run.checkpoints[30]
     entries = [entry for fragment in saved.fragments for entry in fragment.files]
     for fragment in saved.fragments:

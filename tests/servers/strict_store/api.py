@@ -48,7 +48,7 @@ class Api(Protocol):
     def authorize(self, request: Request) -> None: ...
 
     def decoded(self, request: Request, fill: Fill, length: int | None) -> tuple[Fill, int | None]:
-        """The body without the encodings of this API, and its length if that is known beforehand."""
+        """Return the body without the encodings of this API, and its length if that is known beforehand."""
 
     def digest_names(self, request: Request, length: int | None) -> Sequence[str]:
         """Return the names of the digests to compute while the body arrives."""
@@ -109,7 +109,7 @@ def read_response(stored: StoredObject, head: Head, headers: Headers) -> Respons
 
 
 def _range(first: str, last: str, *, size: int) -> tuple[int, int]:
-    """The bytes from here to before there. Source: RFC 9110, section 14.1.2."""
+    """Return the first byte of a range and the byte after its last. Source: RFC 9110, section 14.1.2."""
     if not first:
         start, stop = max(size - int(last), 0), size
     else:

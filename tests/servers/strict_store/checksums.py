@@ -116,7 +116,7 @@ def _word_tables(byte: _Words) -> _Words:
 
 
 def _map(tables: _Words, words: _Words) -> _Words:
-    """A linear map of 64 bits, given as a table for each of the eight bytes."""
+    """Return a linear map of 64 bits, given as a table for each of the eight bytes."""
     rows = words.astype("<u8").view(np.uint8).reshape(-1, 8).T.astype(np.intp)
     out: _Words = tables[0].take(rows[0])
     for table, row in zip(tables[1:], rows[1:], strict=True):
@@ -139,7 +139,7 @@ def _past(num_words: int) -> _Words:
 
 
 def _join(registers: _Words, words_per_lane: int) -> int:
-    """The register over all lanes: the left one of each pair is moved past the right one, over and over."""
+    """Join the registers of all lanes: move the left one of each pair past the right one, repeatedly."""
     while len(registers) > 1:
         registers = _map(_past(words_per_lane), registers[0::2]) ^ registers[1::2]
         words_per_lane *= 2
@@ -162,7 +162,7 @@ DIGEST_BYTES = {name: len(make().digest()) for name, make in DIGESTS.items()}
 
 
 def joined_crc64(digests: Iterable[bytes], sizes: Iterable[int]) -> bytes:
-    """The CRC-64 of bodies one after the other, from those of each and their lengths in bytes."""
+    """Return the CRC-64 of bodies one after the other, from those of each and their lengths in bytes."""
     crc = 0  # ones before and after cancel out where two are joined
     for digest, size in zip(digests, sizes, strict=True):
         words, rest = divmod(size, 8)

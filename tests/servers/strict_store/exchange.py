@@ -190,7 +190,7 @@ def _receive(fill: Fill, length: int, digests: Sequence[Digest]) -> memoryview:
 
 
 def _collect(fill: Fill, digests: Sequence[Digest]) -> memoryview:
-    """A body of unknown length."""
+    """Read a body of unknown length."""
     body = bytearray()
     piece = memoryview(bytearray(_PIECE_BYTES))
     while count := fill(piece):

@@ -155,7 +155,7 @@ class _Rule:
     fired: int = 0
 
     def fires(self) -> bool:
-        """One more request has matched."""
+        """Count a request that has matched; return whether the fault happens to it."""
         self.matched += 1
         if self.fault.times is not None and self.fired >= self.fault.times:
             return False
@@ -174,7 +174,7 @@ class Faults:
         self._last_id = 0
 
     def add(self, fault: Fault) -> int:
-        """A number to remove it by."""
+        """Add a fault, and return the number by which it is removed."""
         with self._lock:
             if len(self._rules) >= MAX_FAULTS:
                 raise ValueError(f"there are {MAX_FAULTS} faults already")
@@ -191,7 +191,7 @@ class Faults:
             self._rules.clear()
 
     def fired(self) -> dict[str, int]:
-        """How often each rule has fired, by its number."""
+        """Return how often each rule has fired, by its number."""
         with self._lock:
             return {str(number): rule.fired for number, rule in self._rules.items()}
 

@@ -66,7 +66,7 @@ def goog_hash(stored: StoredObject) -> str:
 
 
 def goog_hashes(text: str) -> list[tuple[str, str]]:
-    """Names and base64 of x-goog-hash."""
+    """Return names and base64 texts of x-goog-hash."""
     sums = []
     for part in filter(None, text.split(",")):
         name, _, value = part.strip().partition("=")

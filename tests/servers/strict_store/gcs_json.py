@@ -271,7 +271,7 @@ class GcsJson:
 def _operation(
     method: str, kind: str, bucket: str, key: str, query: Mapping[str, str], of_objects: bool
 ) -> str:
-    """The XML API's name for it where it has one, and StartResumable, UploadChunk, CancelResumable."""
+    """Return the XML API's name of the operation, or StartResumable, UploadChunk, CancelResumable."""
     if kind == "upload" and of_objects:
         if "upload_id" in query:
             return "CancelResumable" if method == "DELETE" else "UploadChunk"
@@ -289,7 +289,7 @@ def _operation(
 
 
 def _append(session: _Session, first: int, last: int, body: memoryview, *, is_last: bool) -> None:
-    """A chunk may begin with bytes that have been received before, and may not leave any out."""
+    """Append a chunk, which may begin with bytes that were received before, and may skip none."""
     has = len(session.received)
     if last + 1 - first != len(body) or first > has:
         raise StoreError(
@@ -320,7 +320,7 @@ def _incomplete(received: int) -> Response:
 
 
 def _related(content_type: str, body: memoryview) -> tuple[memoryview, str, memoryview]:
-    """The metadata, the type of the media, and the media of a multipart/related body (RFC 2387, RFC 2046).
+    """Return metadata, type of the media, and media of a multipart/related body (RFC 2387, RFC 2046).
 
     A boundary inside the media makes a third part, and the body malformed: it is not cut short silently.
     """
@@ -339,7 +339,7 @@ def _related(content_type: str, body: memoryview) -> tuple[memoryview, str, memo
 
 
 def _part(part: memoryview) -> tuple[memoryview, str]:
-    """Its body, and its type."""
+    """Return the body and the type of a part."""
     end = re.search(rb"(?:\A|\r?\n)\r?\n", part)
     if end is None:
         raise StoreError("InvalidArgument", message="Malformed multipart body.")

@@ -202,7 +202,7 @@ class Connection:
 
 
 def body_of(head: Head, connection: Connection) -> tuple[Fill, int | None]:
-    """The request's body and its length in bytes, if that is known beforehand."""
+    """Return the request's body and its length in bytes, if that is known beforehand."""
     if "chunked" in head.headers.get("transfer-encoding", "").lower():
         return chunked(connection.reader), None
     length = head.headers.get("content-length", "0")

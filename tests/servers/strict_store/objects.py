@@ -87,7 +87,7 @@ class Objects:
             self._uploads[upload.upload_id] = upload
 
     def new_blob(self, data: memoryview, digests: Mapping[str, bytes]) -> Blob:
-        """A body that nothing refers to yet."""
+        """Return a new body that nothing refers to yet."""
         name = uuid.uuid4().hex
         data = self._keeper.write_body(name, data).toreadonly()
         return Blob(name=name, data=data, digests=digests)
@@ -392,7 +392,7 @@ class Objects:
 
 
 def _past(keys: Sequence[str], prefix: str) -> int:
-    """The index of the first key after all that begin with `prefix`."""
+    """Return the index of the first key after all that begin with `prefix`."""
     return bisect_left(keys, prefix[:-1] + chr(ord(prefix[-1]) + 1))
 
 
@@ -403,7 +403,7 @@ def _check_key(key: str) -> None:
 
 
 def _etag_of(parts: Sequence[Part]) -> str:
-    """The MD5 of the parts' MD5s and their number, as on AWS, where all parts have one."""
+    """Return the MD5 of the parts' MD5s and their number, as on AWS, where all parts have one."""
     md5 = hashlib.md5(usedforsecurity=False)
     for part in parts:
         md5.update(part.blob.digests.get("md5") or part.blob.etag.encode())

@@ -41,7 +41,7 @@ class StrictStore:
         conditions: Conditions = "enforced",
         min_part_bytes: int | None = None,
     ) -> Iterator[Self]:
-        """A store with the usual keys and token, until the end of the `with` or of this process."""
+        """Start a store with the usual keys and token, until the end of the `with` or of this process."""
         command = [sys.executable, "-m", "tests.servers.strict_store", "--port", str(port), "--until-eof"]
         command += ["--conditions", conditions]
         command += [f"--bucket={bucket}" for bucket in buckets]
@@ -67,7 +67,7 @@ class StrictStore:
         self._process.wait()
 
     def add_fault(self, fault: Fault) -> int:
-        """A number to remove it by."""
+        """Add a fault, and return the number by which it is removed."""
         return int(self._send("POST", "faults", fault.to_json())["number"])
 
     def remove_fault(self, number: int) -> None:
@@ -77,7 +77,7 @@ class StrictStore:
         self._send("DELETE", "faults")
 
     def faults_fired(self) -> dict[int, int]:
-        """How often each fault has happened, by its number."""
+        """Return how often each fault has happened, by its number."""
         return {int(number): count for number, count in self._send("GET", "faults").items()}
 
     def stats(self) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class StoredObject:
         return to_text(known) if known else None
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes from `start` to before `stop`."""
+        """Yield the bytes from `start` to before `stop`."""
         for blob in self.blobs:
             size = len(blob.data)
             if start < size and stop > 0:
@@ -196,7 +196,7 @@ class Keeper(Protocol):
     """Keeps what must outlive the process. All but `write_body` are called with the store's lock held."""
 
     def write_body(self, name: str, data: memoryview) -> memoryview:
-        """The same bytes, to be read from now on."""
+        """Write a body; return the same bytes as they are read from now on."""
 
     def write(self, kind: Kind, name: str, value: object) -> None:
         """Write a value before the change is made in memory; `name` identifies it among those of its kind."""

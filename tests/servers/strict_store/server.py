@@ -117,7 +117,7 @@ class Server:
         self._cut()
 
     def add_fault(self, fault: Fault, *, spared: Connection | None = None) -> int:
-        """A number to remove it by, with `faults.remove`. Down cuts all connections but `spared`."""
+        """Add a fault; return its number for `faults.remove`. Down cuts all connections but `spared`."""
         number = self.faults.add(fault)
         if isinstance(fault.action, Down):
             self._cut(spared)

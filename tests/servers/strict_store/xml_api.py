@@ -100,7 +100,7 @@ class XmlApi(ABC):
 
     @abstractmethod
     def object_headers(self, stored: StoredObject, head: Head) -> Headers:
-        """This vendor's own, to a read or a write of the object."""
+        """Return the vendor's own headers of the answer to a read or a write of the object."""
 
     @abstractmethod
     def expected(self, request: Request) -> Sequence[Expected]: ...
@@ -346,7 +346,7 @@ class XmlApi(ABC):
         return {**kept, "content-encoding": encoding} if encoding else kept
 
     def _checksums(self, request: Request) -> dict[str, str]:
-        """Those that came with the body, in headers or trailers; they have been compared."""
+        """Return the checksums that came with the body, in headers or trailers; they have been compared."""
         return self._given_checksums({**request.head.headers, **request.trailers})
 
     def _given_checksums(self, headers: Mapping[str, str]) -> dict[str, str]:
@@ -361,7 +361,7 @@ class XmlApi(ABC):
 
 
 def _operation(method: str, bucket: str, key: str, query: Mapping[str, str], *, copies: bool) -> str:
-    """The name that Amazon's reference has for it."""
+    """Return the operation's name in Amazon's reference."""
     upload = "uploadId" in query
     match method:
         case "GET" if not bucket:
