@@ -115,7 +115,7 @@ def test_the_goodput_notebook_runs_on_a_log_without_measurements(
 
 
 def test_the_goodput_notebook_counts_failures_alone(kernel: KernelManager, tmp_path: Path) -> None:
-    """Not what a person wanted, nor the night until somebody went on; nodes as each session had them."""
+    """A rollback and the pause after it are no failures; nodes are those of each session."""
     log = Story()
     log.create()
     log.trained(1, start=0, steps=120, ended="node", down_s=60, seed=1)

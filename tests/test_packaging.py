@@ -72,7 +72,7 @@ def test_the_jobs_import_what_an_extra_or_the_product_declares() -> None:
 
 
 def test_the_product_imports_no_test_and_no_job() -> None:
-    """So the wheel, whose packages are `ray_ckpt*`, works without the checkout and holds no test server."""
+    """The wheel (packages `ray_ckpt*`) therefore works without the checkout and holds no test server."""
     for folder in ("ray_ckpt", "actors"):
         for path in (ROOT / folder).rglob("*.py"):
             assert not path.name.startswith(("test_", "conftest"))

@@ -1,4 +1,4 @@
-"""When the coordinator may end a run, its session, or the service."""
+"""Conditions under which the coordinator ends a run, its session, or the service."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def shards(log: RunLog) -> list[Path]:
 
 
 def test_what_is_equal_by_digest_is_not_read(log: RunLog) -> None:
-    """Not even there: the shards are deleted."""
+    """No shard is read: all are deleted."""
     state = random_state(1)
     save(log, 1, state, parts=2)
     save(log, 2, state, parts=2)

@@ -404,7 +404,7 @@ def test_a_session_without_a_report_is_estimated_from_its_restore_on() -> None:
 
 
 def test_a_session_whose_coordinator_was_restarted_is_measured_from_its_last_commit_on() -> None:
-    """Nobody knows when its first step began; its last one ended at 75 s, after 25 steps."""
+    """The beginning of the session's first step is not known; the last one ended at 75 s, after 25 steps."""
     log = Log().session(0.0)
     log.commit(50.0, 10)
     last = log.commit(60.0, 20)
@@ -432,7 +432,7 @@ def test_times_that_contradict_the_order_of_things_are_cut() -> None:
 
 
 def test_steps_of_another_run_are_neither_done_nor_lost() -> None:
-    """It goes on from step 50,000 of another run, and loses 80 steps of 2 s and what it began with."""
+    """The run continues from step 50,000 of another run; it loses 80 steps of 2 s and its beginning."""
     log = Log().session(0.0).restored(30.0, origin_step=50_000)
     log.ended("node", 50_080, first_s=40.0, last_s=200.0, stalled_s=0.0)
     log.session(260.0).restored(290.0, origin_step=50_000)
@@ -485,7 +485,7 @@ def test_stalls_of_a_session_at_work_are_those_of_its_commits() -> None:
 
 @pytest.mark.parametrize("cause", ["process", None])
 def test_nobody_trains_in_a_rollback(cause: EndCause | None) -> None:
-    """Somebody goes back on Friday, and trains again on Monday: what was lost is what came after step 10."""
+    """A rollback on Friday and training on Monday lose only the time after step 10."""
     log = Log().session(0.0)
     first = log.commit(10.0, 10)
     log.commit(20.0, 20)
@@ -508,7 +508,7 @@ def test_nobody_trains_in_a_rollback(cause: EndCause | None) -> None:
 
 
 def test_the_time_after_a_run_had_finished_is_not_counted() -> None:
-    """It trained for 100 s, its last commit came 2 s later, and five days later somebody prolonged it."""
+    """Training took 100 s, the last commit came 2 s later, and the run was prolonged after five days."""
     days_s = 5 * 86400.0
     log = Log().session(0.0)
     last = log.commit(102.0, 100, lag_s=2.0)

@@ -335,7 +335,7 @@ def test_before_its_first_commit_nothing_is_known_of_an_open_session() -> None:
 
 
 def rolled_back(log: Story, session: int) -> Story:
-    """Somebody goes back to the newest checkpoint, as session `session`."""
+    """Append a rollback to the newest checkpoint, as session `session`."""
     log.append(records.Epoch(service=f"{ROLLBACK_PREFIX}story"))
     log.append(
         records.Session(

@@ -301,7 +301,7 @@ def test_another_tree_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
 
 def test_optimizer_state_that_was_not_saved_does_not_stay(tmp_path: Path) -> None:
-    """Else the restored run would go on with moments of another one."""
+    """Otherwise the restored run would continue with the moments of another run."""
     fresh, used = Training(), Training()
     saved = Saved(tmp_path).save(fresh.items)
     used.train(2)

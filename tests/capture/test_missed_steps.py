@@ -1,4 +1,4 @@
-"""Ranks that miss an agreed step: a word that came late, or an agent that died with it."""
+"""Ranks that miss an agreed step, since the signal was late or its agent has died."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_pace_after_an_evaluation_is_that_of_before(monkeypatch: pytest.Monk
 def test_a_loop_that_only_calls_due_reports_its_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else no step could be named that lies ahead of it, and nothing is saved by time or in an emergency."""
+    """Otherwise no step ahead of the rank could be announced for saves by time or in an emergency."""
     now_s = [0.0]
     monkeypatch.setattr("ray_ckpt.trainer.save_signal.time.monotonic", lambda: now_s[0])
     rank = Rank(LocalLink(options=RunOptions(every_s=1e9)))

@@ -85,7 +85,7 @@ def test_one_rank_warns_and_seldom_repeats(warnings: Warnings, monkeypatch: pyte
     now_s = [0.0]
     monkeypatch.setattr("ray_ckpt.trainer.waiting.time.monotonic", lambda: now_s[0])
     link = Alone(world_size=3, rank=1)
-    words = waiting.WaitingLog(link, "save")
+    log = waiting.WaitingLog(link, "save")
     times: list[int] = []
     for second in range(0, 200, 5):
         now_s[0] = float(second)
@@ -94,7 +94,7 @@ def test_one_rank_warns_and_seldom_repeats(warnings: Warnings, monkeypatch: pyte
             awaited_save(10, (0,), 6.0, {}),
             awaited_save(20, (0,), 5.0, {}),
         )
-        words.log_waiting()
+        log.log_waiting()
         times += [second] * (len(warnings()) - len(times))
     assert times == [0, 15, 45, 105], "with doubled pauses"
     assert all(text.startswith("The save of step 10 waits for rank(s) 0") for text in warnings())

@@ -102,7 +102,7 @@ def pairs() -> Iterator[Any]:
 @pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
 @pytest.mark.parametrize(("there", "here"), list(pairs()))
 def test_every_layout_restores_every_other(saved: Any, there: str, here: str) -> None:
-    """With optimizer state that lives already on one half of the pairs, and none yet on the other."""
+    """Half of the pairs restore into existing optimizer state, and half create it."""
     files, layout = saved(there), LAYOUTS[here]
 
     def restore(rank: int) -> None:

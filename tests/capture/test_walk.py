@@ -1,4 +1,4 @@
-"""From items to slices: names, ownership, and what cannot be stored."""
+"""Items as slices: names, ownership, and values that cannot be stored."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_tensors_that_cannot_be_stored_are_named(tensor: torch.Tensor, what: str
 
 
 def test_two_tensors_cannot_have_one_name() -> None:
-    """On one rank the layout would refuse it; on two ranks, each with one tensor, no layout would."""
+    """The layout of one rank would refuse it; with two ranks, each with one tensor, no layout would."""
     clash = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}
     with pytest.raises((UnsupportedLeaf, ValueError)):
         walk(items_of(state=clash), rank=0, world_size=2)

@@ -717,7 +717,7 @@ def storage_of(url: str) -> str:
 
 
 def listings(strict: StrictStore) -> int:
-    """Once all requests are counted, which each is after it is answered."""
+    """Wait until all requests are counted: each is counted after its answer."""
     while (stats := strict.stats())["in_flight"]:
         pass
     return sum(stats["requests"]["ListObjectsV2"].values())

@@ -94,7 +94,7 @@ def test_patterns_choose(run: SampleRun, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_name_that_looks_like_a_pattern_means_itself(tmp_path: Path) -> None:
-    """To every door; as a pattern it would mean the other tensor."""
+    """The name is taken literally everywhere; as a pattern it would match the other tensor."""
     log = RunLog(folder=tmp_path / "gpt")
     log.create()
     log.session(1, after=None, world_size=1, num_nodes=1)
@@ -178,7 +178,7 @@ def test_a_disk_that_takes_no_more_is_no_damage(run: SampleRun, tmp_path: Path) 
 def test_a_folder_that_is_there_is_filled_and_stays(
     run: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It may be a mount, which cannot be replaced, and whose bytes belong into it from the start."""
+    """The folder may be a mount, which cannot be replaced; its files must be written into it."""
     real, linked, here = tmp_path / "real", tmp_path / "linked", tmp_path / "here"
     for folder in (real, here):
         folder.mkdir()

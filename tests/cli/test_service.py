@@ -358,7 +358,7 @@ def test_an_unpin_with_nothing_to_do_is_no_error(tmp_path: Path, capsys: pytest.
 
 
 def test_an_unpin_ends_the_pin_that_its_owner_has(tmp_path: Path) -> None:
-    """Not that of the newest checkpoint of the step."""
+    """The pin of this owner is not on the newest checkpoint of the step."""
     run = write_run(tmp_path, resume_at=10, resumed_steps=(20,))
     older, _ = (c for c in Catalog(run.folder).checkpoints if c.step == 20)
     run.log.append(r.Pin(attempt=older.id.attempt, owner="a", expires_at_s=None))

@@ -25,7 +25,7 @@ SKEW = 1.03  # each rank is slower than the one before by this factor, and nothi
 
 
 def idle_along(run: str, storage: str, seconds: float, options: dict[str, Any]) -> dict[str, Any]:
-    """Steps of 5 ms without a word between the ranks; what this rank has saved."""
+    """Make steps of 5 ms without communication between ranks; return the steps that this rank saved."""
     import torch
     import torch.distributed as dist
 

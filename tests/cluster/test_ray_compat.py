@@ -47,7 +47,7 @@ def test_ray_reports_whether_a_launcher_lives(cluster: LocalCluster) -> None:
 
 @pytest.mark.slow
 def test_a_series_of_a_gauge_is_gone_soon_after_it_was_last_set(cluster: LocalCluster) -> None:
-    """So a node that is no longer among the worst needs no removal of its series."""
+    """The series of a node that is no longer among the worst needs no removal."""
     meters, end_s = Meters(), time.monotonic() + 90
 
     def seen(*nodes: str) -> set[str]:

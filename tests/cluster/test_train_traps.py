@@ -54,7 +54,7 @@ def train_loop(config: dict[str, Any]) -> dict[str, int | None]:
 
 
 def nothing(step: int) -> None:
-    """After a step."""
+    """Do nothing after a step."""
 
 
 def make_trainer(

@@ -19,7 +19,7 @@ import ray_ckpt
 
 STEP_S = 0.05
 TOTAL = 200
-EVALUATION_S = 8.0  # longer than a rank may be awaited without a word
+EVALUATION_S = 8.0  # longer than other ranks wait before they log a warning
 
 
 class Rank:
@@ -215,7 +215,7 @@ def step_before_the_restore(rank: Rank) -> None:
 
 
 def count_one_more_on_rank_1(rank: Rank) -> None:
-    """It completes a step more than the others before each number that they give."""
+    """Complete one step more on rank 1 than on the others before each number."""
 
     def step(ckpt: ray_ckpt.Checkpointer, number: int) -> None:
         if rank.rank == 1:

@@ -223,7 +223,7 @@ def test_a_full_disk_without_durable_copies_makes_checkpoints_go_but_never_the_n
 
 
 def test_a_full_disk_stays_full_until_it_is_read_again_whatever_is_read_of_others() -> None:
-    """In a large cluster, each reading covers some nodes only."""
+    """Each reading covers some nodes only in a large cluster."""
     run = run_on("abc", remote_every=100, keep_last=2)
     run.save(10)
     see(run, c=FULL)

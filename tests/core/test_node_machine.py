@@ -152,7 +152,7 @@ def test_a_failed_rank_refuses_for_the_node_once() -> None:
 
 
 def test_a_new_session_ends_saves_but_leaves_their_files() -> None:
-    """They may have been committed a moment ago; the coordinator names strays later."""
+    """The saves may have been committed a moment ago; the coordinator deletes orphans later."""
     machine, at = started(), attempt(10)
     machine.handle(sealed(at, 0))
     settle, begin = machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
@@ -204,7 +204,7 @@ def test_an_unknown_event_is_an_error() -> None:
 
 
 def test_the_last_orders_of_a_fenced_coordinator_are_void() -> None:
-    """Else a drop that arrives late would delete what the next coordinator has committed."""
+    """Otherwise a late drop would delete a checkpoint that the next coordinator has committed."""
     machine, at = started("z"), attempt(10)
     machine.handle(n.EpochPersisted(epoch=2))
     error = Unavailable("dropped by the old one")
@@ -414,7 +414,7 @@ def test_a_level_does_not_bring_back_what_a_session_has_ended_but_a_drop_removes
 
 @pytest.mark.parametrize("late", ["shard", "fragment"])
 def test_files_of_a_save_that_a_new_session_ended_stay_for_the_coordinator_to_judge(late: str) -> None:
-    """It may have been found complete in an inventory and committed while the agent was still busy."""
+    """The save may have been committed from an inventory while the agent was still busy."""
     machine, at = started(), attempt(10)
     for rank in (0, 1):
         machine.handle(sealed(at, rank))

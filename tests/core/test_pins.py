@@ -20,7 +20,7 @@ def trained(*, saves: int = 2) -> Harness:
 
 
 def save(run: Harness, step: int) -> None:
-    """To the storage path, so that no older checkpoint is the newest there."""
+    """Drain a checkpoint, so that no older one is the newest on the storage path."""
     run.drain_all(run.save(step))
 
 

@@ -275,7 +275,7 @@ def alter(run: Harness, node: str, attempt: AttemptId, index: int) -> None:
 
 @pytest.mark.parametrize("node", ["a", "b"])
 def test_an_attempt_is_not_recovered_if_nodes_hold_different_versions_of_a_fragment(node: str) -> None:
-    """Nobody knows which one was written, and no version has as many copies as there are holders."""
+    """Nothing shows which version was written, and none has as many copies as there are holders."""
     run = trained()
     attempt = hold(run, 20, copies=BOTH_WAYS)
     alter(run, node, attempt, 0)

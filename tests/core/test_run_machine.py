@@ -376,7 +376,7 @@ def test_a_rank_that_is_silent_or_has_saved_before_is_not_accused() -> None:
     run.feed(m.RanksProgressed(session_key=(1, 1), ranks={1: RankProgress(step=0, saved_step=0)}))
     run.feed(run.stored(run.attempt(10), "a"))
     (publish,) = dropped(run.tick(61))
-    assert isinstance(publish.error, Unavailable), "its word is a minute old"
+    assert isinstance(publish.error, Unavailable), "its last report is a minute old"
     run.save(20)
     run.feed(run.stored(run.attempt(30), "a"))
     run.tick(55)

@@ -224,7 +224,7 @@ class SimulatedRank:
 
 
 def play(seed: int, *, ranks: int = 4, seconds: float = 240.0) -> tuple[Harness, list[SimulatedRank]]:
-    """Ranks of other paces, without a barrier between them; words and progress travel for up to a second."""
+    """Simulate ranks of different speed without a barrier; signals and progress arrive within a second."""
     rng = Random(seed)
     run = Harness("abcd"[:ranks], every_s=10.0, attempt_timeout_s=20.0)
     nodes = "abcd"[:ranks]

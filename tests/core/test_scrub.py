@@ -1,4 +1,4 @@
-"""Scrub: every copy is read in its time, and a good word is only given for what was read and good."""
+"""Scrub: every copy is read in its turn, and only copies that were read and intact count as verified."""
 
 from __future__ import annotations
 

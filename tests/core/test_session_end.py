@@ -81,7 +81,7 @@ def test_a_notice_that_came_to_nothing_is_not_why_a_later_process_failed() -> No
 
 
 def test_a_launcher_that_exits_while_its_last_checkpoint_drains_has_finished() -> None:
-    """It waits no longer than finish_timeout_s."""
+    """The launcher waits no longer than finish_timeout_s."""
     run = Harness("ab")
     run.open("ab")
     effects = list(run.save(10))
@@ -323,7 +323,7 @@ def begin_from_another_run(run: Harness, step: int) -> None:
 
 
 def test_the_steps_of_another_run_are_none_of_the_session() -> None:
-    """It goes on from step 50,000 of another run: 80 steps of 2 s, the first one at once."""
+    """The run continues from step 50,000 of another run: 80 steps of 2 s, the first one at once."""
     run = Harness("ab")
     begin_from_another_run(run, 50_000)
     (restored,) = [op for op in run.records if isinstance(op, r.Restored)]

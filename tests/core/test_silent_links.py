@@ -146,7 +146,7 @@ def test_without_another_holder_a_save_is_committed_as_it_is_and_repaired_when_t
 
 
 def test_a_copy_that_came_although_it_was_given_up_is_deleted_with_its_checkpoint() -> None:
-    """Only its answer was lost; the node that has it is neither of the group nor a known holder."""
+    """Only the answer to the copy was lost; the node that has it is not in the group and no known holder."""
     run = Harness("abcd", keep_last=1, remote_every=1000)
     run.open("ab")
     stored(run, 1, "a", "b")

@@ -76,7 +76,7 @@ def test_of_many_that_wait_the_newest_stay_besides_the_one_in_flight() -> None:
 
 
 def test_ranks_of_a_new_group_do_not_affect_a_waiting_commit_of_the_old_one() -> None:
-    """They are past its step, and there are more of them."""
+    """The new ranks are past the step of the commit, and there are more of them."""
     run = away("abc")
     run.save(20)
     plan = next_group(run, "abc")

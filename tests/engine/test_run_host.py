@@ -122,7 +122,7 @@ def test_agents_release_a_run_once_it_has_ended_however_late() -> None:
 
 @pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "training"])
 def test_nodes_get_no_calls_while_nothing_is_saved(is_idle: bool) -> None:
-    """Not from the run's host: in a large cluster each periodic message to a node costs a core."""
+    """The host sends none by itself: in a large cluster each periodic message to all nodes costs a core."""
     story = trained()
     story.tick(1.0)
     if is_idle:

@@ -144,7 +144,7 @@ class Namespaces:
 
 @contextlib.contextmanager
 def dropped(rules: Sequence[tuple[str, str]]) -> Iterator[None]:
-    """Nothing that an address sends to the agent of a namespace arrives: (namespace, address) of each."""
+    """Drop all packets from an address to a namespace, for each (namespace, address)."""
     ports = AGENT_PORTS.replace("-", ":")
     done: list[tuple[str, ...]] = []
     try:

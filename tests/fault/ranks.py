@@ -92,7 +92,7 @@ class Group:
         return self._get(self.calls, timeout_s)
 
     def restore(self, job: Job) -> list[tuple[int, str]]:
-        """Only restore: step and digest on each rank."""
+        """Restore without training; return step and digest of each rank."""
         return self._get([actor.run.remote(restore, job) for actor in self.actors], CALL_S)
 
     def _get(self, calls: list[Any], timeout_s: float | None) -> list[Any]:

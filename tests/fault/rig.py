@@ -104,7 +104,7 @@ class Rig:
         return ()
 
     def wait_commits(self, more: int = 1, *, within_s: float = WAIT_S) -> float:
-        """Until so many commits more are in the log; the seconds that it took."""
+        """Wait for this number of new commits in the log; return the seconds that it took."""
         before = len(self.commits())
         return wait_for(
             lambda: len(self.commits()) >= before + more,

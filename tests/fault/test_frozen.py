@@ -22,7 +22,7 @@ NODES = ("node-a", "node-b", "node-c")
 
 
 def test_a_coordinator_that_was_frozen_is_fenced_and_ends(no_cluster: None, tmp_path: Path) -> None:
-    """Nothing is committed twice, lost or deleted wrongly, though for a while both act."""
+    """No checkpoint is committed twice, lost or deleted wrongly, although both act for a while."""
     with LocalCluster(tmp_path / "staging", NODES) as cluster:
         _start_coordinator(cluster.nodes["node-c"].node_id)
         rig = Rig(cluster, tmp_path, "frozen", every_steps=1, remote_every=3, keep_last=2, max_block_s=1.0)

@@ -66,7 +66,7 @@ class Storm:
             self._strike()
 
     def _wait_trains(self, step: int) -> None:
-        """Until a step was done since the last kill, and it was that one or a later one."""
+        """Wait for a step since the last kill that is this step or a later one."""
         last_s = self.kills[-1].time_s if self.kills else 0.0
 
         def trains() -> bool:
@@ -98,7 +98,7 @@ class Storm:
         return True
 
     def _kill_node(self) -> None:
-        """With its disk; it comes back empty. Mostly one that trains."""
+        """Kill a node with its disk, mostly one that trains; the node returns with an empty disk."""
         weights = [3 if self._rig.actors("RayTrainWorker", [name]) else 1 for name in NODES]
         name = self._rng.choices(NODES, weights)[0]
         self._rig.cluster.kill(name, wipe=True)

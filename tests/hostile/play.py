@@ -92,5 +92,5 @@ def _problem(answer: Answer, whole: Answer, mutation: Mutation) -> str:
 
 
 def _timeless(text: str) -> str:
-    """Without the seconds that the reader has taken."""
+    """Return the answer without the seconds that the reader has taken."""
     return re.sub(r'"(seconds|bytes_per_s)": [0-9.e-]+', "", text)

@@ -45,7 +45,7 @@ def printed() -> dict[str, str]:
 
 
 def words(text: str) -> Counter[str]:
-    """Without numbers and what is drawn: those differ from run to run."""
+    """Return the words of a text without numbers and lines, which differ from run to run."""
     return Counter(re.findall(r"[A-Za-z_]{3,}", text))
 
 

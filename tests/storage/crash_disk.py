@@ -72,7 +72,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Not an operation: `fact` was acknowledged to somebody."""
+    """No operation, but a note that `fact` was acknowledged."""
 
     fact: Fact
 
@@ -289,7 +289,7 @@ class Crash:
 
 
 def crashes(operations: Sequence[Operation], *, seed: int, random_choices: int) -> Iterator[Crash]:
-    """After each operation: nothing unsynced is left, all of it is, and `random_choices` other outcomes."""
+    """Yield outcomes after each operation: no unsynced change left, all left, and `random_choices` others."""
     disk, rng = _Disk(), random.Random(seed)
     choices = (NOTHING, EVERYTHING, *[_at_random(rng)] * random_choices)
     noted = frozenset[Fact]()

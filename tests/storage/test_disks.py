@@ -176,7 +176,7 @@ def test_a_disk_that_fails_is_passed_over(
 def test_a_stream_cannot_be_written_again(
     three: Disks, free: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It raises, and when the sender begins again another disk takes it."""
+    """The write raises; when the sender starts again, another disk takes the file."""
     saved = sample()
     name = next(name for name in saved.files if name.startswith("shard"))
     failing(monkeypatch, three.roots[1], errno.EIO)

@@ -702,7 +702,7 @@ def test_a_trim_is_bounded_and_may_stop_anywhere(monkeypatch: pytest.MonkeyPatch
 
 
 class TrimsMeanwhile(MemoryLogStore):
-    """Before a read, sometimes, another process adds snapshots and trims."""
+    """A store on which another process sometimes adds snapshots and trims before a read."""
 
     def __init__(self, random: Random) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ def race(log: LogStore, creates: list[tuple[str, int]]) -> list[CreateResult]:
 
 
 def check_outcomes(log: LogStore, creates: list[tuple[str, int]], outcomes: list[CreateResult]) -> None:
-    """Now that the store answers: the first answers were true, and a repeated create gives one."""
+    """Check, when the store answers again, that earlier answers were true, also by repeated creates."""
     winners: dict[str, int] = {}
     for (name, writer), first in zip(creates, outcomes, strict=True):
         there = log.read(name)

@@ -87,7 +87,7 @@ def labels_named(expr: str) -> set[str]:
 
 
 def evaluable(expr: str) -> str:
-    """With a value in the place of each variable of Grafana's: the last ten minutes of all runs."""
+    """Return the query with values for Grafana's variables: the last ten minutes of all runs."""
     for variable, value in (("$__rate_interval", "1m"), ("$__range", "10m"), ("$run", ".*")):
         expr = expr.replace(variable, value)
     assert "$" not in expr, expr

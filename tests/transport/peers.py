@@ -120,7 +120,7 @@ class SilentWire:
         self._listener.close()
 
     def cut(self, *, there: bool = False, back: bool = False) -> None:
-        """From now on bytes pass in those directions only that are not cut."""
+        """Cut directions: from now on bytes pass in the others only."""
         for direction, is_cut in (("there", there), ("back", back)):
             if is_cut:
                 self._open[direction].clear()

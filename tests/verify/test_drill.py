@@ -226,7 +226,7 @@ def test_all_streams_of_a_drill_share_its_limit(nodes: Nodes, saved: SampleCheck
 def test_a_peer_that_a_limit_holds_up_is_not_taken_for_gone(
     nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has as long as its bytes take if all streams that may share the limit do."""
+    """The time limit of a read is that of its bytes if all streams share the rate limit."""
     times_s: list[float] = []
 
     def options(*, timeout: float, headers: list[tuple[bytes, bytes]]) -> flight.FlightCallOptions:

@@ -60,7 +60,7 @@ def of_other_metrics(run: SampleRun) -> bytes:
 
 
 def of_other_files(run: SampleRun) -> bytes:
-    """It has the right digest of another state file, which is there."""
+    """The fragment has the correct digest of another state file, which is there."""
     state = run.checkpoints[20].files[STATE]
     (run.directory(STEP) / STATE).write_bytes(state)
     entry = FileEntry(name=STATE, size_bytes=len(state), digest=digest(state))

@@ -189,7 +189,7 @@ class RunReport:
 
     @cached_property
     def _stepped_after(self) -> Sequence[int | None]:
-        """For each interruption, the first one from there on after which a session did a step, or None."""
+        """Number of the first interruption, from each one on, after which a session did a step, or None."""
         found: list[int | None] = []
         first: int | None = None
         for number, each in reversed(list(enumerate(self.goodput.interruptions))):

@@ -85,7 +85,7 @@ def check_digests(request: Request, expected: Sequence[Expected]) -> None:
 
 
 def read_response(stored: StoredObject, head: Head, headers: Headers) -> Response:
-    """To GET and HEAD of an object, with RFC 9110's conditions and one range."""
+    """Answer GET and HEAD of an object, with RFC 9110's conditions and one range."""
     etag = f'"{stored.etag}"'
     if_match, if_none_match = head.headers.get("if-match"), head.headers.get("if-none-match")
     if if_match is not None and if_match not in ("*", etag, stored.etag):

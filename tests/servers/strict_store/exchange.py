@@ -49,7 +49,7 @@ class Dropped(Exception):
 
 
 class Exchange:
-    """To be run once."""
+    """One request and its answer; call `run` once."""
 
     def __init__(self, head: Head, api: Api, connection: Connection, faults: Faults, stats: Stats) -> None:
         self._head = head
@@ -70,7 +70,7 @@ class Exchange:
         return self._keeps_alive
 
     def _counted(self) -> Response:
-        """Counted before it is sent: who has the answer finds it in the counts."""
+        """Return the response, counted before it is sent, so that its receiver finds it in the counts."""
         status = 0
         try:
             response = self._respond()
@@ -137,7 +137,7 @@ class Exchange:
         request.digests = {name: state.digest() for name, state in digests.items()}
 
     def _drop_body(self) -> None:
-        """After a refusal: the client may be sending still, and would not look for the answer."""
+        """Drop the body after a refusal, since a client that still sends would not read the answer."""
         if self._head.expects_continue:
             self._keeps_alive = False  # it may or may not send now
         else:

@@ -195,7 +195,7 @@ class Connection:
         self._sock.close()
 
     def wait_for_end(self) -> None:
-        """Until the client gives up."""
+        """Wait until the client gives up."""
         scratch = memoryview(bytearray(_BUFFER_BYTES))
         while self._fill(scratch):
             pass

@@ -204,13 +204,13 @@ class Keeper(Protocol):
     def remove(self, kind: Kind, name: str) -> None: ...
 
     def forget(self, blobs: Sequence[Blob]) -> None:
-        """Nothing refers to these any more."""
+        """Delete blobs to which nothing refers any more."""
 
     def load(self) -> Contents: ...
 
 
 class Memory:
-    """Nothing outlives the process."""
+    """A store in memory, which ends with the process."""
 
     def write_body(self, name: str, data: memoryview) -> memoryview:
         return data
