@@ -33,7 +33,7 @@ class LiveRun:
             )
         self._key = key
         self._limiter = Limiter(max_bytes_per_s)
-        self.sources = self._ask()
+        self.sources = self._read_sources()
 
     @property
     def reach(self) -> ReadAccess:
@@ -42,13 +42,13 @@ class LiveRun:
     def again(self, known: LiveCheckpoint) -> tuple[LiveCheckpoint, ReadAccess] | None:
         """Return the current state of a live checkpoint and access to its files; None once retired."""
         try:
-            sources = self._ask()
+            sources = self._read_sources()
         except CheckpointError:  # the last known state is still used
             return known, self.reach
         found = (c for c in sources.live if c.checkpoint.id == known.checkpoint.id)
         return next(((c, self._reach_of(sources)) for c in found), None)
 
-    def _ask(self) -> DrillSources:
+    def _read_sources(self) -> DrillSources:
         sources: DrillSources = get_result(self._service.drill_sources.remote(self._key), CALL_S)
         return sources
 

@@ -1,4 +1,4 @@
-"""Generate the parts of the documentation that repeat what the code says.
+"""Generate the parts of the documentation that repeat the code.
 
 `expand` replaces lines such as `<!-- generated: options -->`, and `docs/hooks.py` calls it for mkdocs.
 `python -m docs.generate docs/reference/options.md` prints one page.

@@ -63,7 +63,7 @@ STOPS = (
         line=f"tree {RUN} --all",
         text="Each session is one group of workers. The second one went on after the loss.",
     ),
-    Stop(line=f"show {RUN} 70", text="One checkpoint: what the log says, its files, its tensors by item."),
+    Stop(line=f"show {RUN} 70", text="One checkpoint: its record, its files, its tensors by item."),
     Stop(line=f"verify {RUN} --all", text="Every byte of every durable checkpoint against its digest."),
     Stop(
         line=f"verify {RUN} --step 70 --plan",
@@ -103,7 +103,7 @@ STOPS = (
     ),
 )
 WITH_A_SERVICE = (
-    ("up", "ray-ckpt up", "starts the service on this Ray cluster, or says that it is up"),
+    ("up", "ray-ckpt up", "starts the service on this Ray cluster, or reports that it is up"),
     ("status", "ray-ckpt status", "runs, agents, exposure, drains on their way, disks"),
     ("top", "ray-ckpt top", "the same, live"),
     ("pin", "ray-ckpt pin /shared/runs/gpt 3000 --owner paper", "retention leaves this step alone"),
@@ -219,7 +219,13 @@ def write_tour(demo: Path, out: Path) -> None:
                 page += [f"![{stop.command}]({stop.picture})", ""]
             print(f"ray-ckpt {stop.line}")
     if rows := with_a_service():
-        page += ["## With a running service", "", "These ask the service of a Ray cluster.", "", "```bash"]
+        page += [
+            "## With a running service",
+            "",
+            "These commands use the service of a Ray cluster.",
+            "",
+            "```bash",
+        ]
         width = max(len(line) for _, line, _ in rows)
         page += [f"{line:<{width}}   # {text}" for _, line, text in rows] + ["```", ""]
     (out / "tour.md").write_text("\n".join(page))

@@ -1,4 +1,4 @@
-"""Questions that commands ask before a change."""
+"""Prompts of commands before a change."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class GcsBucket:
 
     def has_checksum(self, name: str, checksum: Checksum | None) -> bool:
         """Compare with the CRC32C that GCS computes for every object; an emulator may have none."""
-        answer = self._ask("HEAD", name)
+        answer = self._send("HEAD", name)
         sums = dict(
             part.strip().partition("=")[::2] for part in answer.headers.get("x-goog-hash", "").split(",")
         )
@@ -83,7 +83,7 @@ class GcsBucket:
         query["prefix"] = f"{self._prefix}{folder}/" if folder else self._prefix
         while True:
             try:
-                page = ElementTree.fromstring(self._ask("GET", None, query).content)
+                page = ElementTree.fromstring(self._send("GET", None, query).content)
                 yield from [self._upload(found) for found in page.findall("{*}Upload")]
             except (ElementTree.ParseError, ValueError) as error:
                 raise OSError(f"{self.where}: its uploads cannot be listed: {short_error(error)}") from None
@@ -101,9 +101,9 @@ class GcsBucket:
         )
 
     def abort(self, upload: Upload) -> None:
-        self._ask("DELETE", upload.name, {"uploadId": upload.id}, absent_is_fine=True)
+        self._send("DELETE", upload.name, {"uploadId": upload.id}, absent_is_fine=True)
 
-    def _ask(
+    def _send(
         self,
         method: str,
         name: str | None,
@@ -146,7 +146,7 @@ def _retries() -> Retry:
         backoff_jitter=BACKOFF_S,
         status_forcelist=(408, 429, 500, 502, 503, 504),
         raise_on_status=False,
-        respect_retry_after_header=False,  # a server may ask for a wait of any length
+        respect_retry_after_header=False,  # a server may request a wait of any length
     )
 
 

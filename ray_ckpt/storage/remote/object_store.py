@@ -149,7 +149,7 @@ class BucketFiles:
         requests = iter(_requests(ranges))
         for request in requests:
             start_s = time.monotonic()
-            answer = self._ask(name, *request)
+            answer = self._request(name, *request)
             is_far = time.monotonic() - start_s > AHEAD_S
             yield from self._stream(name, answer, *request)
             if is_far:
@@ -157,25 +157,25 @@ class BucketFiles:
 
     def _read_ahead(self, name: str, requests: Iterator[tuple[int, int]]) -> Blocks:
         with ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="ray_ckpt-get") as pool:
-            asked: deque[tuple[Future[Any], tuple[int, int]]] = deque()
+            requested: deque[tuple[Future[Any], tuple[int, int]]] = deque()
             try:
                 for request in requests:
-                    asked.append((pool.submit(self._ask, name, *request), request))
-                    if len(asked) > READ_AHEAD:
-                        yield from self._next(name, asked)
-                while asked:
-                    yield from self._next(name, asked)
+                    requested.append((pool.submit(self._request, name, *request), request))
+                    if len(requested) > READ_AHEAD:
+                        yield from self._next(name, requested)
+                while requested:
+                    yield from self._next(name, requested)
             finally:
-                for answer, _ in asked:
+                for answer, _ in requested:
                     answer.cancel()
 
-    def _ask(self, name: str, offset: int, nbytes: int) -> Any:
+    def _request(self, name: str, offset: int, nbytes: int) -> Any:
         """Send a request and return the response; the bytes stay in the connection until they are read."""
         with as_os_errors(self.where, name):
             return obstore.get(self._store, name, options={"range": (offset, offset + nbytes)})
 
-    def _next(self, name: str, asked: deque[tuple[Future[Any], tuple[int, int]]]) -> Blocks:
-        answer, request = asked.popleft()
+    def _next(self, name: str, requested: deque[tuple[Future[Any], tuple[int, int]]]) -> Blocks:
+        answer, request = requested.popleft()
         yield from self._stream(name, answer.result(), *request)
 
     def _stream(self, name: str, answer: Any, offset: int, nbytes: int) -> Blocks:
