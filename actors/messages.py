@@ -143,6 +143,7 @@ class GatheredReport:
     method: str
     arguments: tuple[Any, ...]
     waits: bool  # the answer comes only when other nodes have reported
+    may_wait_s: float = 0.0  # for how long the relay may keep the report, to send it with more others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

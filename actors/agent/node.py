@@ -72,17 +72,18 @@ class Node:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def request(self, method: str, *args: Any) -> Any:
+    async def request(self, method: str, *args: Any, may_wait_s: float = 0.0) -> Any:
         """Call the coordinator and return its result. Unavailable if the coordinator does not answer.
 
         The call goes through this node's relay if there is one and the call is a report; see
-        `ray_ckpt.engine.relays`.
+        `ray_ckpt.engine.relays`. The relay may keep the report for `may_wait_s`, to send it with others.
         """
         waits = method in WAITING
         if (waits or method in REPORTS) and (relay := self.route.via(time.monotonic())):
-            report = GatheredReport(method=method, arguments=args, waits=waits)
+            report = GatheredReport(method=method, arguments=args, waits=waits, may_wait_s=may_wait_s)
+            bound_s = None if waits else REPORT_S + may_wait_s
             try:
-                return await asyncio.wait_for(self._through(relay, report), None if waits else REPORT_S)
+                return await asyncio.wait_for(self._through(relay, report), bound_s)
             except (ray.exceptions.RayError, CheckpointError, ValueError, TimeoutError) as error:
                 cause = getattr(error, "cause", None) or error  # Ray's error is of the cause's class too
                 if isinstance(cause, CheckpointError):

@@ -147,10 +147,10 @@ class RayNodePorts:
 
     # -- coordinator -----------------------------------------------------------------------------------
 
-    def report(self, event: m.Event) -> None:
-        self._node.spawn(self._report(event))
+    def report(self, event: m.Event, may_wait_s: float = 0.0) -> None:
+        self._node.spawn(self._report(event, may_wait_s))
 
-    async def _report(self, event: m.Event) -> None:
+    async def _report(self, event: m.Event, may_wait_s: float) -> None:
         node, uid = self._node, self._run.run_uid
         answer: Any = None
         try:
@@ -162,7 +162,7 @@ class RayNodePorts:
                 case m.SaveRefused():
                     await node.report("save_refused", event)
                 case m.RanksProgressed():
-                    answer = await node.request("ranks_progressed", uid, event)
+                    answer = await node.request("ranks_progressed", uid, event, may_wait_s=may_wait_s)
                 case m.RanksRestored():
                     answer = await node.request("ranks_restored", uid, event)
                 case m.BarrierReached(session_key=key, number=number, ranks=ranks):

@@ -29,6 +29,7 @@ MAX_BATCHES = 64  # batches that wait for answers; the coordinator sends older o
 MAX_GATHERED = 256  # reports in one message: some of each node
 
 Send: TypeAlias = Callable[[tuple[GatheredReport, ...]], Awaitable[tuple[GatheredAnswer, ...]]]
+_Kind: TypeAlias = tuple[bool, float]  # `waits` and `may_wait_s` of reports that are sent together
 _Gathered: TypeAlias = tuple[GatheredReport, asyncio.Future[Any]]
 _Merged: TypeAlias = tuple[GatheredReport, list[asyncio.Future[Any]]]
 
@@ -136,27 +137,42 @@ class OrderRelay:
 
 
 class ReportRelay:
-    """Reports that this agent gathers; `send` calls the coordinator, which answers each report."""
+    """Reports that this agent gathers; `send` calls the coordinator, which answers each report.
+
+    Reports are sent when the ones before them are answered: the busier the coordinator, the more reports
+    come with each message.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._gathered: dict[bool, list[_Gathered]] = {}  # by `waits`
+        self._gathered: dict[_Kind, list[_Gathered]] = {}
+        self._turn = asyncio.Lock()  # held while reports are with the coordinator
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def gather(self, report: GatheredReport) -> Any:
         """Send a report together with others; return the coordinator's answer, or raise its error."""
-        gathered = self._gathered.setdefault(report.waits, [])
+        kind = (report.waits, report.may_wait_s)
+        gathered = self._gathered.setdefault(kind, [])
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         gathered.append((report, answer))
         if len(gathered) == 1:
-            task = asyncio.ensure_future(self._send_soon(report.waits))
+            task = asyncio.ensure_future(self._send_soon(kind))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return await answer
 
-    async def _send_soon(self, waits: bool) -> None:
-        await asyncio.sleep(GATHER_S)
-        gathered = list(_merged(self._gathered.pop(waits)))
+    async def _send_soon(self, kind: _Kind) -> None:
+        waits, may_wait_s = kind
+        await asyncio.sleep(max(GATHER_S, may_wait_s))
+        if waits:
+            await self._send_kind(kind)
+        else:
+            async with self._turn:
+                await self._send_kind(kind)
+
+    async def _send_kind(self, kind: _Kind) -> None:
+        waiting = [(report, sender) for report, sender in self._gathered.pop(kind) if not sender.done()]
+        gathered = list(_merged(waiting))
         await asyncio.gather(
             *(
                 self._send_all(gathered[at : at + MAX_GATHERED])

@@ -185,8 +185,10 @@ class NodeDisk(Protocol):
 
 
 class NodeCoordinator(Protocol):
-    def report(self, event: m.Event) -> None:
+    def report(self, event: m.Event, may_wait_s: float = 0.0) -> None:
         """Report to the run's coordinator. An empty token is replaced by one of the coordinator.
+
+        A relay may keep the report for `may_wait_s`, to send it together with others.
 
         `ReportAnswered` follows if ranks wait for an answer to the report. Its value is the reply of the
         coordinator's machine; for progress, the ranks that the group waits for. The failure of any other

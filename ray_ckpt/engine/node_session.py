@@ -28,6 +28,7 @@ MAX_BARRIERS = 16  # barriers kept so that late ranks get the result; the coordi
 BARRIER_GATHER_S = 1.0  # wait for all ranks of a node at a barrier; then the ranks present are reported
 PROGRESS_GATHER_S = 0.9  # time to gather the reports of a node's ranks, one per rank and second
 PROGRESS_NODE_S = 0.0005  # a coordinator takes 2,000 reports in a second at most; longer with more nodes
+PROGRESS_WAITS = 0.8  # share of the period for which a relay may keep a report, to send it with others
 MAX_PROGRESS_S = 5.0  # half of FRESH_PROGRESS_S and of STALE_S, after which a report proves nothing
 RESTORED_AGAIN_S = 2.0  # between a node's reports of its ranks that have restored and wait for others
 
@@ -56,6 +57,7 @@ class NodeSession:
         self._host = host
         self._progress: dict[int, RankProgress] = {}  # by rank, until it is forwarded
         self._missed: dict[int, int] = {}  # the last save signal that each rank read too late
+        self._is_urgent = False  # a save step waits for the next report of progress
         self._barriers: dict[int, _Barrier] = {}  # by the number of the barrier
         self._met = 0  # the highest barrier that all ranks have reached
         self._restored: dict[int, RankRestore] = {}
@@ -110,8 +112,8 @@ class NodeSession:
     def _progressed(self, event: RankProgressed) -> None:
         """Record the progress of a rank; forward the progress of all ranks together."""
         due, missed = ProgressDue(session_key=self.plan.session_key), event.progress.missed
-        if missed != self._missed.get(event.rank, 0):  # a save step waits for this report
-            self._missed[event.rank] = missed
+        if missed != self._missed.get(event.rank, 0):
+            self._missed[event.rank], self._is_urgent = missed, True
             self._host.ports.later(PROGRESS_GATHER_S, due)
         elif not self._progress:
             self._host.ports.later(progress_period_s(len(self.plan.nodes)), due)
@@ -127,7 +129,9 @@ class NodeSession:
             captured=self._host.machine.incomplete(),
             met=self._met,
         )
-        self._host.ports.report(event)
+        may_wait_s = 0.0 if self._is_urgent else PROGRESS_WAITS * progress_period_s(len(self.plan.nodes))
+        self._is_urgent = False
+        self._host.ports.report(event, may_wait_s)
 
     # -- barriers ------------------------------------------------------------------------------------
 

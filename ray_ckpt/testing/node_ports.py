@@ -42,7 +42,7 @@ class WireNodePorts:
             at_s = world.now_s + world.copy_s
         world.wire.append(Local(self.name, self.number, work, file, at_s, token=token))
 
-    def report(self, event: m.Event) -> None:
+    def report(self, event: m.Event, may_wait_s: float = 0.0) -> None:
         self.world.report(self.name, self.number, event)
 
     def begin(self, plan: SessionPlan) -> None: ...

@@ -158,6 +158,34 @@ def test_after_any_error_no_sender_waits_for_ever(error: Exception) -> None:
     assert [type(answer) for answer in answers] == [Unavailable, Unavailable]
 
 
+def test_reports_that_come_while_others_are_with_the_coordinator_are_sent_together() -> None:
+    async def run() -> None:
+        may_answer, sizes = asyncio.Event(), list[int]()
+
+        async def send(sent: tuple[GatheredReport, ...]) -> tuple[GatheredAnswer, ...]:
+            sizes.append(len(sent))
+            await may_answer.wait()
+            return tuple(GatheredAnswer(value=each.method) for each in sent)
+
+        relays = ReportRelay(send)
+        calls = [asyncio.ensure_future(relays.gather(report(1, method="stored")))]
+        while not sizes:
+            await asyncio.sleep(0)
+        calls += [asyncio.ensure_future(relays.gather(report(1, method="stored"))) for _ in range(5)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(relays.gather(report(1, method="stored")), 0.01)
+        barrier = GatheredReport(method="met", arguments=(), waits=True)
+        calls.append(asyncio.ensure_future(relays.gather(barrier)))
+        while len(sizes) < 2:
+            await asyncio.sleep(0)
+        assert sizes == [1, 1], "a barrier waits for no other report"
+        may_answer.set()
+        await asyncio.gather(*calls)
+        assert sizes == [1, 1, 5], "the sender that gave up has reported itself"
+
+    asyncio.run(run())
+
+
 def request(
     monkeypatch: pytest.MonkeyPatch, through: Callable[..., Any], method: str
 ) -> tuple[list[Any], list[str]]:

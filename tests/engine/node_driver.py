@@ -32,8 +32,9 @@ class NodePorts:
         if isinstance(work, n.PersistEpoch | n.DeleteFolder | n.ForgetRun) and not self.story.is_slow:
             self.story.host.handle(WorkEnded(work=work, token=token))
 
-    def report(self, event: m.Event) -> None:
+    def report(self, event: m.Event, may_wait_s: float = 0.0) -> None:
         self.reports.append(event)
+        self.may_wait_s = may_wait_s
 
     def begin(self, plan: SessionPlan) -> None:
         self.memory.append(f"begin {plan.session}")

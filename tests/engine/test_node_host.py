@@ -250,6 +250,7 @@ def test_the_progress_of_all_ranks_is_one_report_of_their_session() -> None:
     (report,) = story.ports.reports
     assert isinstance(report, m.RanksProgressed) and report.session_key == (0, 1)
     assert {rank: progress.step for rank, progress in report.ranks.items()} == {0: 10, 1: 10}
+    assert 0 < story.ports.may_wait_s < PROGRESS_GATHER_S, "each report is sent before the next one"
     story.answer(value=("awaited",))
     assert story.host.awaited == ("awaited",)  # type: ignore[comparison-overlap]
     story.host.handle(RankProgressed(session=1, rank=0, progress=RankProgress(step=20, saved_step=-1)))
@@ -268,6 +269,10 @@ def test_a_missed_save_step_is_reported_at_once_and_progress_seldom_in_a_large_g
     story.wait(PROGRESS_GATHER_S)
     (report,) = story.ports.reports
     assert isinstance(report, m.RanksProgressed) and report.ranks == {0: late}
+    assert story.ports.may_wait_s == 0, "a save step waits for it"
+    story.host.handle(RankProgressed(session=1, rank=0, progress=late))
+    story.wait(PROGRESS_GATHER_S)
+    assert story.ports.may_wait_s > 0
 
 
 # -- barriers ----------------------------------------------------------------------------------------
