@@ -1,4 +1,4 @@
-"""Fast pickling of the records that a coordinator takes by the thousand."""
+"""Fast pickling of the records that a coordinator receives by the thousand."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _SETTERS: dict[type, tuple[Callable[[object, Any], None], ...]] = {}  # by class
 
 
 def pickle_quickly(*classes: type) -> None:
-    """Pickle frozen dataclasses with slots and at least two fields by the values of their fields alone.
+    """Make pickle store objects of these classes as the values of their fields, without the names.
 
-    `dataclass` collects the fields anew for each object, which is most of the time that a report takes.
+    The classes are frozen dataclasses with slots and at least two fields. Without this function, `dataclass`
+    lists the fields again for each object, which takes most of the time of a report.
     """
     for cls in classes:
         names = [field.name for field in fields(cls)]
-        _SETTERS[cls] = tuple(vars(cls)[name].__set__ for name in names)  # a frozen object has no other way
+        _SETTERS[cls] = tuple(vars(cls)[name].__set__ for name in names)  # the object is frozen
         copyreg.pickle(cls, _reducer(cls, attrgetter(*names)))
 
 

@@ -1,4 +1,4 @@
-"""Readings of the nodes' disks, which agents take on request, as often as a coordinator can afford."""
+"""Readings of the nodes' disks: agents read on request, as often as a coordinator can afford."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.messages import PassedAnswers, PassedOrder
 
-LOOK_EVERY_S = 10.0  # between two readings of each disk, in a large cluster of the fullest ones
-IDLE_EVERY_S = 60.0  # of a run without a group, whose files do not grow; for metrics only
-MAX_AT_A_TICK = 12  # calls to begin; more nodes are read by one call through a relay
+LOOK_EVERY_S = 10.0  # between two readings of a disk; in a large cluster, of the fullest disks
+IDLE_EVERY_S = 60.0  # between readings for a run without a group, for metrics only: its files do not grow
+MAX_AT_A_TICK = 12  # calls in one tick; more nodes are read with one call through a relay
 
 
 class DiskReadings:
@@ -33,7 +33,7 @@ class DiskReadings:
         self._idle_s = -math.inf  # when nodes of idle runs were last added (monotonic)
 
     def begin_due(self, now_s: float) -> None:
-        """Begin the readings of one tick. Each node has its turn; the fullest disks go before."""
+        """Begin the readings of one tick: first those of the fullest disks, then those of the next nodes."""
         if now_s - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = now_s
             if self._due:
@@ -64,7 +64,7 @@ class DiskReadings:
                 yield from ((run, node) for node in sorted(run.host.nodes.opened & agents))
 
     def _fullest(self) -> list[tuple[Run, str]]:
-        """Return the nodes with the fullest disks, by their last readings, of runs that a group has."""
+        """Return the nodes with the fullest disks, by the last readings, for runs that have a group."""
         read = (
             (disk.free_bytes / max(disk.total_bytes, 1), node, run)
             for run in self._engine.runs
@@ -76,14 +76,14 @@ class DiskReadings:
 
 
 async def read_disk(engine: Engine, run: Run, node: str, wait_s: float) -> None:
-    """Read the space of a node's disks for the run; leave the last reading if the agent does not answer."""
+    """Read the space of a node's disks for the run; keep the last reading if the agent does not answer."""
     with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
         disk = engine.agents.call(node, "disk", run.run_uid)
         run.disks[node] = run.seen_disks[node] = await asyncio.wait_for(disk, wait_s)
 
 
 async def _read_through_relay(engine: Engine, run: Run, nodes: Sequence[str]) -> None:
-    """Let one of the nodes read the disks of all; answers that come too late are left out."""
+    """Read the disks of the nodes through one of them as a relay; drop answers that come too late."""
     numbered = tuple(enumerate(nodes))
     order = PassedOrder(nodes=numbered, method="disk", arguments=(run.run_uid,))
     with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):

@@ -81,7 +81,8 @@ class Engine:
     def take(self, report: GatheredReport) -> GatheredAnswer | None:
         """Handle a report that is an event of a save, and answer it; return None for any other report.
 
-        This is the way of most reports, so it is short: Ray wraps each method of an actor's class.
+        Most reports are handled here rather than by a method of the actor, since Ray wraps each of these
+        methods.
         """
         if report.method not in EVENTS:
             return None

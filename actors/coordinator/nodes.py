@@ -45,7 +45,7 @@ class NodeList:
             self._next = None
             found = await in_thread(self._control_io, ray_cluster.nodes_now)
             if self._last is not None and found.live == self._last.live:
-                found = replace(found, live=self._last.live)  # so that nobody compares the sets
+                found = replace(found, live=self._last.live)  # equal sets are one object, to compare fast
             self._last = found
             return found
 

@@ -136,7 +136,7 @@ class RanksProgressed:
     captured: tuple[Captured, ...] = ()  # incomplete captures, in each message until they are complete
     met: int = 0  # the highest number of a barrier that ranks of the node have entered; 0: none
     distinct: tuple[RankProgress, ...] = field(init=False, compare=False)
-    """The progress of all ranks; an object that ranks share, as in a relay's report, is there once."""
+    """The progress of all ranks, without duplicates of objects that ranks share, as in a relay's report."""
 
     def __post_init__(self) -> None:
         distinct = {id(progress): progress for progress in self.ranks.values()}

@@ -31,7 +31,7 @@ def merge(events: Sequence[m.RanksProgressed]) -> tuple[m.RanksProgressed, ...]:
     """Merge the reports of several nodes: events that differ in session or barrier stay apart.
 
     Ranks with the same steps and counts share one RankProgress with the largest of their times, so that the
-    event stays small. Its handling and its bytes then do not grow with the number of nodes that it is of.
+    event stays small: neither its bytes nor the work to handle it grow with the number of nodes.
     """
     groups: dict[tuple[SessionKey, int], list[m.RanksProgressed]] = {}
     for event in events:

@@ -476,7 +476,7 @@ class RunMachine:
     def _on_nodes_seen(self, event: m.NodesSeen) -> Iterator[m.Effect]:
         context = self._context
         lost: frozenset[str] = frozenset()
-        if event.live is not context.holders.live:  # mostly it is: the sets are compared only after a change
+        if event.live is not context.holders.live:  # equal sets are mostly one object
             lost = context.holders.live - event.live
         if lost or len(event.live) != len(context.holders.live) or event.draining != context.draining:
             self._maintenance.nodes_changed(lost)
