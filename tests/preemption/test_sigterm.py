@@ -117,7 +117,7 @@ MAIN_THREADS = {  # what the main thread of a training process may be doing
 
 @pytest.mark.parametrize("main_thread", MAIN_THREADS.values(), ids=MAIN_THREADS.keys())
 def test_sigterm_is_reported_and_after_the_grace_it_ends_the_process(start: Start, main_thread: str) -> None:
-    program = start("TermSignal.install(on_notice, grace_s=0.5)\nsay('ready')\n" + main_thread)
+    program = start("TermSignal.install(on_notice, grace_s=0.5)\nemit('ready')\n" + main_thread)
     began_s = program.terminate()
     program.expect("notice")
     assert program.write_nothing_and_wait() == -signal.SIGTERM
@@ -192,7 +192,7 @@ def test_release_before_a_signal_is_nothing(start: Start) -> None:
 
 @pytest.mark.parametrize("callback", ["on_notice", "lambda notice: (on_notice(notice), time.sleep(60))"])
 def test_a_second_sigterm_ends_the_grace_even_if_the_callback_hangs(start: Start, callback: str) -> None:
-    program = start(f"TermSignal.install({callback}, grace_s=60)\nsay('ready')\ntime.sleep(60)")
+    program = start(f"TermSignal.install({callback}, grace_s=60)\nemit('ready')\ntime.sleep(60)")
     program.terminate()
     program.expect("notice")
     program.terminate()
@@ -201,7 +201,7 @@ def test_a_second_sigterm_ends_the_grace_even_if_the_callback_hangs(start: Start
 
 @pytest.mark.slow
 def test_a_callback_that_fails_is_logged_and_costs_nothing(start: Start) -> None:
-    program = start("TermSignal.install(lambda notice: 1 / 0, grace_s=0.5)\nsay('ready')\ntime.sleep(60)")
+    program = start("TermSignal.install(lambda notice: 1 / 0, grace_s=0.5)\nemit('ready')\ntime.sleep(60)")
     program.terminate()
     program.expect("A notice could not be passed on: This process got SIGTERM; it is held for 0.5 s.")
     while (line := program.line()) != "ZeroDivisionError: division by zero":
@@ -236,7 +236,7 @@ IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2_000_000_000)"
 
 @pytest.mark.slow
 def test_the_notice_does_not_wait_for_a_main_thread_in_c_code_nor_does_the_end(start: Start) -> None:
-    program = start(f"TermSignal.install(on_notice, grace_s=0.3)\nsay('ready')\n{IN_C}")
+    program = start(f"TermSignal.install(on_notice, grace_s=0.3)\nemit('ready')\n{IN_C}")
     began_s = program.terminate()
     program.expect("notice")
     assert time.monotonic() - began_s < SLACK_S
