@@ -116,7 +116,7 @@ class NodeAgent(RelayEndpoints):
 
     async def open_run(self, order: OpenRun) -> Inventory:
         """Check the staging folder and the storage path of a run, and return the run's files on this node."""
-        async with self._runs.turn(order.run_uid):  # the run may just be being put away
+        async with self._runs.turn(order.run_uid):  # `put_away` of the run may be at work
             run = await self._runs.take_up(order.spec, order.run_uid)
             run.use(order.spec)
             await run.obey(n.EpochSeen(epoch=order.epoch))

@@ -125,7 +125,7 @@ class ArenaMemory:
                 self._release()
 
     def _release(self) -> None:
-        self.page.populated_bytes = len(self.memory)  # a rank that waits for more memory goes on
+        self.page.populated_bytes = len(self.memory)  # no rank waits for more memory
         os.close(self._file)
 
 

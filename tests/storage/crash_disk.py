@@ -281,7 +281,7 @@ def recording(root: Path) -> Iterator[CrashDisk]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crash:
-    """A power loss after the first `index` operations: the tree that is left and what had been noted."""
+    """A power loss after the first `index` operations: the tree that is left, and the facts noted before."""
 
     index: int
     image: Image
