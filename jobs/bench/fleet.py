@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -45,6 +46,7 @@ from ray_ckpt.actors.messages import (
 from ray_ckpt.actors.ray_cluster import NodesNow, owner_here
 from ray_ckpt.config import RunOptions, relay_nodes
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.progress import progress_period_s
 from ray_ckpt.core.values import (
     DiskSpace,
     GroupNode,
@@ -54,7 +56,7 @@ from ray_ckpt.core.values import (
     SessionPlan,
     StoredFragment,
 )
-from ray_ckpt.engine.node_session import progress_period_s
+from ray_ckpt.engine.node_session import PROGRESS_WAITS
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.transport.credentials import ServiceKeys
@@ -100,6 +102,7 @@ class Crowd:
         self._packed = b""
         self._plan: SessionPlan | None = None
         self._holds: dict[str, list[SessionNode]] = {}  # node -> the nodes whose copies it holds
+        self._reports: set[asyncio.Future[Any]] = set()  # of progress, on their way
         self._settled = asyncio.Event()  # all nodes are notified that the save is replicated
 
     async def call(self, node: str, method: str, *args: Any) -> Any:
@@ -193,13 +196,15 @@ class Crowd:
 
     # -- reports ---------------------------------------------------------------------------------------
 
-    def _report(self, member: _Member, method: str, *args: Any, waits: bool = False) -> Awaitable[Any]:
+    def _report(
+        self, member: _Member, method: str, *args: Any, waits: bool = False, may_wait_s: float = 0.0
+    ) -> Awaitable[Any]:
         if not member.relay:
             answer: Awaitable[Any] = getattr(self._coordinator, method).remote(*args)
             return answer
         if member.agent is not None:
-            return member.agent.request(method, *args)
-        report = GatheredReport(method=method, arguments=args, waits=waits)
+            return member.agent.request(method, *args, may_wait_s=may_wait_s)
+        report = GatheredReport(method=method, arguments=args, waits=waits, may_wait_s=may_wait_s)
         return self._relays[member.relay].gather(report)
 
     async def restore(self) -> None:
@@ -241,19 +246,26 @@ class Crowd:
         await asyncio.gather(*reports)
 
     async def train(self, seconds: float, step: int) -> None:
-        """Report the progress of all ranks, as agents do, for some time."""
+        """Report the progress of all ranks, as agents do, for some time: each node at its own moment.
+
+        The last reports may still be with their relays at the end.
+        """
         plan, progress = self._plan, RankProgress(step=step, saved_step=step, step_s=1.0)
         assert plan is not None
-        end_s, period_s = time.monotonic() + seconds, progress_period_s(len(plan.nodes))
-        while time.monotonic() < end_s:
-            round_s = time.monotonic()
-            reports = []
-            for member in self._members.values():
-                ranks = dict.fromkeys(self._here(member).ranks, progress)
-                event = m.RanksProgressed(session_key=plan.session_key, ranks=ranks)
-                reports.append(self._report(member, "ranks_progressed", plan.run_uid, event))
-            await asyncio.gather(*reports)
-            await asyncio.sleep(max(0.0, round_s + period_s - time.monotonic()))
+        begun_s, period_s = time.monotonic(), progress_period_s(len(plan.nodes))
+        members = list(self._members.values())
+        random.Random(0).shuffle(members)
+        for number in range(round(seconds / period_s * len(members))):
+            member = members[number % len(members)]
+            await asyncio.sleep(begun_s + number / len(members) * period_s - time.monotonic())
+            ranks = dict.fromkeys(self._here(member).ranks, progress)
+            event = m.RanksProgressed(session_key=plan.session_key, ranks=ranks)
+            sent = self._report(
+                member, "ranks_progressed", plan.run_uid, event, may_wait_s=PROGRESS_WAITS * period_s
+            )
+            task = asyncio.ensure_future(sent)
+            self._reports.add(task)
+            task.add_done_callback(self._reports.discard)
 
     def _here(self, member: _Member) -> SessionNode:
         assert member.here is not None
@@ -459,6 +471,7 @@ class _Samples:
         return self._latencies_s.popleft()
 
     def rest(self) -> float:
+        self._fleet.train(self._rest_s)  # so that relays have reports at the beginning, as at the end
         before, began_s = self._fleet.usage(), time.monotonic()
         self._fleet.train(self._rest_s)
         return (self._fleet.usage().cpu_s - before.cpu_s) / (time.monotonic() - began_s)

@@ -13,7 +13,6 @@ from ray_ckpt.core.values import Captured, RankProgress
 from ray_ckpt.types import AttemptId
 
 MAX_CAPTURES = 16  # attempts; each rank has two buffers, so ranks are seldom more attempts apart
-STALE_S = 10.0  # nodes repeat a report each second, so an attempt without reports was stored or settled
 MAX_UPDATES = 64  # steps whose number of optimizer steps is kept
 
 
@@ -26,9 +25,10 @@ class _Capture:
 
 
 class Captures:
-    """Captures of one session."""
+    """Captures of one session. Nodes repeat their reports well within `fresh_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, fresh_s: float) -> None:
+        self._fresh_s = fresh_s
         self._found: dict[str, _Capture] = {}
         self._updates: dict[int, int] = {}  # step -> optimizer steps that ranks had made at its save
 
@@ -50,8 +50,8 @@ class Captures:
         self._found.pop(attempt, None)
 
     def fresh(self, now_s: float) -> Iterator[AttemptId]:
-        """Return the attempts that a node still reports as incomplete; forget the others."""
-        self._found = {name: c for name, c in self._found.items() if now_s - c.reported_s <= STALE_S}
+        """Return the attempts that a node still reports as incomplete; forget others, stored or settled."""
+        self._found = {name: c for name, c in self._found.items() if now_s - c.reported_s <= self._fresh_s}
         return iter([capture.attempt for capture in self._found.values()])
 
     def ranks_of(self, attempt: str) -> set[int]:

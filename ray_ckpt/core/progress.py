@@ -16,7 +16,11 @@ from ray_ckpt.core.context import Context
 from ray_ckpt.core.values import RankProgress, SessionKey
 from ray_ckpt.types import AttemptId
 
-FRESH_PROGRESS_S = 10.0  # ranks report once a second; older reports prove nothing
+PROGRESS_GATHER_S = 0.9  # time to gather the reports of a node's ranks, one per rank and second
+PROGRESS_NODE_S = 0.001  # period per node of a large group: a coordinator takes 1,000 reports in a second
+MAX_PROGRESS_S = 10.0
+FRESH_S = 10.0  # of a small group, whose nodes report once a second; older reports prove nothing
+FRESH_PERIODS = 3  # of a large group: a report comes after a period, for most of which a relay may keep it
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,16 @@ class RankReport:
 
     progress: RankProgress
     at_s: float
+
+
+def progress_period_s(num_nodes: int) -> float:
+    """Return the seconds between two reports of progress by each node of a group."""
+    return min(max(PROGRESS_GATHER_S, num_nodes * PROGRESS_NODE_S), MAX_PROGRESS_S)
+
+
+def fresh_s(num_nodes: int) -> float:
+    """Return the age in seconds beyond which a report of progress proves nothing."""
+    return max(FRESH_S, FRESH_PERIODS * progress_period_s(num_nodes))
 
 
 def merge(events: Sequence[m.RanksProgressed]) -> tuple[m.RanksProgressed, ...]:
@@ -78,7 +92,9 @@ class SessionProgress:
         self._session_key = session_key
         self._reports: dict[int, RankReport] = {}
         self._saved_before: set[int] = set()  # ranks that have taken part in a save
-        self._captures = Captures()
+        plan = self._context.plan
+        self._fresh_s = fresh_s(len(plan.nodes) if plan is not None else 0)
+        self._captures = Captures(self._fresh_s)
         self._idle_since_s: dict[int, float] = {}  # idle rank -> when others began to wait
         self._ended_step = self._last_step = 0
         self._num_ended = self._num_skipped = 0
@@ -171,7 +187,7 @@ class SessionProgress:
     def is_idle(self, rank: int) -> bool:
         """Return True if a live rank has neither saved nor completed a step in this session."""
         report = self._reports.get(rank)
-        if report is None or self._context.now_s - report.at_s > FRESH_PROGRESS_S:
+        if report is None or self._context.now_s - report.at_s > self._fresh_s:
             return False
         is_at_start = report.progress.step == report.progress.saved_step
         return is_at_start and not self._takes_part(rank, report)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.barriers import BARRIER_S
+from ray_ckpt.core.progress import PROGRESS_GATHER_S, progress_period_s
 from ray_ckpt.core.values import RankProgress, SessionPlan, Token
 from ray_ckpt.engine.node_ports import (
     BarrierDue,
@@ -26,16 +27,8 @@ if TYPE_CHECKING:
 
 MAX_BARRIERS = 16  # barriers kept so that late ranks get the result; the coordinator keeps more
 BARRIER_GATHER_S = 1.0  # wait for all ranks of a node at a barrier; then the ranks present are reported
-PROGRESS_GATHER_S = 0.9  # time to gather the reports of a node's ranks, one per rank and second
-PROGRESS_NODE_S = 0.0005  # a coordinator takes 2,000 reports in a second at most; longer with more nodes
 PROGRESS_WAITS = 0.8  # share of the period for which a relay may keep a report, to send it with others
-MAX_PROGRESS_S = 5.0  # half of FRESH_PROGRESS_S and of STALE_S, after which a report proves nothing
 RESTORED_AGAIN_S = 2.0  # between a node's reports of its ranks that have restored and wait for others
-
-
-def progress_period_s(num_nodes: int) -> float:
-    """Return the seconds between two reports of progress by each node of a group."""
-    return min(max(PROGRESS_GATHER_S, num_nodes * PROGRESS_NODE_S), MAX_PROGRESS_S)
 
 
 @dataclass(slots=True)

@@ -9,8 +9,9 @@ import pytest
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import MAX_NAMED, awaited_restore
 from ray_ckpt.core.barriers import BARRIER_S, MAX_ENDED
-from ray_ckpt.core.captures import MAX_CAPTURES, STALE_S
+from ray_ckpt.core.captures import MAX_CAPTURES
 from ray_ckpt.core.missing_ranks import STAYS_OUT_S
+from ray_ckpt.core.progress import FRESH_S
 from ray_ckpt.core.values import Captured, RankProgress
 from ray_ckpt.errors import CheckpointError, RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format.save_signal import SaveSignal
@@ -144,7 +145,7 @@ def test_captures_that_are_no_longer_reported_are_forgotten_and_bounded() -> Non
     for step in range(1, 3 * MAX_CAPTURES):
         progress(run, {}, (run.attempt(step), (0,)))
     assert len(run.machine._progress.captures._found) <= MAX_CAPTURES
-    run.tick(STALE_S + 1.0)
+    run.tick(FRESH_S + 1.0)
     assert not run.machine.view.awaited()
 
 

@@ -9,6 +9,7 @@ import pytest
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.barriers import BARRIER_S
+from ray_ckpt.core.progress import PROGRESS_GATHER_S, fresh_s, progress_period_s
 from ray_ckpt.core.values import RankProgress
 from ray_ckpt.engine.node_host import PROBE_EVERY_S, PROBE_FOR_S
 from ray_ckpt.engine.node_ports import (
@@ -25,9 +26,7 @@ from ray_ckpt.engine.node_ports import (
 from ray_ckpt.engine.node_session import (
     BARRIER_GATHER_S,
     MAX_BARRIERS,
-    PROGRESS_GATHER_S,
     RESTORED_AGAIN_S,
-    progress_period_s,
 )
 from ray_ckpt.errors import Fenced, RunConflict, RunSuperseded, Unavailable
 from ray_ckpt.types import Level, RankRestore, SaveFacts
@@ -260,7 +259,8 @@ def test_the_progress_of_all_ranks_is_one_report_of_their_session() -> None:
 
 
 def test_a_missed_save_step_is_reported_at_once_and_progress_seldom_in_a_large_group() -> None:
-    assert [progress_period_s(n) for n in (1, 1_800, 4_000, 10_000, 100_000)] == [0.9, 0.9, 2.0, 5.0, 5.0]
+    assert [progress_period_s(n) for n in (1, 1_800, 4_000, 10_000, 100_000)] == [0.9, 1.8, 4.0, 10.0, 10.0]
+    assert [fresh_s(n) for n in (1, 1_800, 4_000, 10_000)] == [10.0, 10.0, 12.0, 30.0]
     story = started()
     story.host.handle(RankProgressed(session=1, rank=0, progress=RankProgress(step=1, saved_step=-1)))
     late = RankProgress(step=2, saved_step=-1, missed=7)
