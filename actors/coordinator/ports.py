@@ -199,8 +199,8 @@ class RayPorts:
         self._end(call, value, failure)
 
     def _end(self, call: Call | None, value: object, failure: Failure | None) -> None:
-        """Answer a call; None: it has been answered before."""
-        if call is None:
+        """Answer a call, unless the host does not need the answer; None: it has been answered before."""
+        if call is None or (failure is None and not call.is_awaited):
             return
         is_noted = failure is not None and isinstance(call.work, NodeDeletes | None)
         if failure is not None and is_noted and not isinstance(call.order, OpenOnNode):

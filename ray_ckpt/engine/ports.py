@@ -53,6 +53,11 @@ class Call:
     work: m.Effect | NodeDeletes | None = None
     bound_s: float = AGENT_CALL_S  # a call without an answer for this time has failed
 
+    @property
+    def is_awaited(self) -> bool:
+        """False if only a failure of the call matters to the host."""
+        return self.work is not None or isinstance(self.order, OpenOnNode | n.SessionStarted)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
