@@ -191,7 +191,7 @@ def _ops(history: RunHistory, checkpoint: CheckpointInfo, service: str, reason: 
     """Return the operations that a rollback writes after `history`."""
     last = history.session
     session = r.Session(
-        session=last.session + 1 if last else 1,
+        session=history.next_session,
         opened_by=history.epoch + 1,
         service=service,
         owner=reason,

@@ -94,6 +94,15 @@ class RunHistory:
         """The current session: the last session in the log; None if there is no session."""
         return next(reversed(self.sessions.values()), None)
 
+    @property
+    def next_session(self) -> int:
+        """The number of a session that begins now.
+
+        The last session may have a lower number than one before it: two clusters may open sessions at the
+        same time, of which one is logged late because the store was away.
+        """
+        return max(self.sessions, default=0) + 1
+
     def apply(self, record: LogRecord, record_digest: str) -> None:
         """Add the next record; if it does not continue the log, raise FormatError and change nothing (P3).
 

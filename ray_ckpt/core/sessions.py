@@ -247,7 +247,7 @@ class Sessions:
         context, previous = self._context, history.session
         context.ledger.append(
             r.Session(
-                session=previous.session + 1 if previous else 1,
+                session=history.next_session,
                 opened_by=context.ledger.epoch,
                 service=context.ledger.service,
                 owner=self._group.owner,

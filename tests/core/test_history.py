@@ -94,6 +94,15 @@ def test_a_checkpoints_life() -> None:
     assert [c.state for c in log.history.checkpoints.values()] == ["collected", "lost"]
 
 
+def test_a_new_session_has_a_number_of_its_own_also_after_one_that_was_logged_late() -> None:
+    assert RunHistory().next_session == 1
+    log = Log(CREATE, session(1), session(2))
+    assert log.history.next_session == 3
+    log = Log(CREATE, session(2), session(1))
+    assert log.history.session is not None and log.history.session.session == 1
+    assert log.history.next_session == 3
+
+
 def test_the_lineage_follows_the_branches() -> None:
     log = begun(commit(10), commit(20))
     log.add(session(2, resumed_from=10), commit(15, of_session=2))

@@ -45,6 +45,17 @@ from ray_ckpt.types import CheckpointInfo, Level
 
 SEEDS = range(400)
 SILENT_SEEDS = range(60)  # of `silences`
+FIRST_SEEDS = {  # before which no schedule shows the bug; a change of the schedules moves them
+    "a_late_start_replaces_a_newer_session": 44,
+    "a_node_comes_to_a_barrier_with_its_first_rank": 35,
+    "a_relay_that_dies_takes_orders_along": 68,
+    "a_session_ends_with_its_job": 15,
+    "a_session_ends_with_its_launcher": 30,
+    "an_end_recorded_twice": 23,
+    "never_use_another_holder": 25,
+    "ranks_train_when_those_of_their_node_have_restored": 122,
+    "sweep_without_a_note": 63,
+}
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -537,7 +548,7 @@ BUGS: tuple[tuple[Plant, str], ...] = (
 def test_a_planted_bug_is_found(plant: Plant, promise: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(Violation, match=f"^({promise}): "):
-        for seed in SEEDS:
+        for seed in SEEDS[FIRST_SEEDS.get(plant.__name__, 0) :]:
             play(seed)
 
 
@@ -547,5 +558,5 @@ def test_a_bug_that_shows_in_silence_is_found(
 ) -> None:
     plant(monkeypatch)
     with pytest.raises(Violation, match=message):
-        for seed in SILENT_SEEDS:
+        for seed in SILENT_SEEDS[FIRST_SEEDS.get(plant.__name__, 0) :]:
             silences.play(seed)

@@ -18,8 +18,9 @@ from ray_ckpt.testing.schedules import NUM_EVENTS, play
 
 SOAK_S = float(os.environ.get("RAY_CKPT_SOAK_S", "60"))
 NUM_SCHEDULES = 300  # more: python -m ray_ckpt.testing --seeds 300:20000
-QUICK_SCHEDULES = 150  # the other seeds are slow tests
+QUICK_SCHEDULES = 100  # the other seeds are slow tests
 CHUNK = 50  # schedules of one test
+LARGE = range(6, 61)  # nodes of a large cluster; more: --nodes 6:61
 NUM_SILENCES = 40  # more: python -m ray_ckpt.testing --silences 40:2000
 QUICK_SILENCES = 20
 CHUNK_OF_SILENCES = 20
@@ -37,6 +38,15 @@ def chunks(num_seeds: int, num_quick: int, chunk: int) -> list[Any]:
 def test_the_promises_hold_under_any_schedule(first: int) -> None:
     for seed in range(first, first + CHUNK):
         assert play(seed).events.total() == NUM_EVENTS
+
+
+def test_a_session_that_is_logged_late_has_a_lower_number_than_one_before_it() -> None:
+    play(1_000_904)  # two clusters, and a store that was away
+
+
+def test_the_promises_hold_in_large_clusters() -> None:
+    played = [play(seed, sizes=LARGE) for seed in range(12)]
+    assert sum(schedule.num_commits for schedule in played) > 30
 
 
 @pytest.mark.parametrize("first", chunks(NUM_SILENCES, QUICK_SILENCES, CHUNK_OF_SILENCES))
