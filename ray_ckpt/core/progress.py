@@ -18,7 +18,7 @@ from ray_ckpt.types import AttemptId
 
 PROGRESS_GATHER_S = 0.9  # time to gather the reports of a node's ranks, one per rank and second
 PROGRESS_NODE_S = 0.001  # period per node of a large group: a coordinator takes 1,000 reports in a second
-MAX_PROGRESS_S = 10.0
+MAX_PROGRESS_S = 10.0  # of the largest groups, so that their status stays current
 FRESH_S = 10.0  # of a small group, whose nodes report once a second; older reports prove nothing
 FRESH_PERIODS = 3  # of a large group: a report comes after a period, for most of which a relay may keep it
 
