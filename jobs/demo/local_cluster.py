@@ -20,7 +20,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from jobs.demo.ports import free_port
+from jobs.demo.free_ports import free_port
 from ray_ckpt.config import STAGING_ENV
 from ray_ckpt.preemption.cloud import METADATA_ENV
 

@@ -181,23 +181,23 @@ class Schedule:
     # -- ranks and launchers ---------------------------------------------------------------------------
 
     def ranks_act(self) -> str | None:
-        lines = [line for _ in range(self.scale) if (line := self._ranks_of_a_node_act())]
+        lines: list[str] = []
+        for _ in range(self.scale):
+            ready: list[tuple[Launcher, Group, Member]] = []
+            for launcher, group, member in self.world.members():
+                is_free = not member.busy or self.chance.random() < 0.1
+                if member.state == "waiting" or (is_free and self.world.can_save(group, member)):
+                    ready.append((launcher, group, member))
+            if not ready:
+                break
+            launcher, group, member = self.chance.choice(ready)
+            if member.state == "waiting":
+                self.world.read_state(member, launcher.name)
+                lines.append(f"{member.node} reads")
+            else:
+                self.world.save(group, member, self.chance.randint(1, 3))
+                lines.append(f"{member.node} saves {group.steps[member.saved - 1]}")
         return ", ".join(lines) or None
-
-    def _ranks_of_a_node_act(self) -> str | None:
-        ready: list[tuple[Launcher, Group, Member]] = []
-        for launcher, group, member in self.world.members():
-            is_free = not member.busy or self.chance.random() < 0.1
-            if member.state == "waiting" or (is_free and self.world.can_save(group, member)):
-                ready.append((launcher, group, member))
-        if not ready:
-            return None
-        launcher, group, member = self.chance.choice(ready)
-        if member.state == "waiting":
-            self.world.read_state(member, launcher.name)
-            return f"{member.node} reads"
-        self.world.save(group, member, self.chance.randint(1, 3))
-        return f"{member.node} saves {group.steps[member.saved - 1]}"
 
     def launchers_act(self) -> str | None:
         if (

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ray_ckpt
+from jobs.demo.free_ports import free_port
 from jobs.demo.local_cluster import LocalCluster
-from jobs.demo.ports import free_port
 from ray_ckpt.actors import names
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.data import GlobalBatchSampler

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jobs.demo.ports import free_port
+from jobs.demo.free_ports import free_port
 
 HOME = Path(__file__).parents[2] / ".venv-servers"
 GUARD = Path(__file__).parent / "guard.py"
