@@ -323,7 +323,15 @@ class Coordinators(StorageWork):
         return token
 
     def check_rivals(self, process: Coordinator, session: r.Session) -> None:
-        """Check that a session takes the run from no living launcher of the same cluster."""
+        """Check that a session takes the run from no living launcher of the same cluster.
+
+        A launcher that has lost the run to another cluster does not take it back.
+        """
+        sessions = list(self.oracle.history.sessions.values())
+        if any((s.service, s.owner) == (process.service, session.owner) for s in sessions):
+            last = sessions[-1]
+            text = f"{session.owner} takes the run back from {last.owner}"
+            must(last.service == process.service, "P7", text)
         for launcher, group, member in self.members():
             is_rival = launcher.service == process.service and launcher.name != session.owner
             is_known = member.node not in process.absent

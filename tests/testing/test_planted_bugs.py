@@ -13,7 +13,7 @@ import pytest
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core import sweep
+from ray_ckpt.core import sessions, sweep
 from ray_ckpt.core.attempts import Attempt
 from ray_ckpt.core.closing import Closing
 from ray_ckpt.core.ledger import Ledger
@@ -37,7 +37,7 @@ from ray_ckpt.engine.relays import Batch, OrderRelays
 from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format import records as r
-from ray_ckpt.testing import silences
+from ray_ckpt.testing import coordinators, silences
 from ray_ckpt.testing.oracle import Violation
 from ray_ckpt.testing.parts import fragment_on_disk
 from ray_ckpt.testing.schedules import play
@@ -360,6 +360,12 @@ def a_new_agent_gets_no_session(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OpenedNodes, "renew", lambda self: None)
 
 
+def a_launcher_takes_back_what_it_has_lost(patch: pytest.MonkeyPatch) -> None:
+    """A cluster opens the log of a run that another cluster has taken over."""
+    for module in (coordinators, sessions):
+        patch.setattr(module, "check_claim", lambda history, **_: None)
+
+
 def groups_open_before_the_group_at_work_is_found(patch: pytest.MonkeyPatch) -> None:
     """A restarted coordinator does not look for the group of the coordinator before it."""
     patch.setattr(RunHost, "_recover", lambda self, event, found: setattr(self, "_found", None))
@@ -528,6 +534,7 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (a_new_agent_gets_no_session, "P7"),
     (a_service_stops_while_a_group_is_opened, "P7"),
     (a_service_stops_under_a_group, "P7"),
+    (a_launcher_takes_back_what_it_has_lost, "P7"),
     (groups_open_before_the_group_at_work_is_found, "P7"),
     (a_late_start_replaces_a_newer_session, "P7"),
     (orders_do_not_wait_for_their_epoch, "P3"),
