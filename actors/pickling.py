@@ -5,24 +5,20 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_SETTERS: dict[type, tuple[Callable[[object, Any], None], ...]] = {}  # by class, in the order of the fields
-
 
 def pickle_quickly(*classes: type) -> None:
-    """Make pickle store objects of these classes as the values of their fields, without the names.
+    """Pickle frozen dataclasses with slots and at least two fields by the values of their fields alone.
 
-    The classes are frozen dataclasses with slots and at least two fields. Without this function, `dataclass`
-    lists the fields again for each object, which takes most of the time of a report.
+    `dataclass` collects the fields again for each object, which is most of the time that a report takes.
     """
     for cls in classes:
-        names = [field.name for field in fields(cls)]
-        _SETTERS[cls] = tuple(vars(cls)[name].__set__ for name in names)  # the object is frozen
-        copyreg.pickle(cls, _reducer(cls, attrgetter(*names)))
+        copyreg.pickle(cls, _reducer(cls, attrgetter(*(field.name for field in fields(cls)))))
 
 
 def _reducer(cls: type[T], values: Callable[[T], Any]) -> Callable[[T], tuple[Any, ...]]:
@@ -30,7 +26,14 @@ def _reducer(cls: type[T], values: Callable[[T], Any]) -> Callable[[T], tuple[An
 
 
 def _rebuild(cls: type[T], values: tuple[Any, ...]) -> T:
+    """Return a record. The process that unpickles need not have called `pickle_quickly`."""
     record = object.__new__(cls)
-    for set_field, value in zip(_SETTERS[cls], values, strict=True):
+    for set_field, value in zip(_setters(cls), values, strict=True):
         set_field(record, value)
     return record
+
+
+@cache  # of the few classes that are pickled quickly
+def _setters(cls: type) -> tuple[Callable[[object, Any], None], ...]:
+    """Return the setters of the fields, in order: a frozen object has no other way to be filled."""
+    return tuple(vars(cls)[field.name].__set__ for field in fields(cls))
