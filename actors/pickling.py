@@ -25,7 +25,7 @@ def _reducer(cls: type[T], values: Callable[[T], Any]) -> Callable[[T], tuple[An
     return lambda record: (_rebuild, (cls, values(record)))
 
 
-def _rebuild(cls: type[T], values: tuple[Any, ...]) -> T:
+def _rebuild(cls: Any, values: tuple[Any, ...]) -> Any:
     """Return a record. The process that unpickles need not have called `pickle_quickly`."""
     record = object.__new__(cls)
     for set_field, value in zip(_setters(cls), values, strict=True):
