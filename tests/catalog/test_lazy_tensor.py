@@ -291,20 +291,20 @@ def test_the_manifest_is_read_once(run: SampleRun, monkeypatch: pytest.MonkeyPat
 
 
 def test_memory_does_not_grow_with_what_is_not_wanted(tmp_path: Path) -> None:
-    """Some columns of 256 MiB are read, and all of it is written to a file, in blocks of BLOCK_BYTES."""
-    write_tensor(tmp_path, torch.ones(1 << 16, 1 << 10), [np.s_[:, :]])
+    """Some columns of 128 MiB are read, and all of it is written to a file, in blocks of BLOCK_BYTES."""
+    write_tensor(tmp_path, torch.ones(1 << 15, 1 << 10), [np.s_[:, :]])
     code = """
 import resource, sys, numpy as np, torch
 from ray_ckpt import Catalog
 lazy = Catalog(sys.argv[1])[1]["model.w"]
 lazy[0, 0]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-assert lazy[:, 5].sum() == 1 << 16
+assert lazy[:, 5].sum() == 1 << 15
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
 """
     command = [sys.executable, "-c", code, str(tmp_path / "cut")]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert grown < 8 * BLOCK_BYTES
+    assert grown < 4 * BLOCK_BYTES
 
 
 # From a bucket

@@ -275,7 +275,7 @@ def test_a_fragment_is_checked_once_and_again_when_its_bytes_change(
 
 
 def test_known_fragments_are_bounded() -> None:
-    known = staging.KnownFragments()
+    known, metadata = staging.KnownFragments(), sample().fragments[0].metadata
     for at in range(staging.MAX_KNOWN + 5):
-        known.add(f"{at:032x}", sample().fragments[0].metadata)
+        known.add(f"{at:032x}", metadata)
     assert len(known._known) == staging.MAX_KNOWN

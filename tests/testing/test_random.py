@@ -18,7 +18,7 @@ from ray_ckpt.testing.schedules import NUM_EVENTS, play
 
 SOAK_S = float(os.environ.get("RAY_CKPT_SOAK_S", "60"))
 NUM_SCHEDULES = 300  # more: python -m ray_ckpt.testing --seeds 300:20000
-QUICK_SCHEDULES = 100  # the other seeds are slow tests
+QUICK_SCHEDULES = 50  # the other seeds are slow tests
 CHUNK = 50  # schedules of one test
 LARGE = range(6, 61)  # nodes of a large cluster; more: --nodes 6:61
 NUM_SILENCES = 40  # more: python -m ray_ckpt.testing --silences 40:2000
