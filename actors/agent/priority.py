@@ -56,7 +56,7 @@ def collect_seldom() -> None:
 def settle_heap() -> None:
     """Collect garbage once; later collections skip the objects that exist now.
 
-    With a group of 10,000 nodes, each collection of all objects takes 0.1 s, and a save has several.
+    Otherwise each save of a large group would cause several collections of all objects.
     """
     gc.unfreeze()
     gc.collect()

@@ -58,7 +58,7 @@ log = logging.getLogger("ray_ckpt.coordinator")
 LAST_RECORDS_S = 10.0  # wait for records in flight at a stop; the next service finds later ones too
 LAST_RECORDS_POLL_S = 0.5
 ENDING_S = 120.0  # after shut_down; an actor that the caller has not killed by then exits
-FEW_NODES = 1_000  # nodes of a group whose objects a collection of garbage visits in some 10 ms
+FEW_NODES = 1_000  # of a group whose objects are collected as any others
 
 
 class Coordinator:
