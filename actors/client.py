@@ -14,14 +14,14 @@ import ray
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.coordinator.actor import Coordinator
-from ray_ckpt.actors.messages import Joined, RunSpec
+from ray_ckpt.actors.messages import GroupCard, Joined, RunSpec
 from ray_ckpt.catalog.uri import own_resume
 from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.core.values import RankProgress
 from ray_ckpt.engine.groups import group_nodes
-from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable, text_of
+from ray_ckpt.errors import CheckpointError, ConfigError, RunConflict, ServiceError, Unavailable, text_of
 from ray_ckpt.format.names import check_run_name
 from ray_ckpt.location import Location, storage_options
 from ray_ckpt.plan.restore import RowKey
@@ -203,12 +203,19 @@ class RayLink:
         self._origin = joined.origin
         self._handle: Any = None
         self._answer: Any = None  # answer to an earlier progress report, not read yet
+        self._group: GroupCard | None = None  # the group at work, at rank 0
+        self._recovery: Future[None] = Future()  # the answer to the last request for a new agent
         self._missing = ""  # what is missing on the storage path, by the last answer
 
     @property
     def _agent(self) -> Any:
-        """The handle of the node's agent, found by name; Unavailable while there is no agent."""
+        """The handle of the node's agent, found by name; Unavailable while there is no agent.
+
+        RunConflict if no agent will come, since the run belongs to another service or run.
+        """
         if self._handle is None:
+            if self._recovery.done() and isinstance(error := self._recovery.exception(), RunConflict):
+                raise error
             try:
                 self._handle = ray.get_actor(names.agent_name(self._node), namespace=names.NAMESPACE)
             except ValueError:
@@ -228,7 +235,23 @@ class RayLink:
         return None if self._origin is None else self._origin.ticket(session, epoch)
 
     def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
-        return _future_of(self._agent.report_restored.remote(self._uid, session, report, self._named()))
+        agent, named = self._agent, self._named()
+        answer = _future_of(agent.report_restored.remote(self._uid, session, report, named))
+        if self._rank == 0:
+            answer.add_done_callback(lambda restored: self._keep_group(agent, restored))
+        return answer
+
+    def _keep_group(self, agent: Any, restored: Future[RestoreTicket | None]) -> None:
+        """Request the plan of the group that begins to train, for a coordinator that knows nothing of it.
+
+        A rank keeps the plan since ranks live as long as the group, unlike agents. One rank is enough.
+        """
+        if restored.exception() is None and restored.result() is None:
+            _future_of(agent.describe_group.remote(self._uid)).add_done_callback(self._group_came)
+
+    def _group_came(self, group: Future[GroupCard]) -> None:
+        if group.exception() is None and group.result().run.plan is not None:
+            self._group = group.result()
 
     def awaited(self) -> tuple[Awaited, ...]:
         found: tuple[Awaited, ...] = get_result(self._agent.awaited_ranks.remote(self._uid), AWAITED_S)
@@ -289,7 +312,7 @@ class RayLink:
                 self._missing = missing
 
     def notify_preemption(self, notice: Notice) -> None:
-        with contextlib.suppress(Unavailable):
+        with contextlib.suppress(CheckpointError):
             self._agent.notify_preemption.remote(notice)
 
     def annotate(self, step: int, metrics: Mapping[str, float], attempt: AttemptId | None) -> Future[None]:
@@ -299,7 +322,7 @@ class RayLink:
         self._handle = None
         with contextlib.suppress(ValueError):
             handle = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
-            handle.restart_agent.remote(self._node)
+            self._recovery = _future_of(handle.restart_agent.remote(self._node, self._group))
 
     def make_durable(self) -> Future[None]:
         return self._agent.make_durable.remote(self._uid).future()  # type: ignore[no-any-return]

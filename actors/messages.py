@@ -87,12 +87,20 @@ class AgentCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRun:
-    """A run in a ServiceCard, with the plan of its current group."""
+    """A run, with the plan of its current group, for a coordinator that may not know the run."""
 
     spec: RunSpec
     run_uid: str
     plan: SessionPlan | None
     epoch: int  # the highest epoch from which the agent received an order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCard:
+    """Report of a rank, whose agent is lost, to a coordinator that may know nothing of the group."""
+
+    service: str
+    run: OpenedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

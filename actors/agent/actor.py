@@ -24,6 +24,7 @@ from ray_ckpt.actors.agent.run import require
 from ray_ckpt.actors.agent.runs import NodeRuns
 from ray_ckpt.actors.messages import (
     AgentCard,
+    GroupCard,
     OpenRun,
     PutAwayRun,
     RunSpec,
@@ -97,14 +98,16 @@ class NodeAgent(RelayEndpoints):
         """Return the service and the runs of this agent, for a restarted coordinator."""
         return ServiceCard(keys=self._node.keys, service=self._service, runs=self._runs.opened())
 
-    async def exit(self, epochs: Mapping[str, int] | None = None) -> None:
+    async def exit(self, orders: Mapping[str, n.ExitOrdered] | None) -> None:
         """End this process, so that the autoscaler may remove the node, which holds nothing needed.
 
-        Fenced if a run here obeys a coordinator with a higher epoch than that in `epochs` (by run uid).
+        `orders` are those of the coordinator's runs, by run uid; None ends the agent in any case. RunInUse if
+        a group is at work here of which the coordinator does not know; Fenced if a run here obeys a newer
+        coordinator.
         """
-        for run_uid, epoch in (epochs or {}).items():
-            if run_uid in self._runs.open:
-                await self._runs.get(run_uid).obey(n.EpochSeen(epoch=epoch))
+        for run_uid, run in list(self._runs.open.items()) if orders is not None else ():
+            unknown = n.ExitOrdered(session_key=(0, 0), epoch=run.machine.epoch)
+            await run.obey((orders or {}).get(run_uid, unknown))
         log.info("nothing here is needed any more; this agent ends")
         asyncio.get_running_loop().call_later(EXIT_AFTER_S, os._exit, 0)
 
@@ -300,6 +303,10 @@ class NodeAgent(RelayEndpoints):
             pool=self._node.disk_io,
         )
         return arena.grant()
+
+    async def describe_group(self, run_uid: str) -> GroupCard:
+        """Return the group at work, which a rank keeps in case that all agents are lost."""
+        return GroupCard(service=self._service, run=self._runs.get(run_uid).opened())
 
     async def signal_page(self, run_uid: str, named: bool) -> str:
         """Return the path of the save signal's page, which ranks map; `named` is as in `reserve`."""

@@ -89,7 +89,7 @@ def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies
 
     def outgoing(file: FileEntry) -> Outgoing:
         name = FileName(run_uid=run.run_uid, directory=directory, file=file.name)
-        request = PutRequest(name=name, size_bytes=file.size_bytes, digest=file.digest)
+        request = PutRequest(name=name, size_bytes=file.size_bytes, digest=file.digest, epoch=effect.epoch)
         return Outgoing(request=request, chunks=partial(_wanted_bytes, run, effect.attempt, file.name))
 
     for batch in (

@@ -42,13 +42,15 @@ class PeerFiles:
             size_bytes=request.size_bytes,
             expect=request.digest,
         )
+        run.reach_epoch(request.epoch)
         self._check_wanted(run, name)
         return written.digest
 
     def _check_wanted(self, run: NodeRun, name: FileName) -> None:
         """Raise Unavailable if the folder is being deleted.
 
-        Called before and after a write, so that no deleted copy counts.
+        Called before and after a write, so that no deleted copy counts. After the second call, no order of
+        an epoch below the sender's deletes the copy.
         """
         if run.machine.is_deleted(attempt_of(name.directory)):
             raise Unavailable(f"{name.directory} is being deleted here")

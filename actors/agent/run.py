@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from ray_ckpt.actors.agent.memory import RankMemory
 from ray_ckpt.actors.agent.priority import DrainRateLimiter, yield_to_training
 from ray_ckpt.actors.agent.restoring import NodeRestore
 from ray_ckpt.actors.callers import Callers
-from ray_ckpt.actors.messages import RunSpec
+from ray_ckpt.actors.messages import OpenedRun, RunSpec
 from ray_ckpt.actors.threads import BriefThreads
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
@@ -23,6 +24,7 @@ from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.transport.sending import Limiter
 
 DRAIN_THREADS = 2  # concurrent uploads; each holds some 200 MiB of parts and read-ahead
+EPOCH_S = 30.0  # longest wait of a peer for an epoch to become durable here; the peer then tries again
 MISSING_LOOK_S = 5.0  # between checks of rank 0's node that the log is still at its place
 T = TypeVar("T")
 
@@ -53,11 +55,17 @@ class NodeRun:
         self._missing_s = 0.0  # time of the last check of `missing` (monotonic); inf during a check
         self.starts: dict[SessionKey, tuple[RunSpec, dict[str, str]]] = {}  # orders that are being handled
         self.callers = Callers(lambda token: self.host.handle(CallerLeft(token=token)))
+        self._loop = asyncio.get_running_loop()
         self.host = host(self, NodeMachine(epoch=staging.epoch(run_uid)))
 
     @property
     def machine(self) -> NodeMachine:
         return self.host.machine
+
+    def opened(self) -> OpenedRun:
+        """Return the run as an agent reports it to a coordinator that may not know it."""
+        epoch = self.machine.epoch
+        return OpenedRun(spec=self.spec, run_uid=self.run_uid, plan=self.host.plan, epoch=epoch)
 
     async def request(self, event: Callable[[Token], NodeHostEvent]) -> Any:
         """Handle an event with a fresh token, and return the host's reply or raise its error."""
@@ -72,6 +80,15 @@ class NodeRun:
             lambda token: OrderReceived(token=token, order=order)
         )
         return left
+
+    def reach_epoch(self, epoch: int) -> None:
+        """Block until this node obeys `epoch` or a higher one; not for the thread of the event loop.
+
+        OSError if the disk does not take the epoch, TimeoutError after EPOCH_S.
+        """
+        if epoch > self.machine.epoch:
+            obeyed = asyncio.run_coroutine_threadsafe(self.obey(n.EpochSeen(epoch=epoch)), self._loop)
+            obeyed.result(EPOCH_S)
 
     def require_plan(self) -> SessionPlan:
         """Return the plan of the session, else raise Unavailable."""

@@ -56,12 +56,8 @@ class NodeRuns:
 
     def opened(self) -> tuple[OpenedRun, ...]:
         """Return the runs that are at work or are to be put away."""
-        hosts = {uid: run.host for uid, run in self.open.items()}
-        return tuple(
-            OpenedRun(spec=self.open[uid].spec, run_uid=uid, plan=host.plan, epoch=host.machine.epoch)
-            for uid, host in hosts.items()
-            if host.machine.is_finished or not host.machine.is_released
-        )
+        runs = list(self.open.values())
+        return tuple(run.opened() for run in runs if run.machine.is_finished or not run.machine.is_released)
 
     def staging_text(self) -> str:
         """Return the staging folders, separated by commas."""

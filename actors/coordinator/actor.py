@@ -28,6 +28,7 @@ from ray_ckpt.actors.messages import (
     DrillSources,
     GatheredAnswer,
     GatheredReport,
+    GroupCard,
     Joined,
     RunSpec,
     RunStatus,
@@ -321,9 +322,16 @@ class Coordinator:
         await self._recovery.ready()
         await self._annotate(self.engine.runs.by_uid(run_uid), step, metrics)
 
-    async def restart_agent(self, node: str) -> None:
-        """Start a new agent on a node if the node's agent, which a rank has reported as dead, is dead."""
+    async def restart_agent(self, node: str, group: GroupCard | None) -> None:
+        """Start a new agent on a node if the node's agent, which a rank has reported as dead, is dead.
+
+        Continue with the group of the rank if no agent has reported the group; RunConflict if another service
+        or run owns the log.
+        """
+        await self._recovery.ready()
         await self.engine.restart_agent(node)
+        if group is not None:
+            await self._recovery.find_group(group)
 
     async def node_preempted(self, node: str, notice: Notice) -> None:
         """Record a notice that a node is about to go; agents repeat a notice as long as it holds."""

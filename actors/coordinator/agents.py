@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Iterable, Mapping, Set
+from collections.abc import Awaitable, Mapping, Set
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from ray_ckpt.actors.coordinator.nodes import NodeList
 from ray_ckpt.actors.failures import reason
 from ray_ckpt.actors.messages import AgentCard, ServiceCard
 from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.core import node_messages as n
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.transport.credentials import ServiceKeys
 
@@ -155,14 +156,21 @@ class Agents:
         self._actors.pop(node, None)
         self.num_changes += self.cards.pop(node, None) is not None
 
-    def end(self, nodes: Iterable[str], epochs: Mapping[str, int]) -> None:
-        """End agents whose nodes are not needed; an agent keeps the autoscaler from removing its node.
+    async def end(self, node: str, orders: Mapping[str, n.ExitOrdered]) -> None:
+        """End an agent whose node is not needed; an agent keeps the autoscaler from removing its node.
 
-        `epochs` are those of this coordinator, by run uid: an agent whose run has a newer coordinator stays.
+        `orders` are those of this coordinator's runs, by run uid. The agent stays with RunInUse if a group
+        is at work there, with Fenced if a run there has a newer coordinator.
         """
-        for node in nodes:
-            log.info("node %s holds nothing needed: its agent ends", node[:12])
-            self._end(node, epochs)
+        log.info("node %s holds nothing needed: its agent ends", node[:12])
+        try:
+            await asyncio.wait_for(self._end(node, orders), AGENT_CALL_S)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, CheckpointError):
+                raise error.cause from None
+            log.warning("node %s: its agent does not end: %s", node[:12], reason(error))
+        except (ray.exceptions.RayError, TimeoutError, KeyError) as error:
+            log.debug("node %s: its agent has not answered: %s", node[:12], reason(error))
 
     def close(self) -> None:
         """Start no agent from now on."""
@@ -170,8 +178,9 @@ class Agents:
 
     def end_all(self) -> None:
         for node in list(self._actors):
-            self._end(node)
+            self._end(node, None)
 
-    def _end(self, node: str, epochs: Mapping[str, int] | None = None) -> None:
-        self._actors[node].exit.remote(epochs)
+    def _end(self, node: str, orders: Mapping[str, n.ExitOrdered] | None) -> Awaitable[None]:
+        answer: Awaitable[None] = self._actors[node].exit.remote(orders)
         self.forget(node)
+        return answer

@@ -29,9 +29,9 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.values import Token
 from ray_ckpt.engine.notices import Notices
-from ray_ckpt.engine.ports import AgentDied, HostEvent
+from ray_ckpt.engine.ports import AgentDied, ExitRefused, HostEvent
 from ray_ckpt.engine.run_host import RunHost
-from ray_ckpt.errors import CheckpointError
+from ray_ckpt.errors import CheckpointError, RunInUse
 from ray_ckpt.transport.credentials import ServiceKeys
 
 log = logging.getLogger("ray_ckpt.coordinator")
@@ -77,6 +77,17 @@ class Engine:
                 self.agents.forget(node)
                 for run in self.runs:
                     run.host.handle(AgentDied(node=node))
+
+    async def end_agent(self, node: str) -> None:
+        """End an idle agent, or find the group that is at work there."""
+        try:
+            await self.agents.end(node, {run.run_uid: run.host.exit_order() for run in self.runs})
+        except RunInUse as error:
+            log.warning("%s", error)
+            for run in self.runs:
+                run.host.handle(ExitRefused(node=node))
+        except CheckpointError as error:
+            log.info("node %s: %s", node[:12], error)
 
     def take(self, report: GatheredReport) -> GatheredAnswer | None:
         """Handle a report that is an event of a save, and answer it; return None for any other report.

@@ -11,7 +11,8 @@ import ray
 
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.opening import RunOpener
-from ray_ckpt.actors.messages import OpenedRun
+from ray_ckpt.actors.messages import GroupCard, OpenedRun
+from ray_ckpt.engine.ports import GroupFound
 from ray_ckpt.errors import CheckpointError, RunConflict, RunSuperseded
 
 log = logging.getLogger("ray_ckpt.coordinator")
@@ -20,12 +21,16 @@ TAKE_OVER_AGAIN_S = 5.0  # until a restarted coordinator again tries to open a l
 
 
 class Recovery:
-    """Recovery of a restarted coordinator; the first call of `ready` begins the recovery."""
+    """Recovery of a restarted coordinator; the first call of `ready` begins the recovery.
+
+    A coordinator finds the groups at work by the agents, or by a rank if all agents of a group are lost.
+    """
 
     def __init__(self, engine: Engine, opener: RunOpener) -> None:
         self._engine = engine
         self._opener = opener
         self._found: asyncio.Task[None] | None = None
+        self._claimed: set[str] = set()  # keys of the runs that this coordinator tries to open
 
     async def ready(self) -> None:
         """Wait until the agents of an earlier coordinator have been found."""
@@ -42,16 +47,38 @@ class Recovery:
                 epoch = max(known.epoch, run.epoch) if known is not None else run.epoch
                 runs[run.spec.key] = replace(newest, epoch=epoch)
         for run in runs.values():
-            self._engine.spawn(self._take_over(run))
+            self._engine.spawn(self._take_up(run))
+
+    async def find_group(self, card: GroupCard) -> None:
+        """Continue with the group of a rank, unless the run has a group or has ended.
+
+        RunConflict if another service or run owns the log; the group then has to end.
+        """
+        runs, found = self._engine.runs, card.run
+        if (run := runs.open.get(found.spec.key)) is not None:
+            if found.plan is not None:
+                run.host.handle(GroupFound(plan=found.plan))
+        elif found.spec.key not in runs.past and found.spec.key not in self._claimed:
+            if not (runs.open or runs.past or self._engine.agents.nodes):
+                self._engine.agents.service = card.service  # the agents that kept it are lost
+            await self._take_over(found)
+
+    async def _take_up(self, found: OpenedRun) -> None:
+        with contextlib.suppress(RunConflict):
+            await self._take_over(found)
 
     async def _take_over(self, found: OpenedRun) -> None:
-        """Claim the log of a run that was open, and continue with its current group."""
+        """Claim the log of a run that was open, and continue with its current group; or raise RunConflict."""
         log.warning("%s: this coordinator takes over from one that died", found.spec.name)
-        with self._engine.runs.in_use(found.spec.name):
-            await self._claim(found)
+        self._claimed.add(found.spec.key)
+        try:
+            with self._engine.runs.in_use(found.spec.name):
+                await self._claim(found)
+        finally:
+            self._claimed.discard(found.spec.key)
 
     async def _claim(self, found: OpenedRun) -> None:
-        """Try to open the run until it is open, unless another service or run owns the log."""
+        """Try to open the run until it is open. RunConflict if another service or run owns the log."""
         while True:
             try:
                 await self._opener.open(found.spec, owner=None, is_wanted=False, found=found.plan)
@@ -59,10 +86,10 @@ class Recovery:
             except RunSuperseded as error:
                 log.error("%s", error)
                 await self._end_session(found, error)
-                return
+                raise
             except RunConflict as error:
                 log.error("%s The run is left alone.", error)
-                return
+                raise
             except (CheckpointError, OSError) as error:
                 log.warning("%s: cannot take over yet: %s", found.spec.name, error)
                 await asyncio.sleep(TAKE_OVER_AGAIN_S)

@@ -63,6 +63,6 @@ class ClusterWatch:
         self._disks.begin_due(time.monotonic())
 
     def _end_idle(self) -> None:
-        agents, runs = self._engine.agents, list(self._engine.runs)
-        idle = self._idle.take(agents.nodes, [run.host for run in runs], time.monotonic())
-        agents.end(idle, {run.run_uid: run.machine.epoch for run in runs})
+        engine, hosts = self._engine, [run.host for run in self._engine.runs]
+        for node in self._idle.take(engine.agents.nodes, hosts, time.monotonic()):
+            engine.spawn(engine.end_agent(node))

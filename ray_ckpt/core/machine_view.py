@@ -64,7 +64,12 @@ class MachineView:
     @property
     def is_idle(self) -> bool:
         """True if no group has the run and this coordinator has no record left to write."""
-        return not self._parts.sessions.owner_has_run and self._parts.context.ledger.is_settled
+        return not self.has_group and self._parts.context.ledger.is_settled
+
+    @property
+    def has_group(self) -> bool:
+        """True while a group is at work or being opened."""
+        return self._parts.sessions.owner_has_run
 
     @property
     def end_cause(self) -> EndCause | None:

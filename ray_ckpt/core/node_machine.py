@@ -215,6 +215,10 @@ class NodeMachine:
     def _on_epoch_seen(self, event: n.EpochSeen) -> Iterable[n.NodeEffect]:
         return ()
 
+    def _on_exit_ordered(self, event: n.ExitOrdered) -> Iterator[n.NodeEffect]:
+        if self.plan is not None and not self.is_released and self.plan.session_key >= event.session_key:
+            yield n.RefuseExit()
+
     def _on_save_step_announced(self, event: n.SaveStepAnnounced) -> Iterator[n.NodeEffect]:
         if self.plan is not None and self.plan.session_key == event.session_key:
             yield n.ShowSaveSignal(signal=event.signal)
@@ -331,6 +335,7 @@ _HANDLERS: Mapping[type[n.NodeEvent], Callable[[NodeMachine, Any], Iterable[n.No
     n.FragmentWritten: NodeMachine._on_fragment_written,
     n.EpochPersisted: NodeMachine._on_epoch_persisted,
     n.EpochSeen: NodeMachine._on_epoch_seen,
+    n.ExitOrdered: NodeMachine._on_exit_ordered,
     n.SaveStepAnnounced: NodeMachine._on_save_step_announced,
     n.CopyOrdered: NodeMachine._on_copy_ordered,
     n.CopyEnded: NodeMachine._on_copy_ended,

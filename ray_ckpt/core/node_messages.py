@@ -117,6 +117,14 @@ class EpochSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExitOrdered:
+    """The coordinator needs nothing on this node, and knows no group of this session or a later one."""
+
+    session_key: SessionKey
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorReturned:
     """A new coordinator has taken over the run, without the reports that the old coordinator received."""
 
@@ -172,6 +180,7 @@ Order: TypeAlias = (
     | SessionEnded
     | OutcomeNotified
     | EpochSeen
+    | ExitOrdered
     | CoordinatorReturned
     | CopyOrdered
     | DeleteOrdered
@@ -298,6 +307,11 @@ class RefuseOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RefuseExit:
+    """A group is at work here of which the coordinator does not know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BeginSession:
     """Begin the session of a newer plan; callers that wait for the session before it get RunSuperseded."""
 
@@ -339,6 +353,7 @@ NodeEffect: TypeAlias = (
     | ForgetRun
     | PersistEpoch
     | RefuseOrder
+    | RefuseExit
     | BeginSession
     | EndSession
     | FreeMemory

@@ -380,12 +380,6 @@ class RunMachine:
 
     def _on_nodes_joined(self, event: m.NodesJoined) -> Iterator[m.Effect]:
         plans = {node: found.plan for node, found in event.inventories.items() if found.plan is not None}
-        if (
-            plans and not self._sessions.owner_has_run
-        ):  # the group's agents did not answer the search for groups
-            newest = max(plans.values(), key=lambda plan: plan.session_key)
-            yield from self._on_group_recovered(m.GroupRecovered(plan=newest, inventories=event.inventories))
-            return
         renewed = frozenset(event.inventories) - frozenset(plans)
         died = renewed & self._context.holders.live  # the other nodes have only just joined
         self._context.measure(telemetry.FAILURES, len(died), cause="agent")

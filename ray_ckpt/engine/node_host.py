@@ -36,7 +36,7 @@ from ray_ckpt.engine.node_ports import (
     WorkEnded,
 )
 from ray_ckpt.engine.node_session import NodeSession
-from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable, named_text
+from ray_ckpt.errors import CheckpointError, Fenced, RunInUse, RunSuperseded, Unavailable, named_text
 
 log = logging.getLogger("ray_ckpt.agent")
 
@@ -232,6 +232,8 @@ class NodeHost:
             case n.RefuseOrder(epoch=epoch):
                 text = f"Node {self.node_id[:12]} obeys epoch {epoch}."
                 self._orders[token].error = Fenced(text, epoch=epoch)
+            case n.RefuseExit():
+                self._orders[token].error = RunInUse(f"A group trains on node {self.node_id[:12]}.")
             case n.PersistEpoch():
                 raise AssertionError("only an order has a higher epoch")
 

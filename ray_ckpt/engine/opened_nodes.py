@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import Inventory, SessionKey, SessionPlan
-from ray_ckpt.engine.ports import Answered, Call, Failure, OpenOnNode, RunOpened, UpdatePeer
+from ray_ckpt.engine.ports import Answered, Call, Failure, GroupFound, OpenOnNode, RunOpened, UpdatePeer
 from ray_ckpt.errors import CheckpointError, StorageNotShared, StoragePathError
 
 if TYPE_CHECKING:
@@ -122,6 +122,11 @@ class OpenedNodes:
         if self.is_ready and node in self.live and self._host.machine.view.end_cause is None:
             self._join(node)
 
+    def find_group(self, node: str) -> None:
+        """Read the inventory of a node again, since a group without this coordinator is at work there."""
+        if self.is_ready and node in self.live and self._host.is_without_group:
+            self._join(node)
+
     def ended_idle(self, nodes: set[str]) -> None:
         """Skip nodes whose idle agents have ended, so that only the next group starts agents there."""
         self.skipped |= nodes & self.opened
@@ -219,7 +224,10 @@ class OpenedNodes:
             self.has_session(node, inventory.plan)
             for opening in self._rounds.values():
                 opening.renewed.add(node)
-            self._host.apply(m.NodesJoined(inventories={node: inventory}))
+            if inventory.plan is not None and self._host.is_without_group:
+                self._host.handle(GroupFound(plan=inventory.plan))
+            else:
+                self._host.apply(m.NodesJoined(inventories={node: inventory}))
             self._update_peers(node)
             self.renew()
         elif failure is not None and failure.error is not None and failure.epoch is None:

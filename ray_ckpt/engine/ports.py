@@ -141,7 +141,10 @@ class RunOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFound:
-    """Agents of an earlier coordinator have this plan; the host continues with it once the log is open."""
+    """Agents, or a rank whose agent is new, have this plan of a group that this coordinator does not know.
+
+    The host continues with the group once the log is open, unless the host has a group.
+    """
 
     plan: SessionPlan
 
@@ -154,6 +157,13 @@ class ServiceEnding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentDied:
     """The agent of a node was found dead, and the node may get a new one."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitRefused:
+    """The agent of a node that seemed idle does not end, since a group is at work there."""
 
     node: str
 
@@ -176,6 +186,7 @@ HostEvent: TypeAlias = (
     | ServiceEnding
     | GroupFound
     | AgentDied
+    | ExitRefused
     | InventoryDue
 )
 

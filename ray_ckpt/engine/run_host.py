@@ -27,6 +27,7 @@ from ray_ckpt.engine.ports import (
     AgentOrder,
     Answered,
     Call,
+    ExitRefused,
     Failure,
     GroupFound,
     GroupRequested,
@@ -90,10 +91,20 @@ class RunHost:
         last = self.machine.history.session
         return max(self._begun, (last.opened_by, last.session) if last is not None else (0, 0))
 
+    @property
+    def is_without_group(self) -> bool:
+        """True while no group of this run is at work or is being looked for; False after the run's end."""
+        view = self.machine.view
+        return not (self.is_recovering or view.has_group) and view.end_cause is None
+
     def needed_nodes(self) -> Set[str]:
         """Return the nodes whose agents may not end: the machine's, and all while a group is being opened."""
         needed = self.machine.view.needed_nodes()
         return needed | self.nodes.live if self.nodes.is_opening or self.groups.is_wanted else needed
+
+    def exit_order(self) -> n.ExitOrdered:
+        """Return the order with which an idle agent ends, unless a group is at work there."""
+        return n.ExitOrdered(session_key=self.last_session_key, epoch=self.machine.epoch)
 
     def handle(self, *events: m.Event | HostEvent) -> None:
         """Handle events in order; events that arrive during another event are handled after it."""
@@ -145,11 +156,18 @@ class RunHost:
                 self.nodes.open_on_all(event)
             case RunOpened() | InventoryDue():
                 self.nodes.open_on_all(event)
-            case GroupFound():
-                self._found = event.plan
-                self.nodes.open_on_all(event)
+            case GroupFound(plan=plan):
+                if self.is_without_group or plan is self._found:  # the latter is a further try
+                    self._found = plan
+                    self.nodes.open_on_all(event)
             case AgentDied(node=node):
                 self.nodes.agent_died(node)
+            case ExitRefused(node=node):
+                self.nodes.find_group(node)
+            case m.NodeStored(attempt=attempt, node_id=node):
+                self.apply(event)
+                if (attempt.epoch, attempt.session) >= self.last_session_key:
+                    self.nodes.find_group(node)
             case m.Appended():
                 self.apply(event)
                 self._log_answered()

@@ -20,6 +20,7 @@ from ray_ckpt.engine.ports import (
     AgentOrder,
     Answered,
     Call,
+    ExitRefused,
     Failure,
     GroupFound,
     GroupRequested,
@@ -33,7 +34,7 @@ from ray_ckpt.engine.ports import (
 )
 from ray_ckpt.engine.relays import Batch
 from ray_ckpt.engine.run_host import RunHost
-from ray_ckpt.errors import Fenced, RunSuperseded, SaveNotCollective, Unavailable
+from ray_ckpt.errors import Fenced, RunInUse, RunSuperseded, SaveNotCollective, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.telemetry import Sample
@@ -238,10 +239,18 @@ class Coordinators(StorageWork):
         agents = (self.nodes[node].agent for node in sorted(self.live(service)))
         return [a.host.plan for a in agents if a is not None and a.host.plan is not None]
 
-    def _open_log(self, service: str, *, owner: str | None, raises: bool = False) -> Coordinator | None:
+    def _open_log(
+        self,
+        service: str,
+        *,
+        owner: str | None,
+        raises: bool = False,
+        found: tuple[SessionPlan, ...] = (),
+    ) -> Coordinator | None:
         """Start a coordinator that reads and claims the log; return None if the claim is refused.
 
-        The coordinator looks for the group of an earlier one. `owner` is the launcher that opens the run.
+        The coordinator looks for the group of an earlier one. `owner` is the launcher that opens the run,
+        `found` are plans that ranks have sent.
         """
         try:
             check_claim(self.oracle.history, service=service, owner=owner)
@@ -258,7 +267,7 @@ class Coordinators(StorageWork):
         process.relays.size = self.relay_nodes
         self.current[service] = name
         self._feed(name, self.storage.opened(run_name=RUN, fresh_uid=RUN_UID))
-        if plans := self._plans(service):
+        if plans := [*found, *self._plans(service)]:
             self._feed(name, GroupFound(plan=max(plans, key=lambda plan: plan.session_key)))
         elif owner is None:
             self._feed(name, RunOpened(token="", checks_storage=False))
@@ -345,10 +354,14 @@ class Coordinators(StorageWork):
             process.agents.discard(name)
             if self.nodes[name].agent is None:
                 continue
-            call = Call(node=name, order=n.EpochSeen(epoch=process.machine.epoch))
-            self.send_order(Order(call, process.name), ends_agent=True)
+            self.send_order(Order(Call(node=name, order=process.host.exit_order()), process.name))
 
-    def _end_idle_agent(self, node: Node) -> None:
+    def _exit_answered(self, node: Node, process: Coordinator | None, error: Exception | None) -> None:
+        """End an idle agent, unless the agent refuses to end."""
+        if error is not None:
+            if isinstance(error, RunInUse) and process is not None:
+                self.wire.append(Answer(process.name, (ExitRefused(node=node.name),)))
+            return
         for launcher, group, member in self.members():
             is_at_work = self.is_at_work(launcher, group) and launcher.service == node.service
             text = f"the idle agent of {node.name} ends, and {launcher.name} is at work there"
@@ -437,7 +450,7 @@ class Coordinators(StorageWork):
         there = [x.name for x in nodes if x.agent is not None and x.name in process.host.nodes.opened]
         must(not there, "P8", f"{directory} is called collected, and nodes {there} have not deleted it")
 
-    def send_order(self, message: Order, fate: Fate = "delivered", *, ends_agent: bool = False) -> None:
+    def send_order(self, message: Order, fate: Fate = "delivered") -> None:
         """Let the agent of a node handle a call; `_order_answered` follows, perhaps at once."""
         call, node, order = message.call, self.nodes[message.call.node], message.call.order
         process, agent = self.coordinators.get(message.sender), node.agent
@@ -458,7 +471,7 @@ class Coordinators(StorageWork):
             agent.route.use(message.batch.relay if message.batch is not None else "")
         self.num_orders += 1
         token = f"order-{self.num_orders}"
-        self.order_calls[token] = OrderCall(message, fate, agent.number, ends_agent)
+        self.order_calls[token] = OrderCall(message, fate, agent.number)
         self._to_agent(node, OrderReceived(token=token, order=event))
         if isinstance(event, n.OutcomeNotified) and event.epoch == agent.machine.epoch:
             self.oracle.settled(event.attempt, event.level)
@@ -482,8 +495,8 @@ class Coordinators(StorageWork):
             must(node.disk.epoch >= order.epoch, "P3", text)
             self.check_callers(node, order)
             self.check_session(node, order)
-        if done.ends_agent and error is None:
-            self._end_idle_agent(node)
+        if isinstance(order, n.ExitOrdered):
+            self._exit_answered(node, process, error)
         else:
             self._send_back(done, answer)
 

@@ -79,7 +79,7 @@ class Healing:
                 must(has_plan, "P7", f"the agent of {member.node} has not the session of {launcher.name}")
 
     def _check_zombies(self) -> None:
-        """Check that a group that has lost the run ends at the group's next save."""
+        """Check that a group that has lost the run ends at its next save, and that others are known."""
         world = self._world
         for _, group, member in world.members():
             member.saved = len(group.steps)  # a save is complete only if all members make the same save
@@ -91,6 +91,10 @@ class Healing:
             is_whole = all(x.state == "training" and world.nodes[x.node].agent for x in group.members)
             if is_whole and member.plan is not None and world.oracle.is_over(member.plan):
                 raise Violation(f"P7: {launcher.name} trains on {member.node} in an ended session")
+            process = world.process_of(launcher.service)
+            if is_whole and world.is_at_work(launcher, group) and process is not None:
+                text = f"{process.name} does not know that {launcher.name} is at work"
+                must(process.machine.plan == member.plan, "P7", text)
 
     def _train(self, launcher: Launcher) -> str:
         """Let a group open and save twice; return the attempt of the second save."""

@@ -14,6 +14,7 @@ from ray_ckpt.engine.node_host import NodeHost
 from ray_ckpt.engine.node_ports import (
     EndAwaited,
     NodeHostEvent,
+    OrderReceived,
     OutcomeAwaited,
     PeerProbed,
     ProbePeer,
@@ -302,6 +303,9 @@ class Nodes:
             if self.silent_s:
                 self.wire.append(replace(message, at_s=self.now_s + self.silent_s, is_silent=True))
                 return
+        if not is_silent and self._obeys_less(holder, work.epoch):
+            self.wire.append(message)  # the holder answers when it obeys the epoch of the source
+            return
         error = "no sign of life" if is_silent else self._send_copy(node, copy, holder, fate)
         ended = n.CopyEnded(
             attempt=work.attempt,
@@ -312,6 +316,15 @@ class Nodes:
             is_unreachable=is_silent,
         )
         self._to_agent(node, ended)
+
+    def _obeys_less(self, name: str, epoch: int) -> bool:
+        """Return True if the node obeys a lower epoch than `epoch`, which the node then begins to persist."""
+        node = self.nodes[name]
+        if not node.is_alive or node.agent is None or node.agent.machine.epoch >= epoch:
+            return False
+        order = OrderReceived(token=self._token(), order=n.EpochSeen(epoch=epoch))
+        self._to_agent(node, order)
+        return True
 
     def reaches(self, name: str, peer: str) -> bool:
         """Return True if the agent on `peer` answers the node `name`."""

@@ -159,7 +159,6 @@ class OrderCall:
     message: Order
     fate: Fate
     agent: int  # number of the agent
-    ends_agent: bool = False  # the agent ends if it carries the order out
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from ray_ckpt.engine.node_ports import (
     RankRestored,
     ReportAnswered,
 )
-from ray_ckpt.engine.ports import AgentDied, ServiceEnding
+from ray_ckpt.engine.ports import AgentDied, GroupFound, ServiceEnding
 from ray_ckpt.engine.stopping import objections
 from ray_ckpt.errors import CheckpointError, ConfigError, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
@@ -199,10 +199,21 @@ class World(Coordinators):
     def restart_agent(self, name: str) -> None:
         """Let a rank report that its agent is gone."""
         self.clock += 1
-        process = self.process_of(self.nodes[name].service)
+        service = self.nodes[name].service
+        plans, process = self._plans_of_ranks(name), self.process_of(service)
         if process is not None:
             process.agents.discard(name)
-            self.wire.append(Answer(process.name, (AgentDied(node=name),)))
+            found = (GroupFound(plan=plan) for plan in plans)
+            self.wire.append(Answer(process.name, (AgentDied(node=name), *found)))
+        elif plans and not self.storage.is_away:
+            self._open_log(service, owner=None, found=plans)
+
+    def _plans_of_ranks(self, name: str) -> tuple[SessionPlan, ...]:
+        """Return the plans of the groups whose rank 0 trains on a node."""
+        firsts = (x.group.members[0] for x in self.launchers.values() if x.group and x.group.members)
+        return tuple(
+            x.plan for x in firsts if x.node == name and x.state == "training" and x.plan is not None
+        )
 
     def notify_preemption(self, name: str, left_s: float | None) -> None:
         """Let a node, or a rank on it, report that it is about to go."""

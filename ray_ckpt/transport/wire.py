@@ -48,11 +48,15 @@ class FileName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutRequest:
-    """A request to store a file. The receiver checks size and digest and answers with the computed digest."""
+    """A request to store a file. The receiver checks size and digest and answers with the computed digest.
+
+    The receiver answers when it obeys `epoch`, that of the sender, or a higher one.
+    """
 
     name: FileName
     size_bytes: int
     digest: str
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +74,11 @@ def encode_request(request: PutRequest | GetRequest) -> bytes:
 def decode_put(data: bytes) -> PutRequest:
     """Return the put request in `data`. Raise FormatError if there is none."""
     fields = _fields(data)
-    size = jsontext.integer(fields.get("size_bytes"), "size_bytes")
     return PutRequest(
-        name=_name(fields), size_bytes=size, digest=jsontext.hex_digest(fields.get("digest"), "digest")
+        name=_name(fields),
+        size_bytes=jsontext.integer(fields.get("size_bytes"), "size_bytes"),
+        digest=jsontext.hex_digest(fields.get("digest"), "digest"),
+        epoch=jsontext.integer(fields.get("epoch"), "epoch"),
     )
 
 

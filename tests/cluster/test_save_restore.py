@@ -328,16 +328,39 @@ def test_resume_must_and_never(group: RankGroup, storage: str) -> None:
 
 def kill_agent_in_the_middle(run: str, storage: str) -> int:
     """Save, lose the agent of rank 1's node, and save on until both ranks see a commit; that step."""
+    training = Training(run, storage, attempt_timeout_s=3, max_block_s=5)
+    return _train_until_safe_again(training, _kill_own_agent if training.rank == 1 else None)
+
+
+def kill_service_in_the_middle(run: str, storage: str) -> int:
+    """Save, lose the coordinator and all agents, and save on until both ranks see a commit; that step."""
+    training = Training(run, storage, attempt_timeout_s=3, max_block_s=5)
+    return _train_until_safe_again(training, _kill_service if training.rank == 1 else None)
+
+
+def _kill_own_agent() -> None:
+    node = ray.get_runtime_context().get_node_id()
+    ray.kill(ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE))
+
+
+def _kill_service() -> None:
+    """Kill the coordinator, which Ray restarts, when no agent is left that it could find."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    for agent in (a["name"] for a in actors if a["name"].startswith(names.AGENT_PREFIX)):
+        ray.kill(ray.get_actor(agent, namespace=names.NAMESPACE))
+    ray.kill(ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE), no_restart=False)
+
+
+def _train_until_safe_again(training: Training, fault: Callable[[], None] | None) -> int:
+    """Train with `fault` after step 3 until both ranks see the commit of a later step; that step."""
     import torch
     import torch.distributed as dist
 
-    training = Training(run, storage, attempt_timeout_s=3, max_block_s=5)
     training.ckpt.restore()
     for step in range(1, MAX_STEPS):
         training.step()
-        if step == 3 and training.rank == 1:
-            node = ray.get_runtime_context().get_node_id()
-            ray.kill(ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE))
+        if step == 3 and fault is not None:
+            fault()
         dist.barrier()
         is_safe = training.ckpt.save(step) and step > 3
         try:
@@ -362,6 +385,21 @@ def test_training_survives_its_agent_and_is_protected_again(
     newest = Catalog(f"{storage}/agent").newest()
     assert newest is not None and newest.info.step == last
     assert [r["step"] for r in group.run(full_state, "agent", storage, {})] == [last, last]
+
+
+@pytest.mark.slow
+def test_training_survives_the_loss_of_the_whole_service(
+    group: RankGroup, cluster: LocalCluster, storage: str
+) -> None:
+    """The new coordinator finds no agent, so that rank 0 has to report the group."""
+    last, other = group.run(kill_service_in_the_middle, "lost", storage)
+    assert last == other < MAX_STEPS - 1, "protected again before time was up"
+    records = [json.loads(p.read_bytes()) for p in sorted((Path(storage) / "lost/ray_ckpt/log").iterdir())]
+    assert [r["session"] for r in records if r["op"] == "session"] == [1], "the group was not disturbed"
+    assert len({r["service"] for r in records if r["op"] == "epoch"}) == 1
+    newest = Catalog(f"{storage}/lost").newest()
+    assert newest is not None and newest.info.step == last
+    assert [r["step"] for r in group.run(full_state, "lost", storage, {})] == [last, last]
 
 
 def kill_coordinator_in_the_middle(run: str, storage: str) -> list[str]:

@@ -236,6 +236,7 @@ def every_order(epoch: int) -> list[n.Order]:
         n.SessionEnded(session_key=(0, 1), error=RunSuperseded("over"), epoch=epoch),
         n.OutcomeNotified(attempt=at, level=None, error=Unavailable("dropped"), epoch=epoch),
         n.EpochSeen(epoch=epoch),
+        n.ExitOrdered(session_key=(epoch + 1, 1), epoch=epoch),
         n.CoordinatorReturned(epoch=epoch),
         n.CopyOrdered(attempt=at, node_index=0, holder="b", epoch=epoch),
         n.DeleteOrdered(directories=(at.directory,), epoch=epoch),
@@ -281,6 +282,17 @@ def test_a_higher_epoch_is_on_disk_before_what_it_orders_is_done(order: n.Order)
     assert machine.handle(n.EpochPersisted(epoch=3)) == ()
     assert machine.epoch == 3
     assert n.PersistEpoch(epoch=3) not in machine.handle(order), "once is enough"
+
+
+@pytest.mark.parametrize(("session_key", "exits"), [((0, 0), False), ((0, 1), False), ((0, 2), True)])
+def test_an_agent_exits_if_its_group_is_older_than_all_that_the_coordinator_knows(
+    session_key: tuple[int, int], exits: bool
+) -> None:
+    machine = started()
+    order = n.ExitOrdered(session_key=session_key, epoch=1)
+    assert machine.handle(order) == (() if exits else (n.RefuseExit(),))
+    machine.handle(n.RunReleased(session_key=(0, 1), is_finished=True, epoch=1))
+    assert machine.handle(order) == (), "no group is at work"
 
 
 def test_a_restarted_agent_obeys_no_lower_epoch_than_before() -> None:

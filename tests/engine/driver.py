@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from ray_ckpt.engine.ports import (
     HostEvent,
     LauncherSeen,
     OpenOnNode,
+    RunOpened,
     StorageEffect,
 )
 from ray_ckpt.engine.run_host import RunHost
@@ -53,7 +54,9 @@ class Ports:
         if call.node in story.silent or type(call.order) in story.silent_orders:
             return
         failure = story.failures.get(call.node)
-        value: object = EMPTY if isinstance(call.order, OpenOnNode) and failure is None else None
+        value: object = None
+        if isinstance(call.order, OpenOnNode) and failure is None:
+            value = replace(EMPTY, plan=story.plans.get(call.node))
         if isinstance(call.order, DeleteOrdered) and failure is None:
             value = dict.fromkeys(story.stuck.intersection(call.order.directories), "the disk failed")
         story.host.handle(Answered(to=call, value=value, failure=failure))
@@ -117,6 +120,7 @@ class Story:
         self.silent: set[str] = set()  # nodes whose agents do not answer yet
         self.silent_orders: set[type] = set()
         self.failures: dict[str, Failure] = {}  # nodes whose agents fail -> the failure
+        self.plans: dict[str, SessionPlan] = {}  # node -> the plan that its agent has
         self.stuck: set[str] = set()  # folders that no agent can delete
         self.dead: set[str] = set()  # launchers that are dead
         self.unknown: set[str] = set()  # launchers for which the cluster does not answer
@@ -153,9 +157,17 @@ class Story:
 
     def recover(self, plan: SessionPlan) -> None:
         """Replace the host by that of a new coordinator, which finds a group with this plan."""
+        self._replace_host()
+        self.host.handle(GroupFound(plan=plan))
+
+    def restart(self) -> None:
+        """Replace the host by that of a new coordinator, which finds no group."""
+        self._replace_host()
+        self.host.handle(RunOpened(token="opened", checks_storage=False))
+
+    def _replace_host(self) -> None:
         self.harness.start_coordinator()
         self.host = RunHost(self.harness.machine, self.ports, Notices())
-        self.host.handle(GroupFound(plan=plan))
 
     def harness_effect(self, *effects: m.Effect) -> None:
         """Have the host carry out effects as if the machine had returned them for one event."""

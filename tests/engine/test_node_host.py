@@ -28,7 +28,7 @@ from ray_ckpt.engine.node_session import (
     MAX_BARRIERS,
     RESTORED_AGAIN_S,
 )
-from ray_ckpt.errors import Fenced, RunConflict, RunSuperseded, Unavailable
+from ray_ckpt.errors import Fenced, RunConflict, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.types import Level, RankRestore, SaveFacts
 from tests.core.test_node_machine import MANIFEST, attempt, every_order, plan, published, sealed, written
 from tests.engine.node_driver import NodeStory
@@ -100,6 +100,12 @@ def test_of_orders_that_wait_for_the_disk_those_of_lower_epochs_are_refused() ->
     assert went(story, "third") == [None]
     refused = story.ports.replies["second"]
     assert isinstance(refused, Fenced) and refused.fields["epoch"] == 4
+
+
+def test_the_order_to_exit_fails_while_a_group_is_at_work() -> None:
+    story = started()
+    story.order("exit", n.ExitOrdered(session_key=(0, 1), epoch=1))
+    assert isinstance(story.ports.replies["exit"], RunInUse)
 
 
 def test_a_deletion_is_answered_when_all_folders_are_gone_or_have_an_error() -> None:

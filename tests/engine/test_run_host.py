@@ -9,7 +9,15 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.engine.answers import DRAIN_SLACK_S, drain_bound_s
 from ray_ckpt.engine.idle_agents import IdleAgents
-from ray_ckpt.engine.ports import AgentDied, Failure, OpenOnNode, RunOpened, UpdatePeer
+from ray_ckpt.engine.ports import (
+    AgentDied,
+    ExitRefused,
+    Failure,
+    GroupFound,
+    OpenOnNode,
+    RunOpened,
+    UpdatePeer,
+)
 from ray_ckpt.engine.run_host import INVENTORY_AGAIN_S, TAKE_OVER_AGAIN_S
 from ray_ckpt.errors import ConfigError, StoragePathError, Unavailable
 from tests.engine.driver import NO_ANSWER, Story, trained
@@ -83,6 +91,39 @@ def test_a_recovery_is_tried_again_after_an_error() -> None:
     story.failures = {}
     story.tick(TAKE_OVER_AGAIN_S)
     assert not story.host.is_recovering
+
+
+@pytest.mark.parametrize("teaches", ["NodeStored", "ExitRefused"])
+def test_a_group_that_the_coordinator_does_not_know_is_found_by_what_its_agents_send(teaches: str) -> None:
+    story = trained()
+    plan, stored = story.host.machine.plan, story.harness.stored(story.harness.attempt(3), "b")
+    assert plan is not None
+    story.restart()
+    assert story.host.machine.plan is None
+    story.plans = {"b": plan}
+    story.ports.calls.clear()
+    story.host.handle(stored if teaches == "NodeStored" else ExitRefused(node="b"))
+    assert story.host.machine.plan == plan
+    assert [node for node, _ in story.sent(OpenOnNode)] == ["b", "a", "b"], "b joins, then the group is found"
+    assert [node for node, _ in story.sent(n.SessionStarted)] == ["a"], "b has it"
+
+
+def test_a_group_that_a_rank_reports_is_found_unless_a_group_is_known_or_the_run_has_ended() -> None:
+    story = trained()
+    plan = story.host.machine.plan
+    assert plan is not None
+    story.ports.calls.clear()
+    story.host.handle(GroupFound(plan=plan))
+    assert not story.ports.calls, "it is known"
+    story.restart()
+    story.host.handle(GroupFound(plan=plan))
+    assert story.host.machine.plan == plan
+    assert {node for node, _ in story.sent(n.SessionStarted)} == {"a", "b"}
+    story.host.handle(m.FinishRequested(token="end", ends_group=True))
+    story.tick(1.0)
+    story.ports.calls.clear()
+    story.host.handle(GroupFound(plan=plan))
+    assert not story.ports.calls, "it has ended"
 
 
 def test_a_node_with_a_new_agent_gets_the_session_and_its_peers_the_address() -> None:

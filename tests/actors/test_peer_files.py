@@ -1,0 +1,72 @@
+"""Copies that peers send to a node: the node obeys the epoch of the sender before a copy counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from ray_ckpt.actors.agent.node import Node
+from ray_ckpt.actors.agent.peer_files import PeerFiles
+from ray_ckpt.actors.agent.run import NodeRun
+from ray_ckpt.actors.agent.runs import NodeRuns
+from ray_ckpt.actors.messages import RunSpec
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.errors import Fenced, Unavailable
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.names import make_attempt
+from ray_ckpt.transport.credentials import ServiceKeys
+from ray_ckpt.transport.wire import FileName, PutRequest
+
+UID = "a" * 32
+DATA = b"shard"
+ATTEMPT = make_attempt(run_uid=UID, epoch=1, session=1, step=3, attempt=0)
+DROP = n.OutcomeNotified(attempt=ATTEMPT, level=None, error=Unavailable("dropped"), epoch=4)
+
+
+def received(tmp_path: Path, epoch: int, at_write: Callable[[NodeRun], None] = lambda run: None) -> NodeRun:
+    """Return a run that obeyed epoch 4 when a peer of `epoch` sent a copy to it."""
+
+    def chunks(run: NodeRun) -> Iterator[bytes]:
+        at_write(run)
+        yield DATA
+
+    async def receive() -> NodeRun:
+        runs = NodeRuns(Node("node", ServiceKeys.make(datetime.now(UTC))))
+        options = RunOptions(staging=str(tmp_path / "staging"))
+        run = await runs.take_up(RunSpec(name="run", storage_path=str(tmp_path), options=options), UID)
+        await run.obey(n.EpochSeen(epoch=4))
+        name = FileName(run_uid=UID, directory=ATTEMPT.directory, file="shard-00000-of-00001.safetensors")
+        request = PutRequest(name=name, size_bytes=len(DATA), digest=digest(DATA), epoch=epoch)
+        written = await asyncio.to_thread(PeerFiles(runs.open).put, request, chunks(run))
+        assert written == request.digest
+        return run
+
+    return asyncio.run(receive())
+
+
+@pytest.mark.parametrize("epoch", [0, 3, 4, 5])
+def test_a_copy_counts_when_its_holder_obeys_the_epoch_of_the_sender(tmp_path: Path, epoch: int) -> None:
+    run = received(tmp_path, epoch)
+    assert run.machine.epoch == run.staging.epoch(UID) == max(4, epoch)
+
+
+def test_no_order_of_a_lower_epoch_deletes_a_copy_that_counts(tmp_path: Path) -> None:
+    async def drop(run: NodeRun) -> None:
+        await run.obey(DROP)
+
+    run = received(tmp_path, 5)
+    with pytest.raises(Fenced):
+        asyncio.run(drop(run))
+
+
+def test_a_copy_that_was_dropped_while_it_was_written_does_not_count(tmp_path: Path) -> None:
+    def drop(run: NodeRun) -> None:
+        asyncio.run_coroutine_threadsafe(run.obey(DROP), run._loop).result(10)
+
+    with pytest.raises((Unavailable, FileNotFoundError)):
+        received(tmp_path, 5, drop)
