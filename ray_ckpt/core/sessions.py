@@ -124,9 +124,10 @@ class Sessions:
         number = current.session if current else 0
         is_over = False
         resumed_from = plan.resume.checkpoint.id.attempt if plan.resume else None
-        if plan.session_key > session_key and (
-            resumed_from is None or resumed_from in {c.id.attempt for c in history.lineage()}
-        ):  # begun while the store was away; the old coordinator could not log the session
+        follows = resumed_from is None or resumed_from in {c.id.attempt for c in history.lineage()}
+        is_free = plan.session not in history.sessions  # else a session of another cluster has the number
+        if plan.session_key > session_key and follows and is_free:
+            # Begun while the store was away; the earlier coordinator could not log the session.
             context.ledger.append(
                 r.Session(
                     session=plan.session,

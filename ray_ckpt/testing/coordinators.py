@@ -176,6 +176,8 @@ class WirePorts:
     def observe(self, event: m.Event) -> None:
         """Report to the oracle the facts that a coordinator receives with an event."""
         oracle = self.world.oracle
+        if isinstance(event, m.NodesSeen):
+            self._count_lost(event)
         if isinstance(event, m.Appended) and event.outcome == "ok":
             self.process.waits_since_s = None
         if isinstance(event, m.GroupOpened):
@@ -191,6 +193,14 @@ class WirePorts:
             for node, inventory in event.inventories.items():
                 for held in inventory.fragments:
                     oracle.learns_stored(self.name, held.attempt, held.node_index, node)
+
+    def _count_lost(self, event: m.NodesSeen) -> None:
+        """Count the retired folders of lost nodes as deleted, as the machine does."""
+        process, checkpoints = self.process, self.process.machine.history.checkpoints.values()
+        lost = process.machine.view.live_nodes - event.live
+        retired = [c.directory for c in checkpoints if c.state == "retired"] if lost else []
+        process.deleted |= {(node, directory) for node in lost for directory in retired}
+        process.left -= process.deleted
 
 
 def _is_of_round(message: Message, name: str, order: AgentOrder) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -258,6 +259,22 @@ def test_a_group_that_went_on_is_recorded_by_the_next_coordinator() -> None:
     assert (newest.step, newest.id.epoch, run.machine.epoch) == (30, 1, 2)
     run.open("ab")
     assert (run.plan.session, run.plan.epoch) == (3, 2)
+
+
+def test_a_group_that_went_on_is_over_if_its_number_is_taken() -> None:
+    """Two clusters began a session without the log; the one with the lower epoch was recorded first."""
+    run = away()
+    run.store_mode = "silent"
+    plan = provisional_on_logged(run)
+    run.store_mode = "ok"
+    run.start_coordinator()
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    run.start_coordinator()
+    effects = run.feed(
+        m.GroupRecovered(plan=replace(plan, epoch=2, owner="other"), inventories=run.inventories())
+    )
+    assert one(effects, m.Supersede).session_key == (2, 2)
+    assert [op.session for op in run.records if isinstance(op, r.Session)] == [1, 2]
 
 
 def provisional_on_logged(run: Harness) -> SessionPlan:
