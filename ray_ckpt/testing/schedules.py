@@ -42,6 +42,7 @@ FEW_NODES = range(3, 6)  # sizes of the first cluster of a small world
 RELAY_NODES = 2, 8  # nodes of one relay in small and in large worlds
 MAX_COORDINATORS = 12
 REACH = 8  # a message overtakes at most this number of messages
+MAX_ALTERED = 5  # fragments of an attempt: they give at most 32 of the 64 candidates of `choose_fragments`
 MAX_ANNOTATED = 6  # newest steps that are annotated: older steps are mostly retired
 
 
@@ -83,6 +84,7 @@ class Schedule:
         self.world.upload_late(self.foreign, age_s=2 * A_DAY_S)
         self.launchers = {name: Launcher(f"{name}-driver", name) for name in clusters}
         self.world.launchers = {launcher.name: launcher for launcher in self.launchers.values()}
+        self.altered: Counter[str] = Counter()  # fragments that were altered, by attempt
         self.played = Played()
         self.story: list[str] = []
         self.faults = chance.choice([0.0, 0.02, 0.05])  # share of messages lost or delivered twice
@@ -465,13 +467,15 @@ class Schedule:
         return f"{copy} on {name} rots"
 
     def fragment_altered(self) -> str | None:
-        """Alter a fragment of an attempt that is not in the log."""
+        """Alter a fragment of an attempt that is not in the log, at most MAX_ALTERED of each attempt."""
         logged = self.world.oracle.history.checkpoints
         nodes = [node for node in self.world.nodes.values() if node.is_alive]
         there = [(x.name, copy) for x in nodes for copy in x.disk.fragments if copy[0] not in logged]
+        there = [(name, copy) for name, copy in there if self.altered[copy[0]] < MAX_ALTERED]
         if not there:
             return None
         name, copy = self.chance.choice(there)
+        self.altered[copy[0]] += 1
         self.world.corrupt(name, copy, alters=True)
         return f"{copy} on {name} is altered"
 
