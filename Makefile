@@ -39,6 +39,7 @@ test: $(VENV)/.ready $(SERVERS)/.ready  ## under 8 minutes on 2 cores; nothing r
 test-slow: $(VENV)/.ready $(SERVERS)/.ready  ## faults on real Ray that take minutes, a minute of random schedules
 	sh tests/servers/debian.sh $(SERVERS)/debian
 	$(BIN)/python -m pytest -m slow
+	RAY_CKPT_ALL_EXAMPLES=1 $(BIN)/python -m pytest -m "hypothesis and not slow"
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)

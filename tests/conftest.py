@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ray_ckpt.preemption.cloud import METADATA_ENV
+from tests.support.examples import examples
 
 pytest_plugins = ["tests.support.peer_nodes", "tests.servers.fixtures"]
 
@@ -19,7 +20,7 @@ os.environ.pop("COLUMNS", None)  # how wide the terminal is that tests were star
 os.environ[METADATA_ENV] = "off"  # no test may query a cloud's service; tests of notices set their own
 
 # Machines are slow and shared: no test may fail because an example took long.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("untimed", examples(), suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -35,6 +35,7 @@ from ray_ckpt.errors import ConfigError, MismatchError, UnsupportedItem
 from ray_ckpt.format.tree import MAX_TREE_BYTES, decode_tree, encode_tree
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink, resolve_leaves
+from tests.support.examples import examples
 
 T = TypeVar("T")
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
@@ -93,13 +94,13 @@ class Checkpoint:
 
 
 @given(st.integers(1, 3000), st.integers(), st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_epoch_is_a_permutation(num_samples: int, seed: int, epoch: int) -> None:
     assert sorted(order_of(num_samples, seed=seed, epoch=epoch)) == list(range(num_samples))
 
 
 @given(st.integers(1, 2**62), st.integers(), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_samples_of_a_huge_data_set_are_in_range_and_distinct(
     num_samples: int, seed: int, data: st.DataObject
 ) -> None:
@@ -157,7 +158,7 @@ def test_without_shuffle_samples_come_in_sequence() -> None:
 
 
 @given(st.integers(1, 9), st.integers(0, 40), st.integers(1, 60), st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_shares_make_up_the_global_batch(world_size: int, more: int, n: int, position: int) -> None:
     batch = world_size + more
     shares = [sampler_of(n, batch, rank=r, world_size=world_size).share(position) for r in range(world_size)]
@@ -193,7 +194,7 @@ class Group:
     st.integers(5, 12),
     st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(0, 3)), max_size=6),
 )
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_restarts_at_other_world_sizes_change_no_global_batch(
     n: int, global_batch: int, chain: list[tuple[int, int, int]]
 ) -> None:
@@ -209,7 +210,7 @@ def test_restarts_at_other_world_sizes_change_no_global_batch(
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 7)), min_size=1, max_size=8))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_another_global_batch_goes_on_at_the_same_sample(chain: list[tuple[int, int]]) -> None:
     consumed: list[int] = []
     state: Checkpoint | None = None

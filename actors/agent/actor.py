@@ -19,7 +19,6 @@ from ray_ckpt.actors.agent.files import inventory, scrub, upload
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.peer_files import PeerFiles
 from ray_ckpt.actors.agent.relay import OrderRelay, RelayEndpoints
-from ray_ckpt.actors.agent.restoring import NodeRestore
 from ray_ckpt.actors.agent.run import require
 from ray_ckpt.actors.agent.runs import NodeRuns
 from ray_ckpt.actors.messages import (
@@ -43,7 +42,6 @@ from ray_ckpt.engine.node_ports import (
     RankMet,
     RankProgressed,
     RankRestored,
-    SessionAwaited,
 )
 from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
 from ray_ckpt.format import zstd
@@ -60,7 +58,6 @@ from ray_ckpt.types import AttemptId, Level, RankRestore
 log = logging.getLogger("ray_ckpt.agent")
 
 MAX_ANNOTATING = 64  # waiting annotations of a run; each holds a call and the call's metrics
-START_S = 60.0  # longest wait of ranks that request their ticket for a session to begin
 OUTCOME_SLACK_S = 60.0  # added to the time-outs of an attempt; bounds a call that gets no answer
 EXIT_AFTER_S = 0.5  # so that the answer is sent before the process ends
 
@@ -248,13 +245,7 @@ class NodeAgent(RelayEndpoints):
 
         `named` is as in `reserve`, for the manifest.
         """
-        return await (await self._restore(run_uid)).ticket(named=named)
-
-    async def _restore(self, run_uid: str) -> NodeRestore:
-        """Return the restore of the session at work; wait for the session to begin."""
-        run = self._runs.get(run_uid)
-        await asyncio.wait_for(run.request(lambda token: SessionAwaited(token=token)), START_S)
-        return require(run.restore)
+        return await (await self._runs.get(run_uid).current_restore()).ticket(named=named)
 
     async def get_whole_ticket(self, run_uid: str, session: int, named: bool) -> RestoreTicket:
         """Return the ticket with the manifest of all nodes. RunSuperseded if the session is over."""
@@ -271,7 +262,7 @@ class NodeAgent(RelayEndpoints):
         taken: tuple[RowKey, ...],
     ) -> SharedRows:
         """Read rows that several ranks of this node want, once for all these ranks."""
-        return await (await self._restore(run_uid)).fetch(session, rank, wants, taken)
+        return await (await self._runs.get(run_uid).current_restore()).fetch(session, rank, wants, taken)
 
     async def report_restored(
         self, run_uid: str, session: int, report: RankRestore, named: bool

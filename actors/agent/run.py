@@ -18,12 +18,13 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.values import SessionKey, SessionNode, SessionPlan, Token
 from ray_ckpt.engine.node_host import NodeHost
-from ray_ckpt.engine.node_ports import CallerLeft, NodeHostEvent, OrderReceived
+from ray_ckpt.engine.node_ports import CallerLeft, NodeHostEvent, OrderReceived, SessionAwaited
 from ray_ckpt.errors import RunSuperseded, Unavailable
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.transport.sending import Limiter
 
 DRAIN_THREADS = 2  # concurrent uploads; each holds some 200 MiB of parts and read-ahead
+START_S = 60.0  # longest wait of ranks that request their ticket for a session to begin
 EPOCH_S = 30.0  # longest wait of a peer for an epoch to become durable here; the peer then tries again
 MISSING_LOOK_S = 5.0  # between checks of rank 0's node that the log is still at its place
 T = TypeVar("T")
@@ -70,6 +71,11 @@ class NodeRun:
     async def request(self, event: Callable[[Token], NodeHostEvent]) -> Any:
         """Handle an event with a fresh token, and return the host's reply or raise its error."""
         return await self.callers.request(lambda token: self.host.handle(event(token)))
+
+    async def current_restore(self) -> NodeRestore:
+        """Return the restore of the session at work; wait for the session to begin."""
+        await asyncio.wait_for(self.request(lambda token: SessionAwaited(token=token)), START_S)
+        return require(self.restore)
 
     async def obey(self, order: n.Order) -> dict[str, str] | None:
         """Carry out an order of a coordinator; return the folders that could not be deleted.

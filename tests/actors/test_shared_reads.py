@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from ray_ckpt.actors.agent import shared_reads
@@ -21,6 +21,7 @@ from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FetchRows, FileSource, RestoreTicket, SharedRows, SourceReader
 from ray_ckpt.types import CheckpointInfo, Fragment, Level, ManifestRow
 from tests.restore.test_reader import ATTEMPT, Checkpoint, Memory, check
+from tests.support.examples import examples
 
 Sharers = Mapping[RowKey, tuple[int, ...]]
 
@@ -143,7 +144,7 @@ def test_what_all_ranks_hold_is_read_once(tmp_path: Path, monkeypatch: pytest.Mo
         assert not opened.shared._rows, "nothing is left in memory"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_ranks_that_share_any_rows_all_get_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject
@@ -243,7 +244,7 @@ def test_who_waits_for_room_at_the_end_is_sent_away(tmp_path: Path) -> None:
         assert opened.fetch_of(0)(last, tuple(places[:8])).refused == tuple(places[8:])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(1, 30), st.lists(st.tuples(st.booleans(), st.integers(1, 500)), max_size=40))
 def test_space_is_never_given_twice_and_none_is_lost(blocks: int, steps: list[tuple[bool, int]]) -> None:
     space = _Space(64 * blocks)

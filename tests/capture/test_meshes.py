@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +21,7 @@ from ray_ckpt.capture.walk import DTYPES, walk
 from ray_ckpt.errors import MismatchError, UnsupportedLeaf
 from ray_ckpt.format.manifest import check_coverage
 from tests.capture.ranks import Files, items_of, on_ranks
+from tests.support.examples import examples
 
 MESHES = ((1,), (2,), (3,), (4,), (1, 2), (2, 1), (2, 2), (1, 3), (1, 4), (4, 1))
 Layout = tuple[tuple[int, ...], tuple[Placement, ...]]
@@ -67,7 +68,7 @@ S0, STRIDED = Shard(0), _StridedShard(0, split_factor=2)
 @given(case=cases())
 @example(case=((8,), ((2,), (STRIDED,)), ((3,), (S0,))))
 @example(case=((7, 3), ((2, 2), (STRIDED, S0)), ((2, 2), (S0, STRIDED))))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_any_layout_is_restored_on_any_other_reading_no_more_than_it_needs(
     case: tuple[tuple[int, ...], Layout, Layout],
 ) -> None:

@@ -7,13 +7,14 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from ray_ckpt.capture import sinks
 from ray_ckpt.capture.sinks import BoxSink, Target, flat_bytes, sink_for
 from ray_ckpt.capture.walk import DTYPES
 from ray_ckpt.restore.reader import FlatSink, Sink
+from tests.support.examples import examples
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -51,7 +52,7 @@ def test_every_dtype_goes_through_a_buffer(name: str, shape: tuple[int, ...]) ->
     assert bytes_of(live) == bytes_of(source)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_box_of_any_shape(monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4), label="shape"))

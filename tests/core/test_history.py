@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ckpt.core.history import RunHistory
@@ -15,6 +15,7 @@ from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.snapshot import decode_snapshot, encode_snapshot
 from ray_ckpt.types import Level
+from tests.support.examples import examples
 
 UID = digest(b"run")
 CREATE = r.Create(run_uid=UID, run_name="gpt", format=1)
@@ -260,7 +261,7 @@ def test_a_record_must_follow_the_one_before() -> None:
         Log(r.Epoch())
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.integers(0, 3), max_size=30), st.randoms(use_true_random=False))
 def test_any_branching_gives_a_lineage_that_is_its_sessions_prefix(
     choices: list[int], random: object

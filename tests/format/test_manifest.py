@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ckpt.errors import FormatError, NewerFormat
@@ -33,6 +33,7 @@ from ray_ckpt.format.manifest import (
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, shard_file, state_file
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow, RootOf, Slice
+from tests.support.examples import examples
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 UID = "0123456789abcdef" * 2
@@ -141,7 +142,7 @@ def fragments(draw: st.DrawFn) -> Fragment:
 
 
 @given(fragments())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_fragments_round_trip(fragment: Fragment) -> None:
     data = encode_fragment(fragment)
     assert decode_fragment(data) == fragment
@@ -475,7 +476,7 @@ boxes = st.tuples(st.integers(0, 2), st.integers(1, 3)).map(lambda p: (p[0], min
 
 
 @given(st.lists(st.tuples(boxes, boxes), min_size=1, max_size=5, unique=True))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_coverage_agrees_with_counting_cells(regions: list[tuple[Any, Any]]) -> None:
     cells = [(x, y) for (a, m, _), (b, n, _) in regions for x in range(a, a + m) for y in range(b, b + n)]
     parts = [part("w", *region) for region in regions]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ckpt.errors import FormatError, NewerFormat
@@ -40,6 +40,7 @@ from ray_ckpt.format.records import (
     encode_record,
 )
 from ray_ckpt.types import Level
+from tests.support.examples import examples
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DIGEST = "0123456789abcdef" * 2
@@ -155,7 +156,7 @@ ops: st.SearchStrategy[Op] = st.one_of(
         op=ops,
     )
 )
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_round_trip(record: LogRecord) -> None:
     data = encode_record(record)
     assert decode_record(data) == record

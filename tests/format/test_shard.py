@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import _hf_utils
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -19,6 +19,7 @@ from ray_ckpt.errors import FormatError
 from ray_ckpt.format import shard
 from ray_ckpt.format.shard import ITEMSIZE, ShardLayout, build_layout, check_slice
 from ray_ckpt.types import Slice
+from tests.support.examples import examples
 
 
 def whole(name: str, shape: tuple[int, ...] = (), dtype: str = "F32", item: str = "model") -> Slice:
@@ -54,7 +55,7 @@ def file_of(layout: ShardLayout, arrays: dict[str, np.ndarray]) -> bytes:
 
 
 @given(slice_lists, st.randoms())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_layouts_are_dense_aligned_and_independent_of_order(parts: list[Slice], random: object) -> None:
     layout = build_layout(parts)
     assert len(layout.header) % shard.ALIGNMENT_BYTES == 0
@@ -81,7 +82,7 @@ def test_layouts_are_dense_aligned_and_independent_of_order(parts: list[Slice], 
 
 
 @given(slice_lists)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_safetensors_library_reads_every_layout(parts: list[Slice]) -> None:
     layout = build_layout(parts)
     tensors = safetensors.deserialize(layout.header + bytes(layout.size_bytes - len(layout.header)))  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ckpt.errors import FormatError
@@ -22,6 +22,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.jsontext import dumps_sealed
 from ray_ckpt.format.snapshot import COLUMNS, LogSnapshot, decode_snapshot, encode_snapshot
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionInfo
+from tests.support.examples import examples
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 UID = "ab" * 16
@@ -155,7 +156,7 @@ def test_every_truncation_is_found() -> None:
 
 
 @given(st.binary(max_size=100))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_any_bytes_are_a_format_error(data: bytes) -> None:
     with pytest.raises(FormatError):
         decode_snapshot(data)

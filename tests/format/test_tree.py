@@ -13,12 +13,13 @@ from typing import Any
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format import tree
 from ray_ckpt.format.tree import Kept, TensorRef, TorchDtype, decode_tree, encode_tree
+from tests.support.examples import examples
 
 NAN_WITH_PAYLOAD = struct.unpack(">d", bytes.fromhex("7ff8000000000123"))[0]
 Point = namedtuple("Point", "x y")
@@ -95,7 +96,7 @@ trees = st.recursive(
 
 
 @given(trees)
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @example([math.inf, -math.inf, math.nan, -math.nan, NAN_WITH_PAYLOAD, -0.0, 5e-324])
 @example([10**5000, -(2**63), 2**63, 2**64, True, 1])
 @example({"\ud800\udc00": "\udfff", "$tuple": [1], 1: "1", "1": 1})
@@ -320,7 +321,7 @@ json_values = st.recursive(
     st.binary(max_size=60).map(lambda b: b + b"\n")
     | json_values.map(lambda v: json.dumps(v).encode() + b"\n")
 )
-@settings(max_examples=400, deadline=None)
+@examples(400)
 def test_any_bytes_give_a_value_or_a_format_error(data: bytes) -> None:
     with suppress(FormatError):
         decode_tree(data)

@@ -15,13 +15,14 @@ from random import Random
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import Buffer
 
 from ray_ckpt.errors import CorruptionError, FormatError
 from ray_ckpt.format import zstd
 from ray_ckpt.format.zstd import FRAME_BYTES, Blocks, SeekableReader, encode
+from tests.support.examples import examples
 
 ENTRY_BYTES = 8
 FOOTER_BYTES = 9
@@ -113,7 +114,7 @@ def test_files_come_back_and_do_not_depend_on_how_they_are_cut(size: int, level:
 
 
 @given(st.binary(max_size=2000), st.lists(st.integers(0, 2000), max_size=8), st.integers(1, 300))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_small_files_come_back_from_blocks_of_any_size(raw: bytes, cuts: list[int], block_bytes: int) -> None:
     stored = b"".join(encode(cut(raw, cuts), 1))
     store = Store(stored, block_bytes)
@@ -234,7 +235,7 @@ rising = st.lists(st.one_of(near_borders, st.integers(0, len(RAW))), min_size=2,
 
 
 @given(rising, st.booleans(), st.sampled_from([4096, 100_003, 10 << 20]))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_ranges_are_slices(places: list[int], gaps: bool, block_bytes: int) -> None:
     ranges = [(start, end - start) for start, end in pairwise(places)][:: 2 if gaps else 1]
     store = Store(STORED, block_bytes)
@@ -505,7 +506,7 @@ def test_an_error_of_the_store_comes_through() -> None:
 
 
 @given(st.binary(max_size=400))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_nonsense_is_never_more_than_an_error(data: bytes) -> None:
     for stored in (data, data + table((len(data), 300))):
         with pytest.raises(CorruptionError):

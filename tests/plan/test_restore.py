@@ -10,12 +10,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ckpt.format.digest import digest
 from ray_ckpt.plan.restore import RestorePlan, plan_restore
 from ray_ckpt.types import ManifestRow, Slice
+from tests.support.examples import examples
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # (offset, size) per dimension
 Array: TypeAlias = npt.NDArray[Any]
@@ -99,7 +100,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(tensors, draw(st.permutations(saved)), draw(st.permutations(wanted)))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(cases())
 def test_any_sharding_restores_into_any_other(case: Case) -> None:
     plan = plan_restore(case.wanted, rows(case.saved))
@@ -109,7 +110,7 @@ def test_any_sharding_restores_into_any_other(case: Case) -> None:
         np.testing.assert_array_equal(array, expected)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(cases())
 def test_a_region_saved_twice_is_read_once(case: Case) -> None:
     plan = plan_restore(case.wanted, [*rows(case.saved), *rows(case.saved, file="shard-00001-of-00002")])
@@ -118,7 +119,7 @@ def test_a_region_saved_twice_is_read_once(case: Case) -> None:
     assert plan.size_bytes == sum(a.nbytes for a in case.tensors.values())
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(cases(), st.randoms(use_true_random=False))
 def test_a_missing_piece_is_a_problem_that_names_its_tensor(case: Case, random: Any) -> None:
     pieces = [piece for piece in set(case.saved) if piece.num_elements]

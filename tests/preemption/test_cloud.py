@@ -14,7 +14,7 @@ from http.client import HTTPMessage
 
 import pytest
 import requests
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ckpt.errors import ConfigError
@@ -22,6 +22,7 @@ from ray_ckpt.preemption import cloud as cloud_module
 from ray_ckpt.preemption.cloud import CloudNotices, _Aws, _Azure, _Gcp, _Service, _SilentError
 from ray_ckpt.preemption.notice import Notice
 from tests.servers.metadata_server import KINDS, CloudName, Fault, MetadataServer
+from tests.support.examples import examples
 
 CLOUDS: tuple[CloudName, ...] = ("aws", "gcp", "azure")
 SLACK_S = 4.0  # the machine has other work
@@ -363,7 +364,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.binary(max_size=64) | values.map(lambda value: json.dumps(value).encode()))
 def test_no_answer_makes_a_look_fail_otherwise_than_by_silence(body: bytes) -> None:
     for kind in (_Aws, _Gcp, _Azure):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from typing_extensions import Buffer
 
@@ -23,6 +23,7 @@ from ray_ckpt.restore.reader import Bytes, FileSource, FlatSink, ProgressLog, Sh
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.transport.wire import FileName, PutRequest
 from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow, Slice, Tier
+from tests.support.examples import examples
 from tests.transport.peers import KEYS
 
 ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=10, attempt=0)
@@ -131,7 +132,7 @@ def small_extents(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
 # -- what is read ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_each_row_comes_from_the_first_source_that_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from typing_extensions import Buffer
 
@@ -24,6 +24,7 @@ from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.storage.local import direct, files
 from ray_ckpt.storage.local.direct import read_blocks_direct, write_direct
+from tests.support.examples import examples
 
 PAGE = direct.PAGE_BYTES
 BLOCK = 4 * PAGE  # of these tests, so that a few pages are many blocks
@@ -109,7 +110,7 @@ def cuts(draw: st.DrawFn) -> tuple[int, list[int]]:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=cuts(), marks=cuts(), shift=st.sampled_from([0, 0, 1, 64]), knows_size=st.booleans())
 def test_what_is_written_is_what_was_given(
     tmp_path: Path,

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typing_extensions import Buffer
 
@@ -29,6 +29,7 @@ from ray_ckpt.transport import wire
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import SERVER_NAME
 from ray_ckpt.transport.server import PeerServer
+from tests.support.examples import examples
 from tests.transport.peers import (
     DIRECTORY,
     KEYS,
@@ -86,7 +87,7 @@ def test_ranges_come_in_the_requested_order(peer: PeerClient) -> None:
     assert list(peer.read(NAME, [(3, 0)])) == []
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3000)), max_size=8))
 def test_any_ranges(server: PeerServer, folder: Folder, ranges: list[tuple[int, int]]) -> None:
     data = bytes(i % 251 for i in range(8 * 3000))  # no fewer than the ranges together
