@@ -195,7 +195,7 @@ class Healing:
         self._schedule.tick_all()
 
 
-def unknown_attempt(chance: Random) -> AttemptId:
+def unknown_attempt(chance: Random, run_uid: str = "0" * 32) -> AttemptId:
     """Choose an attempt that no rank has saved."""
     number = chance.randrange(10**6)
-    return make_attempt(run_uid="0" * 32, session=number, step=number, attempt=0)
+    return make_attempt(run_uid=run_uid, session=number, step=number, attempt=0)

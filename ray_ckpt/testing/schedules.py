@@ -80,7 +80,7 @@ class Schedule:
             disk_bytes=chance.choice([5_000, 100_000]),
             relay_nodes=RELAY_NODES[self.scale > 1] if seed % 3 == 2 else 0,
         )
-        self.foreign = unknown_attempt(self.chance)  # attempt of an older log on the same path
+        self.foreign = unknown_attempt(self.chance, "1" * 32)  # attempt of an older log on the same path
         self.world.upload_late(self.foreign, age_s=2 * A_DAY_S)
         self.launchers = {name: Launcher(f"{name}-driver", name) for name in clusters}
         self.world.launchers = {launcher.name: launcher for launcher in self.launchers.values()}
