@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, FragmentMetadata, Level
 
 FETCH_THREADS = 8  # fragments fetched at a time: a peer answers in some ms, a store in some tens of ms
+DECODERS = 2  # fragments decoded at a time: more threads are no faster, and spend CPU on Python's lock
 FETCHED = 16  # fragments in memory at a time, besides those in the manifest's memory; most have 2 MB
 
 
@@ -70,6 +72,7 @@ class SourceFinder:
         self._endpoints = endpoints
         self._named = named
         self._peers = Peers(credentials)
+        self._decoders = threading.BoundedSemaphore(DECODERS)
 
     def ticket(self, plan: SessionPlan) -> tuple[RestoreTicket, ManifestMemory]:
         """Fetch all fragments, check them against the log's root digest, and list each file's sources."""
@@ -257,7 +260,8 @@ class SourceFinder:
         for source in self._sources(resume, index, name):
             try:
                 data = self._read_whole(checkpoint.id, name, source)
-                metadata, table = decode_columns(data)
+                with self._decoders:
+                    metadata, table = decode_columns(data)
             except NewerFormat as error:
                 newer = newer or error.at(name)
                 continue

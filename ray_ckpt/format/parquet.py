@@ -213,9 +213,11 @@ def _check_texts(table: pa.Table) -> None:
             array = array.keys
         if not pa.types.is_dictionary(array.type):
             continue
-        lengths = pc.binary_length(array.dictionary).cast(pa.int64())
+        lengths = pc.binary_length(array.dictionary)
         most = (pc.max(lengths).as_py() or 0) * len(array)
-        total += most if total + most <= MAX_TEXT_BYTES else pc.sum(lengths.take(array.indices)).as_py() or 0
+        if total + most > MAX_TEXT_BYTES:
+            most = pc.sum(lengths.cast(pa.int64()).take(array.indices)).as_py() or 0
+        total += most
         if total > MAX_TEXT_BYTES:
             raise FormatError(f"its texts are longer than {MAX_TEXT_BYTES} bytes together")
 
