@@ -12,7 +12,7 @@ from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.ownership import RunMark, check_claim, check_marks
+from ray_ckpt.core.ownership import RunMark, check_log
 from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.engine.ports import GroupFound, LogAwaited, RunOpened
 from ray_ckpt.errors import Fenced, RunConflict, Unavailable
@@ -86,17 +86,14 @@ class RunOpener:
             run = engine.new_run(spec)
             await run.log_threads.run(run.remote.probe_log)
             history, records = await run.log_threads.run(read_run, run.store)
-            read = history.copy()
-            for record, record_digest in records:
-                read.apply(record, record_digest)
-            check_marks(read, run_name=spec.name, marks=marks, resume=spec.options.resume)
-            check_claim(read, service=engine.agents.service, owner=owner)
-            # Only after these checks, since the new nonce replaces that of an earlier coordinator.
-            await run.log_threads.run(run.remote.leave_nonce, run.nonce)
-            engine.runs.open[spec.key] = run
             event = m.LogOpened(
                 records=records, history=history, run_name=spec.name, fresh_uid=uuid.uuid4().hex
             )
+            service, resume = engine.agents.service, spec.options.resume
+            check_log(event, service=service, owner=owner, marks=marks, resume=resume)
+            # Only after these checks, since the new nonce replaces that of an earlier coordinator.
+            await run.log_threads.run(run.remote.leave_nonce, run.nonce)
+            engine.runs.open[spec.key] = run
             run.host.handle(event)
             if is_wanted:
                 run.host.handle(m.RunWanted())

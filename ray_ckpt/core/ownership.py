@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ray_ckpt.config import Resume
 from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.messages import LogOpened
 from ray_ckpt.errors import RunConflict, RunSuperseded
 from ray_ckpt.types import ROLLBACK_PREFIX
 
@@ -20,6 +21,17 @@ class RunMark:
 
     run_uid: str
     epoch: int
+
+
+def check_log(
+    event: LogOpened, *, service: str, owner: str | None, marks: Iterable[RunMark], resume: Resume
+) -> None:
+    """Raise RunConflict or RunSuperseded unless a coordinator may write the log that it has read."""
+    history = event.history.copy() if event.history is not None else RunHistory()
+    for record, record_digest in event.records:
+        history.apply(record, record_digest)
+    check_marks(history, run_name=event.run_name, marks=marks, resume=resume)
+    check_claim(history, service=service, owner=owner)
 
 
 def check_claim(history: RunHistory, *, service: str, owner: str | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.ownership import check_claim
+from ray_ckpt.core.ownership import RunMark, check_log
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.values import Inventory, SessionPlan, Token
 from ray_ckpt.engine.deletes import NodeDeletes
@@ -114,8 +114,12 @@ class Coordinators(StorageWork):
         The coordinator looks for the group of an earlier one. `owner` is the launcher that opens the run,
         `found` are plans that ranks have sent.
         """
+        event = self.storage.opened(run_name=RUN, fresh_uid=RUN_UID)
+        disks = (self.nodes[node].disk for node in self.live(service))
+        marks = [RunMark(run_uid=RUN_UID, epoch=disk.epoch) for disk in disks if disk.epoch]
+        resume = self.launchers[owner].resume if owner is not None else "auto"
         try:
-            check_claim(self.oracle.history, service=service, owner=owner)
+            check_log(event, service=service, owner=owner, marks=marks, resume=resume)
         except RunSuperseded:
             if raises:
                 raise
@@ -128,7 +132,7 @@ class Coordinators(StorageWork):
         self.coordinators[name] = process = Coordinator(name, service, host, *skews)
         process.relays.size = self.relay_nodes
         self.current[service] = name
-        self._feed(name, self.storage.opened(run_name=RUN, fresh_uid=RUN_UID))
+        self._feed(name, event)
         if plans := [*found, *self._plans(service)]:
             self._feed(name, GroupFound(plan=max(plans, key=lambda plan: plan.session_key)))
         elif owner is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,11 +28,12 @@ ATTEMPT = make_attempt(run_uid=UID, epoch=1, session=1, step=3, attempt=0)
 DROP = n.OutcomeNotified(attempt=ATTEMPT, level=None, error=Unavailable("dropped"), epoch=4)
 
 
-def received(tmp_path: Path, epoch: int, at_write: Callable[[NodeRun], None] = lambda run: None) -> NodeRun:
-    """Return a run that obeyed epoch 4 when a peer of `epoch` sent a copy to it."""
+def received(tmp_path: Path, epoch: int, *orders: n.Order) -> NodeRun:
+    """Return a run that obeyed epoch 4 when a peer of `epoch` sent a copy; `orders` come during the write."""
 
-    def chunks(run: NodeRun) -> Iterator[bytes]:
-        at_write(run)
+    def chunks(run: NodeRun, loop: asyncio.AbstractEventLoop) -> Iterator[bytes]:
+        for order in orders:
+            asyncio.run_coroutine_threadsafe(run.obey(order), loop).result(10)
         yield DATA
 
     async def receive() -> NodeRun:
@@ -42,7 +43,8 @@ def received(tmp_path: Path, epoch: int, at_write: Callable[[NodeRun], None] = l
         await run.obey(n.EpochSeen(epoch=4))
         name = FileName(run_uid=UID, directory=ATTEMPT.directory, file="shard-00000-of-00001.safetensors")
         request = PutRequest(name=name, size_bytes=len(DATA), digest=digest(DATA), epoch=epoch)
-        written = await asyncio.to_thread(PeerFiles(runs.open).put, request, chunks(run))
+        sent = chunks(run, asyncio.get_running_loop())
+        written = await asyncio.to_thread(PeerFiles(runs.open).put, request, sent)
         assert written == request.digest
         return run
 
@@ -56,17 +58,11 @@ def test_a_copy_counts_when_its_holder_obeys_the_epoch_of_the_sender(tmp_path: P
 
 
 def test_no_order_of_a_lower_epoch_deletes_a_copy_that_counts(tmp_path: Path) -> None:
-    async def drop(run: NodeRun) -> None:
-        await run.obey(DROP)
-
     run = received(tmp_path, 5)
     with pytest.raises(Fenced):
-        asyncio.run(drop(run))
+        asyncio.run(run.obey(DROP))
 
 
 def test_a_copy_that_was_dropped_while_it_was_written_does_not_count(tmp_path: Path) -> None:
-    def drop(run: NodeRun) -> None:
-        asyncio.run_coroutine_threadsafe(run.obey(DROP), run._loop).result(10)
-
     with pytest.raises((Unavailable, FileNotFoundError)):
-        received(tmp_path, 5, drop)
+        received(tmp_path, 5, DROP)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core import node_machine, sessions, sweep
+from ray_ckpt.core import node_machine, ownership, sessions, sweep
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.attempts import Attempt
 from ray_ckpt.core.closing import Closing
@@ -37,7 +37,7 @@ from ray_ckpt.engine.relays import Batch, OrderRelays
 from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format import records as r
-from ray_ckpt.testing import coordinators, nodes, silences, simulator
+from ray_ckpt.testing import nodes, silences, simulator
 from ray_ckpt.testing.oracle import Violation
 from ray_ckpt.testing.parts import fragment_on_disk
 from ray_ckpt.testing.schedules import play
@@ -387,7 +387,7 @@ def a_new_agent_gets_no_session(patch: pytest.MonkeyPatch) -> None:
 
 def a_launcher_takes_back_what_it_has_lost(patch: pytest.MonkeyPatch) -> None:
     """A cluster opens the log of a run that another cluster has taken over."""
-    for module in (coordinators, sessions):
+    for module in (ownership, sessions):
         patch.setattr(module, "check_claim", lambda history, **_: None)
 
 
