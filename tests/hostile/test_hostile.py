@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -12,6 +11,7 @@ from ray_ckpt.types import RootOf
 from tests.hostile import mutations, readers
 from tests.hostile.__main__ import NUM_READERS, some
 from tests.hostile.play import Player
+from tests.support.roots import ROOTS
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def test_a_few_seeds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", sorted(kind for kind in mutations.LIES if kind != "state: many small lists"))
 @pytest.mark.parametrize("reader", ["load", "diff"])
-@pytest.mark.parametrize("root_of", get_args(RootOf))
+@pytest.mark.parametrize("root_of", ROOTS)
 def test_a_lie_with_right_digests(kind: str, reader: str, root_of: RootOf, tmp_path: Path) -> None:
     run = mutations.build(tmp_path, mutations.LIES[kind](random.Random(1)), root_of=root_of)
     (answer,) = readers.answers_of(run, [reader])

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -21,11 +20,12 @@ from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport import client
 from ray_ckpt.transport.wire import FileName
-from ray_ckpt.types import Level, RootOf
+from ray_ckpt.types import Level
 from ray_ckpt.verify.copies import num_copies, verify_copies
 from ray_ckpt.verify.drill import ReadAccess
 from ray_ckpt.verify.plan import PlanReport
 from tests.support.peer_nodes import A, B, C, Nodes, both, flip, live
+from tests.support.roots import ROOTS
 from tests.support.sample_run import SampleCheckpoint, make_checkpoint
 from tests.transport.peers import UID, Folder
 
@@ -34,7 +34,7 @@ FRAGMENT = fragment_file(0, 2)
 NODE_A, NODE_B = f"node {A[:12]}", f"node {B[:12]}"
 
 
-@pytest.fixture(params=get_args(RootOf))
+@pytest.fixture(params=ROOTS)
 def saved(request: pytest.FixtureRequest) -> SampleCheckpoint:
     attempt = make_attempt(run_uid=UID, session=1, step=10, attempt=0)
     return make_checkpoint(attempt, rows=4096, root_of=request.param)

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from unittest.mock import Mock
 
 import pyarrow.flight as flight
@@ -28,16 +28,17 @@ from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.transport import client
 from ray_ckpt.transport.client import CALL_BASE_S, SLOWEST_BYTES_PER_S
 from ray_ckpt.transport.sending import BURST_S, MAX_SHARING, Limiter
-from ray_ckpt.types import Level, ManifestRow, RootOf
+from ray_ckpt.types import Level, ManifestRow
 from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, ReadAccess, choose, drill, dry_run
 from tests.servers.stores import bucket_url
 from tests.servers.strict_store import StrictStore
 from tests.support.peer_nodes import A, B, C, Nodes, both, flip, live, sample
+from tests.support.roots import ROOTS
 from tests.support.sample_run import SampleCheckpoint, SampleRun, copy_to, make_checkpoint, write_run
 from tests.transport.peers import UID
 
 
-@pytest.fixture(params=get_args(RootOf))
+@pytest.fixture(params=ROOTS)
 def saved(request: pytest.FixtureRequest) -> SampleCheckpoint:
     return sample(10, request.param)
 

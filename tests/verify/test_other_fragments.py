@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -27,6 +26,7 @@ from ray_ckpt.verify.content import verify_files
 from ray_ckpt.verify.copies import verify_copies
 from ray_ckpt.verify.drill import ReadAccess, dry_run
 from ray_ckpt.verify.plan import verify_plan
+from tests.support.roots import ROOTS
 from tests.support.sample_run import SampleRun, write_run
 from tests.transport.peers import KEYS
 
@@ -34,7 +34,7 @@ STEP = 10
 NAME, STATE = names.fragment_file(0, 2), names.state_file(0, 2)
 
 
-@pytest.fixture(params=get_args(RootOf))
+@pytest.fixture(params=ROOTS)
 def run(tmp_path: Path, request: pytest.FixtureRequest) -> SampleRun:
     return write_run(tmp_path, steps=(STEP, 20), durable=(STEP, 20), root_of=request.param)
 
