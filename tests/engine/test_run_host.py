@@ -93,8 +93,8 @@ def test_a_recovery_is_tried_again_after_an_error() -> None:
     assert not story.host.is_recovering
 
 
-@pytest.mark.parametrize("teaches", ["NodeStored", "ExitRefused"])
-def test_a_group_that_the_coordinator_does_not_know_is_found_by_what_its_agents_send(teaches: str) -> None:
+@pytest.mark.parametrize("report", ["NodeStored", "ExitRefused"])
+def test_a_group_that_the_coordinator_does_not_know_is_found_by_what_its_agents_send(report: str) -> None:
     story = trained()
     plan, stored = story.host.machine.plan, story.harness.stored(story.harness.attempt(3), "b")
     assert plan is not None
@@ -102,7 +102,7 @@ def test_a_group_that_the_coordinator_does_not_know_is_found_by_what_its_agents_
     assert story.host.machine.plan is None
     story.plans = {"b": plan}
     story.ports.calls.clear()
-    story.host.handle(stored if teaches == "NodeStored" else ExitRefused(node="b"))
+    story.host.handle(stored if report == "NodeStored" else ExitRefused(node="b"))
     assert story.host.machine.plan == plan
     assert [node for node, _ in story.sent(OpenOnNode)] == ["b", "a", "b"], "b joins, then the group is found"
     assert [node for node, _ in story.sent(n.SessionStarted)] == ["a"], "b has it"
