@@ -136,7 +136,7 @@ class Namespaces:
             STAGING_ENV: str(self.staging(node)),
             PORTS_ENV: AGENT_PORTS,
             "GLOO_SOCKET_IFNAME": LINK,
-            "RAY_AUTH_MODE": "disabled",  # else a token in the home folder makes the head refuse the other nodes
+            "RAY_AUTH_MODE": "disabled",  # with a token in the home folder the head would refuse nodes
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
