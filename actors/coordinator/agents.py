@@ -168,7 +168,7 @@ class Agents:
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, CheckpointError):
                 raise error.cause from None
-            log.warning("node %s: its agent does not end: %s", node[:12], reason(error))
+            log.info("node %s: its agent does not end: %s", node[:12], reason(error))
         except (ray.exceptions.RayError, TimeoutError, KeyError) as error:
             log.debug("node %s: its agent has not answered: %s", node[:12], reason(error))
 
