@@ -198,7 +198,7 @@ def test_a_change_inside_lock_waits_for_the_copy(slow_copies: None) -> None:
 def test_verified_captures_find_what_no_version_counter_sees(
     slow_copies: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "PAUSE_S", 0.05)  # a busy machine may stop this thread for long
+    monkeypatch.setattr(sys.modules[__name__], "PAUSE_S", 0.05)  # the machine may be busy
     training = Training(0, LocalLink(options(verify_captures=True)))
     training.step(1)
     training.save(1)
