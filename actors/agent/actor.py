@@ -102,9 +102,10 @@ class NodeAgent(RelayEndpoints):
         a group is at work here of which the coordinator does not know; Fenced if a run here obeys a newer
         coordinator.
         """
-        for run_uid, run in list(self._runs.open.items()) if orders is not None else ():
-            unknown = n.ExitOrdered(session_key=(0, 0), epoch=run.machine.epoch)
-            await run.obey((orders or {}).get(run_uid, unknown))
+        if orders is not None:
+            for run_uid, run in list(self._runs.open.items()):
+                unknown = n.ExitOrdered(session_key=(0, 0), epoch=run.machine.epoch)
+                await run.obey(orders.get(run_uid, unknown))
         log.info("nothing here is needed any more; this agent ends")
         asyncio.get_running_loop().call_later(EXIT_AFTER_S, os._exit, 0)
 

@@ -1,4 +1,4 @@
-"""What root digests cover: fragments today, files in runs of earlier builds (`make test-slow`)."""
+"""Kinds of root digests: over fragments, and over files as in earlier builds (in `make test-slow`)."""
 
 from __future__ import annotations
 
