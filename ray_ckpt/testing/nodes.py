@@ -242,7 +242,7 @@ class Nodes:
     def _forget_run(self, node: Node, agent: Agent, kept: Collection[str]) -> None:
         for directory in sorted(node.disk.folders):
             if directory not in kept:
-                self.oracle.deletes(node.disk, directory, self.storage)
+                self.oracle.deletes(node, directory, self.storage)
                 node.disk.delete(directory)
         node.disk.epoch = node.disk.epoch if node.disk.folders else 0
 
@@ -278,7 +278,7 @@ class Nodes:
                 fails = fate == "lost" or (self.disks_fail and self.clock % 4 == 0)
                 failure = OSError("io") if fails and directory in node.disk.folders else None
                 if failure is None:
-                    self.oracle.deletes(node.disk, directory, self.storage)
+                    self.oracle.deletes(node, directory, self.storage)
                     node.disk.delete(directory)
                 self._to_agent(node, WorkEnded(work=work, token=token, error=failure))
             case n.ForgetRun(kept=kept):

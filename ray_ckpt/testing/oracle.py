@@ -23,7 +23,7 @@ from ray_ckpt.format.manifest import choose_fragments
 from ray_ckpt.format.names import attempt_of
 from ray_ckpt.format.records import LogRecord, encode_record
 from ray_ckpt.storage.log_store import read_run
-from ray_ckpt.testing.parts import Launcher, TakenInventory
+from ray_ckpt.testing.parts import Launcher, Node, TakenInventory
 from ray_ckpt.testing.stores import START_S, Copy, Disk, Storage
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level
 
@@ -71,8 +71,8 @@ class Oracle:
     stored_on: dict[Copy, dict[FileEntry, set[str]]] = field(default_factory=dict)
     failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost a fragment
     damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) without an intact source
-    # (coordinator, attempt) -> fragments reported to the coordinator, each with a node
-    known: dict[tuple[str, str], set[tuple[int, str]]] = field(default_factory=dict)
+    # attempt -> coordinator -> fragments reported to it and not deleted since, each with a node
+    reported: dict[str, dict[str, set[tuple[int, str]]]] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was dropped
     unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # sessions opened without log
     trained: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) of groups that have trained
@@ -286,7 +286,8 @@ class Oracle:
 
     def learns_stored(self, coordinator: str, attempt: AttemptId, node_index: int, node: str) -> None:
         """Record that a coordinator receives a report of a complete fragment on `node`."""
-        self.known.setdefault((coordinator, attempt.attempt), set()).add((node_index, node))
+        reports = self.reported.setdefault(attempt.attempt, {})
+        reports.setdefault(coordinator, set()).add((node_index, node))
 
     def gives_up(
         self, coordinator: str, attempt: AttemptId, error: CheckpointError | None, live: Set[str]
@@ -312,8 +313,8 @@ class Oracle:
     def _is_complete(self, coordinator: str, attempt: AttemptId, live: Set[str] | None = None) -> bool:
         """Return True if a coordinator has a report of each fragment, on `live` nodes if these are given."""
         name, plan = attempt.attempt, self.plans.get(attempt.attempt)
-        known = self.known.get((coordinator, name), set())
-        fragments = {index for index, node in known if live is None or node in live}
+        copies = self.reported.get(name, {}).get(coordinator, set())
+        fragments = {index for index, node in copies if live is None or node in live}
         return name in self.history.checkpoints or (plan is not None and len(fragments) == len(plan.nodes))
 
     def gave_up(self, attempt: str, epoch: int) -> None:
@@ -383,15 +384,18 @@ class Oracle:
         self.stale = True
         self.failed.setdefault(copy[0], set()).add(disk.name)
 
-    def deletes(self, disk: Disk, directory: str, storage: Storage) -> None:
-        """Check that a node may delete a folder, as ordered."""
+    def deletes(self, node: Node, directory: str, storage: Storage) -> None:
+        """Check that a node may delete a folder, as ordered; reports of its copies no longer count."""
         self.stale = True
-        for copy, held in disk.fragments.items():
-            known = self.history.checkpoints.get(copy[0])
-            if held.attempt.directory == directory and known is not None and known.state == "live":
+        gone = [copy for copy, held in node.disk.fragments.items() if held.attempt.directory == directory]
+        for attempt, index in gone:
+            known = self.history.checkpoints.get(attempt)
+            if known is not None and known.state == "live":
                 is_safe = known.level is Level.DURABLE and storage.holds(known)
-                what = f"fragment {copy[1]} of step {known.step}"
-                must(is_safe, "P5", f"{disk.name} deletes {what}, which is live")
+                what = f"fragment {index} of step {known.step}"
+                must(is_safe, "P5", f"{node.disk.name} deletes {what}, which is live")
+            for copies in self.reported.get(attempt, {}).values():
+                copies.discard((index, node.name))
 
     def deletes_remote(self, attempt: str) -> None:
         known = self.history.checkpoints.get(attempt)
