@@ -78,14 +78,15 @@ class NodeMachine:
         An attempt of a session that is over has no other outcome. It may still reach a level above LOCAL.
         """
         known, is_unknown = self.outcomes.get(attempt.attempt), attempt.attempt not in self._saves
-        is_over = self._is_over((attempt.epoch, attempt.session))
+        is_over = self.is_over((attempt.epoch, attempt.session))
         if known is None and is_unknown and is_over and level is Level.LOCAL:
             error = RunSuperseded(f"Step {attempt.step} is of a session that has ended.")
             return n.SaveOutcome(level=None, error=error)
         is_settled = known is not None and (known.error is not None or (known.level or 0) >= level)
         return known if is_settled else None
 
-    def _is_over(self, session_key: SessionKey) -> bool:
+    def is_over(self, session_key: SessionKey) -> bool:
+        """Return True if this node knows that a session has ended."""
         is_older = self.plan is not None and session_key < self.plan.session_key
         return is_older or session_key <= self._ended
 
@@ -101,7 +102,7 @@ class NodeMachine:
 
     def _on_session_started(self, event: n.SessionStarted) -> Iterator[n.NodeEffect]:
         last = self.plan
-        if self._is_over(event.plan.session_key):
+        if self.is_over(event.plan.session_key):
             return  # a late order, for a group that has ended
         error = RunSuperseded("A newer training group has opened this run.")
         for save in list(self._saves.values()):
@@ -161,7 +162,7 @@ class NodeMachine:
 
     def _stray_error(self, attempt: AttemptId) -> CheckpointError:
         """Return the error for a save of a session that is not at work here."""
-        if self.plan is None and not self._is_over((attempt.epoch, attempt.session)):
+        if self.plan is None and not self.is_over((attempt.epoch, attempt.session)):
             return Unavailable(f"Step {attempt.step} is not saved: the new agent has no session yet.")
         return RunSuperseded(f"Step {attempt.step} is of a session that has ended.")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.testing.oracle import DAY_S, Violation, must
-from ray_ckpt.testing.parts import Launcher
+from ray_ckpt.testing.parts import Launcher, Member
 from ray_ckpt.types import AttemptId, Level
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Healing:
             process, agent = world.process_of(launcher.service), world.nodes[member.node].agent
             if process is None or process.machine.plan is None or member.plan != process.machine.plan:
                 continue
-            if member.state == "training" and not world.oracle.is_over(process.machine.plan):
+            if member.state == "training" and not self._is_over(member):
                 has_plan = agent is not None and agent.host.plan == member.plan
                 must(has_plan, "P7", f"the agent of {member.node} has not the session of {launcher.name}")
 
@@ -89,12 +89,20 @@ class Healing:
         self._rest(LONG_S)
         for launcher, group, member in world.members():
             is_whole = all(x.state == "training" and world.nodes[x.node].agent for x in group.members)
-            if is_whole and member.plan is not None and world.oracle.is_over(member.plan):
+            if is_whole and self._is_over(member):
                 raise Violation(f"P7: {launcher.name} trains on {member.node} in an ended session")
             process = world.process_of(launcher.service)
             if is_whole and world.is_at_work(launcher, group) and process is not None:
                 text = f"{process.name} does not know that {launcher.name} is at work"
                 must(process.machine.plan == member.plan, "P7", text)
+
+    def _is_over(self, member: Member) -> bool:
+        """Return whether a member's session has ended in the log, or for the agent of the member's node."""
+        if member.plan is None:
+            return False
+        agent = self._world.nodes[member.node].agent
+        is_ended = agent is not None and agent.machine.is_over(member.plan.session_key)
+        return is_ended or self._world.oracle.is_over(member.plan)
 
     def _train(self, launcher: Launcher) -> str:
         """Let a group open and save twice; return the attempt of the second save."""

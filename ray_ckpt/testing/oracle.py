@@ -71,9 +71,12 @@ class Oracle:
     stored_on: dict[Copy, dict[FileEntry, set[str]]] = field(default_factory=dict)
     failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost a fragment
     damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) without an intact source
-    # attempt -> coordinator -> fragments reported to it and not deleted since, each with a node
-    reported: dict[str, dict[str, set[tuple[int, str]]]] = field(default_factory=dict)
+    # (coordinator, attempt) -> fragments reported to the coordinator, each with a node
+    reported: dict[tuple[str, str], set[tuple[int, str]]] = field(default_factory=dict)
+    # (attempt, fragment, node) of copies that were deleted and not reported since
+    deleted: set[tuple[str, int, str]] = field(default_factory=set)
     dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was dropped
+    leaving: set[tuple[str, str]] = field(default_factory=set)  # (disk, attempt): inventories leave it out
     unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # sessions opened without log
     trained: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) of groups that have trained
     openings: dict[str, _Opening] = field(default_factory=dict)  # coordinator -> the group being opened
@@ -286,8 +289,8 @@ class Oracle:
 
     def learns_stored(self, coordinator: str, attempt: AttemptId, node_index: int, node: str) -> None:
         """Record that a coordinator receives a report of a complete fragment on `node`."""
-        reports = self.reported.setdefault(attempt.attempt, {})
-        reports.setdefault(coordinator, set()).add((node_index, node))
+        self.reported.setdefault((coordinator, attempt.attempt), set()).add((node_index, node))
+        self.deleted.discard((attempt.attempt, node_index, node))
 
     def gives_up(
         self, coordinator: str, attempt: AttemptId, error: CheckpointError | None, live: Set[str]
@@ -311,10 +314,15 @@ class Oracle:
         yield from (a for a in (*self.attempts.values(), *known) if (a.epoch, a.session) == session_key)
 
     def _is_complete(self, coordinator: str, attempt: AttemptId, live: Set[str] | None = None) -> bool:
-        """Return True if a coordinator has a report of each fragment, on `live` nodes if these are given."""
+        """Return True if a coordinator has reports of all fragments, on `live` nodes that have them still.
+
+        Without `live`, all reports that it ever had count.
+        """
         name, plan = attempt.attempt, self.plans.get(attempt.attempt)
-        copies = self.reported.get(name, {}).get(coordinator, set())
-        fragments = {index for index, node in copies if live is None or node in live}
+        copies = self.reported.get((coordinator, name), set())
+        if live is not None:
+            copies = {held for held in copies if held[1] in live and (name, *held) not in self.deleted}
+        fragments = {index for index, _ in copies}
         return name in self.history.checkpoints or (plan is not None and len(fragments) == len(plan.nodes))
 
     def gave_up(self, attempt: str, epoch: int) -> None:
@@ -372,6 +380,7 @@ class Oracle:
         """Record a copy that is complete and fsynced."""
         version = disk.fragments[copy].fragment
         self.stored_on.setdefault(copy, {}).setdefault(version, set()).add(disk.name)
+        self.leaving.discard((disk.name, copy[0]))
         self.stale = True
 
     def destroyed(self, disk: Disk) -> None:
@@ -384,18 +393,22 @@ class Oracle:
         self.stale = True
         self.failed.setdefault(copy[0], set()).add(disk.name)
 
+    def takes_inventory(self, disk: Disk, leaving: Set[str]) -> None:
+        """Record that an inventory leaves out the attempts in `leaving`, which are being deleted."""
+        self.leaving |= {(disk.name, attempt) for attempt in leaving}
+
     def deletes(self, node: Node, directory: str, storage: Storage) -> None:
-        """Check that a node may delete a folder, as ordered; reports of its copies no longer count."""
+        """Check that a node may delete a folder, as ordered."""
         self.stale = True
         gone = [copy for copy, held in node.disk.fragments.items() if held.attempt.directory == directory]
         for attempt, index in gone:
             known = self.history.checkpoints.get(attempt)
             if known is not None and known.state == "live":
-                is_safe = known.level is Level.DURABLE and storage.holds(known)
+                is_safe = (node.disk.name, attempt) in self.leaving
+                is_safe = is_safe or (known.level is Level.DURABLE and storage.holds(known))
                 what = f"fragment {index} of step {known.step}"
                 must(is_safe, "P5", f"{node.disk.name} deletes {what}, which is live")
-            for copies in self.reported.get(attempt, {}).values():
-                copies.discard((index, node.name))
+            self.deleted.add((attempt, index, node.name))
 
     def deletes_remote(self, attempt: str) -> None:
         known = self.history.checkpoints.get(attempt)
