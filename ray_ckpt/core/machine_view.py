@@ -185,8 +185,8 @@ class MachineView:
         """Return the nodes that the group at work or a live checkpoint needs.
 
         These are the nodes on which the group runs or is being opened, the holders of its copies, and the
-        nodes that hold checkpoints which are not durable. While no group is at work, only the checkpoint from
-        which the next group would resume counts.
+        nodes that hold open attempts or checkpoints which are not durable. While no group is at work, of the
+        checkpoints only the one from which the next group would resume counts.
         """
         context = self._parts.context
         nodes = {
@@ -195,6 +195,7 @@ class MachineView:
         nodes |= self._parts.sessions.opening_nodes
         kept = context.history.live() if context.plan else context.history.lineage()[-1:]
         alone = [c.id.attempt for c in kept if c.level < Level.DURABLE]
+        alone += self._parts.saves.open()
         return frozenset(nodes.union(*(context.holders.anywhere(attempt) for attempt in alone)))
 
     # -- metrics -----------------------------------------------------------------------------------

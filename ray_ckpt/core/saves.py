@@ -30,6 +30,10 @@ class Saves:
         self._progress, self._attempts, self._missing = progress, attempts, missing
         self._looked_s = 0.0
 
+    def open(self) -> Iterator[str]:
+        """Yield the open attempts: those that nodes are storing, or whose commit is being written."""
+        return (attempt.id.attempt for attempt in self._attempts)
+
     def underway(self) -> tuple[SaveUnderway, ...]:
         """Return the open saves by step, including saves that ranks have captured but no node has stored."""
         now_s = self._context.now_s

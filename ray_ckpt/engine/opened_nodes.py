@@ -123,8 +123,9 @@ class OpenedNodes:
             self._join(node)
 
     def find_group(self, node: str) -> None:
-        """Read the inventory of a node again, since a group without this coordinator is at work there."""
-        if self.is_ready and node in self.live and self._host.is_without_group:
+        """Read the inventory of a node again: its agent has a group, or copies although it is skipped."""
+        is_read = self._host.is_without_group or node in self.skipped
+        if self.is_ready and node in self.live and is_read:
             self._join(node)
 
     def ended_idle(self, nodes: set[str]) -> None:

@@ -205,8 +205,14 @@ class World(Coordinators):
             process.agents.discard(name)
             found = (GroupFound(plan=plan) for plan in plans)
             self.wire.append(Answer(process.name, (AgentDied(node=name), *found)))
-        elif plans and not self.storage.is_away:
-            self._open_log(service, owner=None, found=plans)
+        elif plans and not self.storage.is_away and self._open_log(service, owner=None, found=plans) is None:
+            self._end_members(plans, RunSuperseded("The run was taken over by another service."))
+
+    def _end_members(self, plans: tuple[SessionPlan, ...], error: CheckpointError) -> None:
+        """End the ranks of groups of which rank 0 got an error as the answer to its request for an agent."""
+        for _, _, member in self.members():
+            if member.plan in plans and member.state == "training":
+                member.state, member.error = "ended", error
 
     def _plans_of_ranks(self, name: str) -> tuple[SessionPlan, ...]:
         """Return the plans of the groups whose rank 0 trains on a node."""

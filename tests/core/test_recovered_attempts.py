@@ -63,6 +63,17 @@ def test_a_complete_attempt_is_committed_before_the_next_group_chooses(restarted
     assert (commit.world_size, commit.num_nodes, commit.size_bytes) == (2, 2, 400)
 
 
+def test_the_nodes_of_an_attempt_whose_commit_is_being_written_are_needed() -> None:
+    run = Harness("abcd", inventory_wait_s=0.0, remote_every=1)
+    run.open("ab")
+    run.drain_all(run.save(10))
+    hold(run, 20)
+    run.start_coordinator()
+    run.store_mode = "held"
+    run.feed(run.group("cd"))
+    assert run.machine.view.needed_nodes() == frozenset("abcd")
+
+
 def fragments_of(run: Harness, attempt: AttemptId) -> list[FileEntry]:
     held = [held for disk in run.disks.values() for held in disk.fragments.values()]
     return [each.fragment for each in held if each.attempt == attempt]

@@ -419,7 +419,7 @@ def one_answer_ends_all_deletes_of_an_order(patch: pytest.MonkeyPatch) -> None:
 
 def a_late_start_replaces_a_newer_session(patch: pytest.MonkeyPatch) -> None:
     """A node takes the plan that comes last."""
-    patch.setattr(NodeMachine, "_is_over", lambda self, session_key: False)
+    patch.setattr(NodeMachine, "is_over", lambda self, session_key: False)
 
 
 def orders_do_not_wait_for_their_epoch(patch: pytest.MonkeyPatch) -> None:
