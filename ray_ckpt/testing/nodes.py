@@ -22,6 +22,7 @@ from ray_ckpt.engine.node_ports import (
     RankRestored,
     WorkEnded,
 )
+from ray_ckpt.engine.ports import OpenOnNode
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.testing.node_ports import WireNodePorts
 from ray_ckpt.testing.oracle import Oracle, must
@@ -239,6 +240,13 @@ class Nodes:
                     continue
             must(not is_for, "P7", f"ranks on {node.name} are not sent {text}")
 
+    def _open_again(self, node: Node) -> None:
+        """Open the run for the callers that asked while it was being put away: an agent does both in turns."""
+        for token, done in list(self.order_calls.items()):
+            order = done.message.call.order
+            if done.message.call.node == node.name and isinstance(order, OpenOnNode):
+                self._to_agent(node, OrderReceived(token=token, order=n.EpochSeen(epoch=order.epoch)))
+
     def _forget_run(self, node: Node, agent: Agent, kept: Collection[str]) -> None:
         for directory in sorted(node.disk.folders):
             if directory not in kept:
@@ -288,6 +296,7 @@ class Nodes:
                     agent.host = self._new_host(node, agent.number)
                     agent.began = agent.ended = agent.over = (0, 0)
                 host.handle(WorkEnded(work=work, token=token, error=failure))
+                self._open_again(node)
             case OutcomeAwaited() | EndAwaited() | RankMet() | RankRestored():
                 if work.token in self.rank_calls:
                     self.rank_calls[work.token].has_arrived = True

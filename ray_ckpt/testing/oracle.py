@@ -65,6 +65,7 @@ class Oracle:
 
     history: RunHistory = field(default_factory=RunHistory)
     num_commits: int = 0
+    committed_in: dict[str, int] = field(default_factory=dict)  # attempt -> epoch of its commit record
     plans: dict[str, SessionPlan] = field(default_factory=dict)  # attempt -> plan of the ranks that saved
     attempts: dict[str, AttemptId] = field(default_factory=dict)  # attempts saved by ranks
     # fragment -> version of its file, as written or altered since -> disks that ever had it fsynced
@@ -188,6 +189,7 @@ class Oracle:
         )
 
     def _check_commit(self, op: r.Commit, epoch: int) -> None:
+        self.committed_in[op.attempt] = epoch
         current = self.history.session
         is_current = current is not None and current.session == op.session
         must(is_current, "P3", f"{op} is of a session that has ended")
@@ -404,8 +406,10 @@ class Oracle:
         for attempt, index in gone:
             known = self.history.checkpoints.get(attempt)
             if known is not None and known.state == "live":
-                is_safe = (node.disk.name, attempt) in self.leaving
-                is_safe = is_safe or (known.level is Level.DURABLE and storage.holds(known))
+                # A coordinator counts copies only of nodes that obey it.
+                is_counted = (node.disk.name, attempt) not in self.leaving
+                is_counted = is_counted and node.disk.epoch >= self.committed_in[attempt]
+                is_safe = not is_counted or (known.level is Level.DURABLE and storage.holds(known))
                 what = f"fragment {index} of step {known.step}"
                 must(is_safe, "P5", f"{node.disk.name} deletes {what}, which is live")
             self.deleted.add((attempt, index, node.name))
