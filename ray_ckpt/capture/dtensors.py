@@ -47,10 +47,6 @@ def parts_here(tensor: Any, *, name: str) -> tuple[Region, ...]:
     coordinate, local = tensor.device_mesh.get_coordinate(), local_part(tensor)
     if coordinate is None:
         return ()
-    if hasattr(local, "__create_chunk_list__"):
-        raise _unsupported(
-            name, f"holds a {type(local).__name__} on each rank", "Save a DTensor of plain local tensors."
-        )
     layout = (tuple(tensor.shape), _cuts(tensor.placements, tensor.device_mesh.shape, tuple(coordinate)))
     readings = {_read(*layout, strides_last=False), _read(*layout, strides_last=True)}
     # An empty local tensor may have any shape that is empty.

@@ -26,7 +26,7 @@ from torch import nn
 
 from ray_ckpt.capture.items import (
     BaseOptimizerItem,
-    FlatShard,
+    BoxedTensor,
     ModuleItem,
     clean_name,
     parameter_names,
@@ -116,18 +116,18 @@ class FlatUnit:
         """Return the ranks of the shard group."""
         return tuple(sorted(self._group))
 
-    def pieces(self, index: int, tensor: torch.Tensor, *, is_shard: bool) -> FlatShard:
+    def pieces(self, index: int, tensor: torch.Tensor, *, is_shard: bool) -> BoxedTensor:
         """Return one parameter's regions in `tensor`, which holds this rank's elements of the parameter.
 
         With `is_shard` it is cut like the flat parameter, and holds elements of other parameters too.
         """
         shape, info = self.shape(index), self.flat._shard_param_infos[index]
         if not info.in_shard:
-            return FlatShard(shape=shape, dtype=tensor.dtype, base=tensor)
+            return BoxedTensor(shape=shape, dtype=tensor.dtype, base=tensor)
         here = tensor.narrow(0, info.offset_in_shard, info.numel_in_shard) if is_shard else tensor
         found = flat_parts(shape, info.intra_param_start_idx, info.intra_param_end_idx + 1)
         parts = tuple((offset, here.narrow(0, at, prod(size)).view(size)) for (offset, size), (at,) in found)
-        return FlatShard(shape=shape, dtype=tensor.dtype, base=tensor, parts=parts, ranks=self.holders)
+        return BoxedTensor(shape=shape, dtype=tensor.dtype, base=tensor, parts=parts, ranks=self.holders)
 
     def owners(self) -> list[tuple[nn.Module, str]]:
         """Return the module and the name of each flattened parameter."""
@@ -172,12 +172,12 @@ def flat_names(module: nn.Module, units: list[FlatUnit]) -> dict[str, FlatName]:
 
 
 class _Memo:
-    """Cache that returns the same FlatShard while a tensor has not moved, since walks compare by id."""
+    """Cache that returns the same BoxedTensor while a tensor has not moved, since walks compare by id."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, ...], tuple[torch.Tensor, int, FlatShard]] = {}
+        self._made: dict[tuple[str, ...], tuple[torch.Tensor, int, BoxedTensor]] = {}
 
-    def get(self, path: tuple[str, ...], of: torch.Tensor, make: Callable[[], FlatShard]) -> FlatShard:
+    def get(self, path: tuple[str, ...], of: torch.Tensor, make: Callable[[], BoxedTensor]) -> BoxedTensor:
         before = self._made.get(path)
         if before is None or before[0].shape != of.shape or before[1] != of.data_ptr():
             before = self._made[path] = (of, of.data_ptr(), make())
@@ -201,7 +201,7 @@ class Fsdp1ModuleItem(ModuleItem):
 
     def tree(self) -> Any:
         state: dict[str, Any] = {}
-        made: dict[tuple[int, int], FlatShard] = {}  # shared by tied names
+        made: dict[tuple[int, int], BoxedTensor] = {}  # shared by tied names
         for name, flat in self._flats.items():
             place = (id(flat.unit), flat.index)
             if place not in made:
@@ -222,7 +222,7 @@ class Fsdp1ModuleItem(ModuleItem):
             if type(inside).get_extra_state is not nn.Module.get_extra_state:
                 yield _join(prefix, EXTRA_STATE_SUFFIX), inside
 
-    def _piece_of(self, name: str, flat: FlatName) -> FlatShard:
+    def _piece_of(self, name: str, flat: FlatName) -> BoxedTensor:
         local = flat.unit.local
         return self._memo.get((name,), local, lambda: flat.unit.pieces(flat.index, local, is_shard=True))
 
@@ -253,7 +253,7 @@ class _Entry:
         """Return the local shape of state with an element for each element of the parameter."""
         return tuple(flat.unit.local.shape) if self.is_flat else (flat.unit.numel_here(flat.index),)
 
-    def pieces(self, flat: FlatName, value: torch.Tensor) -> FlatShard:
+    def pieces(self, flat: FlatName, value: torch.Tensor) -> BoxedTensor:
         return flat.unit.pieces(flat.index, value, is_shard=self.is_flat)
 
     def alike(self, flat: FlatName) -> tuple[int, ...]:
@@ -326,7 +326,7 @@ class Fsdp1OptimizerItem(BaseOptimizerItem):
         if like is None or entry.is_here():
             return None
         return {
-            key: FlatShard(shape=flat.unit.shape(flat.index), dtype=value.dtype)
+            key: BoxedTensor(shape=flat.unit.shape(flat.index), dtype=value.dtype)
             if isinstance(value, torch.Tensor)
             else value
             for key, value in self.optimizer.state[like.param].items()
@@ -338,7 +338,7 @@ class Fsdp1OptimizerItem(BaseOptimizerItem):
         if tuple(value.shape) == entry.local_shape(flat):
             return self._memo.get((name, key), value, lambda: entry.pieces(flat, value))
         if value.dim() == 0:
-            whole = FlatShard(
+            whole = BoxedTensor(
                 shape=(),
                 dtype=value.dtype,
                 base=value,
@@ -359,7 +359,8 @@ class Fsdp1OptimizerItem(BaseOptimizerItem):
             state = next((saved[name] for name in entry.members if name in saved), None)
             if state is not None and entry.is_here():
                 self.optimizer.state[entry.param] = {
-                    key: value.base if isinstance(value, FlatShard) else value for key, value in state.items()
+                    key: value.base if isinstance(value, BoxedTensor) else value
+                    for key, value in state.items()
                 }
 
     def problems(self, saved: Any) -> list[str]:

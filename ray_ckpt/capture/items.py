@@ -64,12 +64,12 @@ class Item(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FlatShard:
-    """Regions of a tensor of `shape` in this rank's memory that is not cut into boxes, as FSDP1 flattens it.
+class BoxedTensor:
+    """Boxes of a global tensor of `shape` in this rank's memory, as FSDP1 or `boxes` finds them.
 
-    A part is the offset of a region, and the region's live memory in the region's shape: views of `base`, a
-    tensor that the owner keeps. Without parts other ranks hold the whole tensor. `ranks` hold the same
-    regions. If the memory moves, a new FlatShard is made.
+    A part is the offset of a box, and the box's live memory in the box's shape: views of `base`, a tensor
+    that the owner keeps. Without parts other ranks hold the whole tensor. `ranks` hold the same boxes, and
+    one of them saves; without ranks, others save. If the memory moves, a new BoxedTensor is made.
     """
 
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ class FlatShard:
     ranks: tuple[int, ...] = ()
 
 
-Leaf: TypeAlias = torch.Tensor | FlatShard
+Leaf: TypeAlias = torch.Tensor | BoxedTensor
 """A leaf of an item's tree that holds a tensor."""
 
 

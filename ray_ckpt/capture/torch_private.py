@@ -6,6 +6,7 @@ fails there with a sentence about that name.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -35,6 +36,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor, or the tensor itself."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Return whether a value is a ShardedTensor of torch.distributed."""
+    api = sys.modules.get("torch.distributed._shard.sharded_tensor.api")
+    return api is not None and isinstance(value, api.ShardedTensor)
 
 
 def is_updated_in_backward(param: torch.Tensor) -> bool:

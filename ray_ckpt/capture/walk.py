@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ray_ckpt.capture.boxes import boxed
 from ray_ckpt.capture.dtensors import holders, is_dtensor, parts_here
-from ray_ckpt.capture.items import FlatShard, Item, Leaf, local_tensor
+from ray_ckpt.capture.items import BoxedTensor, Item, Leaf, local_tensor
 from ray_ckpt.capture.torch_private import local_part
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.digest import digest
@@ -210,10 +211,11 @@ def walk(
         keys: dict[int, str] = {}  # tensor keys of this item's leaves, by id
 
         def visit(value: Any, path: tuple[str, ...]) -> Any:
-            if not isinstance(value, torch.Tensor | FlatShard):
+            leaf = leaf_of(value, (name, *path))
+            if leaf is None:
                 return visit_container(value, path)
             if id(value) not in keys:
-                prefix, inner = place_in(name, item, value, path, rank)
+                prefix, inner = place_in(name, item, leaf, path, rank)
                 key = ".".join((prefix, *inner))
                 if key in held:
                     raise UnsupportedLeaf(
@@ -223,15 +225,15 @@ def walk(
                     )
                 keys[id(value)] = key
                 held_before = known.get(key)
-                if held_before is not None and held_before.is_still(value):
+                if held_before is not None and held_before.is_still(leaf):
                     held[key] = held_before
                 else:
                     ranks = everyone if item.is_shared(path) else (rank,)
                     changes = item.changes_in_step(path)
                     slices = slices_of(
-                        value, item=prefix, path=inner, ranks=ranks, changes_in_step=changes, first=first
+                        leaf, item=prefix, path=inner, ranks=ranks, changes_in_step=changes, first=first
                     )
-                    held[key] = HeldLeaf(leaf=value, slices=tuple(slices), memory=_memory(value))
+                    held[key] = HeldLeaf(leaf=leaf, slices=tuple(slices), memory=_memory(leaf))
                 all_slices.extend(held[key].slices)
             return TensorRef(keys[id(value)])
 
@@ -269,7 +271,7 @@ def plain_tensors(value: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]
         if set(map(type, names)) != {str}:
             return None
     leaves = tuple(value)
-    return (names, leaves) if set(map(type, leaves)) <= {torch.Tensor, torch.nn.Parameter} else None
+    return (names, leaves) if set(map(type, leaves)) <= {*_PLAIN} else None
 
 
 def _block_of(
@@ -306,6 +308,14 @@ def _block_of(
     )
 
 
+def leaf_of(value: Any, path: Sequence[str]) -> Leaf | None:
+    """Return the tensor behind a value of a tree, with its boxes if it names them; None if it is none."""
+    if type(value) in _PLAIN:
+        return value  # type: ignore[no-any-return]
+    found = boxed(value, path)
+    return found if found is not None else value if isinstance(value, torch.Tensor) else None
+
+
 def place_in(
     name: str, item: Item, leaf: Leaf, path: tuple[str, ...], rank: int
 ) -> tuple[str, tuple[str, ...]]:
@@ -315,17 +325,18 @@ def place_in(
 
 def is_global(leaf: Leaf) -> bool:
     """Return whether the leaf is this rank's part of a tensor that is cut over ranks."""
-    return isinstance(leaf, FlatShard) or is_dtensor(leaf)
+    return isinstance(leaf, BoxedTensor) or is_dtensor(leaf)
 
 
 def _memory(leaf: Leaf) -> tuple[Any, ...]:
-    """Return address and layout of a leaf's bytes; () for a FlatShard, which is immutable."""
-    if isinstance(leaf, FlatShard):
+    """Return address and layout of a leaf's bytes; () for a BoxedTensor, which is immutable."""
+    if isinstance(leaf, BoxedTensor):
         return ()
     local = local_part(leaf)
     return local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPE = attrgetter("dtype")
 _COMPARED_ON = ("cpu", "cuda")  # devices on which torch compares tensors by address
 
@@ -410,7 +421,7 @@ def slices_of(
             changes_in_step=changes_in_step,
         )
 
-    if isinstance(leaf, FlatShard):
+    if isinstance(leaf, BoxedTensor):
         ranks = tuple(first + rank for rank in leaf.ranks)
         for offset, tensor in leaf.parts:
             yield live(tensor, offset, tensor)

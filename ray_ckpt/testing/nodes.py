@@ -241,7 +241,7 @@ class Nodes:
             must(not is_for, "P7", f"ranks on {node.name} are not sent {text}")
 
     def _open_again(self, node: Node) -> None:
-        """Open the run for the callers that asked while it was being put away: an agent does both in turns."""
+        """Open the run for the callers that ask while it is being put away: an agent takes turns."""
         for token, done in list(self.order_calls.items()):
             order = done.message.call.order
             if done.message.call.node == node.name and isinstance(order, OpenOnNode):
