@@ -45,7 +45,7 @@ $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt torch
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt \
-	    --editable ".[all]" duckdb hypothesis pytest pytest-timeout pytest-xdist safetensors torchdata
+	    --editable ".[all]" duckdb hypothesis megatron-core pytest pytest-timeout pytest-xdist safetensors torchdata
 	touch $@
 
 test-oldest: $(OLDEST)/.ready $(SERVERS)/.ready  ## quick tests of the rooms that call other packages, with the oldest allowed
