@@ -65,7 +65,7 @@ class Oracle:
 
     history: RunHistory = field(default_factory=RunHistory)
     num_commits: int = 0
-    committed_in: dict[str, int] = field(default_factory=dict)  # attempt -> epoch of its commit record
+    committed_by: dict[str, str] = field(default_factory=dict)  # attempt -> coordinator
     plans: dict[str, SessionPlan] = field(default_factory=dict)  # attempt -> plan of the ranks that saved
     attempts: dict[str, AttemptId] = field(default_factory=dict)  # attempts saved by ranks
     # fragment -> version of its file, as written or altered since -> disks that ever had it fsynced
@@ -74,6 +74,7 @@ class Oracle:
     damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) without an intact source
     # (coordinator, attempt) -> fragments reported to the coordinator, each with a node
     reported: dict[tuple[str, str], set[tuple[int, str]]] = field(default_factory=dict)
+    known: dict[tuple[str, str], set[tuple[int, str]]] = field(default_factory=dict)  # and copies
     # (attempt, fragment, node) of copies that were deleted and not reported since
     deleted: set[tuple[str, int, str]] = field(default_factory=set)
     dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was dropped
@@ -106,6 +107,7 @@ class Oracle:
         self.stale = True
         if isinstance(record.op, r.Commit):
             self.num_commits += 1
+            self.committed_by[record.op.attempt] = record.writer
 
     def _check_record(self, record: LogRecord, world: Nodes) -> None:
         op, history = record.op, self.history
@@ -189,7 +191,6 @@ class Oracle:
         )
 
     def _check_commit(self, op: r.Commit, epoch: int) -> None:
-        self.committed_in[op.attempt] = epoch
         current = self.history.session
         is_current = current is not None and current.session == op.session
         must(is_current, "P3", f"{op} is of a session that has ended")
@@ -292,6 +293,11 @@ class Oracle:
     def learns_stored(self, coordinator: str, attempt: AttemptId, node_index: int, node: str) -> None:
         """Record that a coordinator receives a report of a complete fragment on `node`."""
         self.reported.setdefault((coordinator, attempt.attempt), set()).add((node_index, node))
+        self.learns_copied(coordinator, attempt, node_index, node)
+
+    def learns_copied(self, coordinator: str, attempt: AttemptId, node_index: int, node: str) -> None:
+        """Record that a coordinator receives a report of a complete copy on `node`."""
+        self.known.setdefault((coordinator, attempt.attempt), set()).add((node_index, node))
         self.deleted.discard((attempt.attempt, node_index, node))
 
     def gives_up(
@@ -406,13 +412,18 @@ class Oracle:
         for attempt, index in gone:
             known = self.history.checkpoints.get(attempt)
             if known is not None and known.state == "live":
-                # A coordinator counts copies only of nodes that obey it.
-                is_counted = (node.disk.name, attempt) not in self.leaving
-                is_counted = is_counted and node.disk.epoch >= self.committed_in[attempt]
-                is_safe = not is_counted or (known.level is Level.DURABLE and storage.holds(known))
+                is_safe = not self._counts(attempt, index, node)
+                is_safe = is_safe or (known.level is Level.DURABLE and storage.holds(known))
                 what = f"fragment {index} of step {known.step}"
                 must(is_safe, "P5", f"{node.disk.name} deletes {what}, which is live")
             self.deleted.add((attempt, index, node.name))
+
+    def _counts(self, attempt: str, index: int, node: Node) -> bool:
+        """Return whether the coordinator that committed an attempt, or the last one, counts a copy."""
+        if (node.disk.name, attempt) in self.leaving:
+            return False
+        known = [self.known.get((name, attempt), ()) for name in (self.committed_by[attempt], self.writer)]
+        return any((index, node.name) in copies for copies in known)
 
     def deletes_remote(self, attempt: str) -> None:
         known = self.history.checkpoints.get(attempt)

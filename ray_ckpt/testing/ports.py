@@ -161,6 +161,8 @@ class WirePorts:
             oracle.owner_died(self.world.launchers[event.owner], self.world.now_s)
         if isinstance(event, m.NodeStored):
             oracle.learns_stored(self.name, event.attempt, event.node_index, event.node_id)
+        if isinstance(event, m.ReplicaEnded) and event.error is None:
+            oracle.learns_copied(self.name, event.attempt, event.node_index, event.holder)
         if isinstance(event, m.GroupRecovered | m.GroupOpened | m.InventoryTaken | m.NodesJoined):
             for node, inventory in event.inventories.items():
                 for held in inventory.fragments:
