@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ray_ckpt import dcp as dcp
     from ray_ckpt.actors.client import annotate, exposure, pin, unpin
     from ray_ckpt.actors.connecting import connect
     from ray_ckpt.capture.load import RestoreInfo
@@ -34,6 +35,8 @@ _HOMES = {
     "unpin": "ray_ckpt.actors.client",
 }
 
+_MODULES = ("dcp",)  # for other trainers; each needs the packages of its trainer
+
 __all__ = [
     "Catalog",
     "Checkpointer",
@@ -52,8 +55,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        from importlib import import_module
+    from importlib import import_module
 
+    if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return import_module(f"ray_ckpt.{name}")
     raise AttributeError(f"module 'ray_ckpt' has no attribute {name!r}")

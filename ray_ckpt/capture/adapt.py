@@ -29,6 +29,8 @@ from ray_ckpt.errors import UnsupportedItem
 
 def adapt(name: str, obj: object, owners: Mapping[str, nn.Module | nn.Parameter]) -> Item:
     """Return the adapter for `obj`; UnsupportedItem if it cannot be saved. `owners` hold the parameters."""
+    if isinstance(obj, Item):
+        return obj
     if isinstance(obj, nn.Module | torch.optim.Optimizer):
         return _adapt_torch(name, obj, owners)
     if isinstance(obj, torch.Tensor):

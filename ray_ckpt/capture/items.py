@@ -38,6 +38,13 @@ class Item(ABC):
         """Load initial state on a rank without state in the checkpoint; `tree` is the tree of rank 0."""
         self.load(tree)
 
+    is_partial: ClassVar[bool] = False
+    """True if the item may be loaded with a part of its saved state, and without the other saved items."""
+
+    def wanted(self, saved: Any) -> Any:
+        """Return the part of a saved tree (with TensorRef leaves) that is to be loaded."""
+        return saved
+
     def problems(self, saved: Any) -> list[str]:
         """Return why a saved tree (with TensorRef leaves) does not fit; called before a byte is read."""
         return []

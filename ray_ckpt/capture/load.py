@@ -39,7 +39,7 @@ from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import Copy, Read, RestorePlan, RowKey, plan_restore, row_key
 from ray_ckpt.restore.manifest import SavedRows
 from ray_ckpt.restore.reader import Sink, SourceReader
-from ray_ckpt.types import ManifestRow, RestoredPart
+from ray_ckpt.types import ManifestRow, RestoredPart, Slice
 
 log = logging.getLogger("ray_ckpt")
 
@@ -67,6 +67,23 @@ class RestoreInfo:
         for part in self.parts:
             totals[part.tier] = totals.get(part.tier, 0) + part.size_bytes
         return totals
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The saved items of a rank with TensorRef in place of tensors, and a slice of each tensor by key."""
+
+    trees: Mapping[str, Any]
+    slices: Mapping[str, Slice]
+
+    @classmethod
+    def of(cls, trees: Mapping[str, Any], rows: SavedRows) -> SavedState:
+        """Return the saved `trees`; if a tensor is missing in `rows`, these are completed."""
+        keys = {ref.key for tree in trees.values() for ref in tensor_refs(tree).values()}
+        found = rows.first_of(keys)
+        if len(found) < len(keys) and rows.complete():
+            found = rows.first_of(keys)
+        return cls(trees, {key: row.slice for key, row in found.items() if row.slice is not None})
 
 
 def load_items(
@@ -187,8 +204,8 @@ class _Wanted:
 
     def add(self, name: str, item: Item, tree: Any, *, check: bool = True) -> _Wanted:
         """Add all tensors of the saved `tree` of an item; with `check`, also check that it fits the item."""
-        here = {path: self.walked.held[ref.key] for path, ref in _refs(self.walked.trees[name]).items()}
-        refs = _refs(tree)
+        here = {path: self.walked.held[ref.key] for path, ref in tensor_refs(self.walked.trees[name]).items()}
+        refs = tensor_refs(tree)
         self._saved |= self.rows.first_of(ref.key for ref in refs.values())
         for path, ref in refs.items():
             self._add(name, item, path, ref.key, here.get(path))
@@ -280,7 +297,12 @@ def _check_names(items: Set[str], saved: Set[str]) -> None:
         )
 
 
-def _refs(tree: Any) -> dict[Path, TensorRef]:
+def wanted_trees(items: Mapping[str, Item], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of saved trees that partial items want; items that are not among `items` are left."""
+    return {name: items[name].wanted(tree) for name, tree in saved.items() if name in items}
+
+
+def tensor_refs(tree: Any) -> dict[Path, TensorRef]:
     """Return the tensors of a tree by their paths."""
     found: dict[Path, TensorRef] = {}
 

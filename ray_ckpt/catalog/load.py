@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from ray_ckpt.capture.items import NewItem
-    from ray_ckpt.capture.load import RestoreInfo
+    from ray_ckpt.capture.load import RestoreInfo, SavedState
 
 log = logging.getLogger("ray_ckpt")
 
@@ -114,15 +114,23 @@ class OpenedRun:
         )
 
     def _load_into(self, objects: Mapping[str, Any], step: int | None) -> RestoreInfo:
+        chosen = self.agreed() if step is None else self.choose(step)
+        return chosen.load(into=objects)
+
+    def agreed(self) -> OpenedCheckpoint:
+        """Return the newest durable checkpoint; where torch.distributed is initialized, that of rank 0.
+
+        All ranks must call this. Raise ConfigError if there is none.
+        """
         from torch import distributed as dist
 
-        if step is None and _group()[1] > 1:
+        if _group()[1] > 1:
             newest = self.catalog.newest(Level.DURABLE)
             chosen = [newest.info.id.attempt if newest is not None else ""]
             dist.broadcast_object_list(chosen, src=0)
             if chosen[0]:
-                return OpenedCheckpoint(self, self._of_attempt(chosen[0])).load(into=objects)
-        return self.choose(step).load(into=objects)
+                return OpenedCheckpoint(self, self._of_attempt(chosen[0]))
+        return self.choose()
 
     def _rows_of(self, view: CheckpointView) -> tuple[ManifestRow, ...]:
         """Return the manifest of a checkpoint, proven by the log."""
@@ -247,13 +255,13 @@ class OpenedCheckpoint:
         from torch import nn
 
         from ray_ckpt.capture.adapt import adapt
-        from ray_ckpt.capture.load import RestoreInfo, load_items
+        from ray_ckpt.capture.load import RestoreInfo, load_items, wanted_trees
 
         start_s, (rank, world_size) = time.monotonic(), _group()
         owners = {n: o for n, o in objects.items() if isinstance(o, nn.Module | nn.Parameter)}
         items = {name: adapt(name, obj, owners) for name, obj in objects.items()}
         saved = self._merged(rank if rank < self.info.world_size else 0)
-        state = {**saved, "items": {n: tree for n, tree in saved["items"].items() if n in items}}
+        state = {**saved, "items": wanted_trees(items, saved["items"])}
         reader = self._reader()
         rows = ListedRows(self._rows)
         put_rest = load_items(items, state, rows, reader, rank=rank, world_size=world_size)
@@ -265,6 +273,14 @@ class OpenedCheckpoint:
             parts=tuple(reader.parts),
             seconds=time.monotonic() - start_s,
         )
+
+    def saved(self) -> SavedState:
+        """Return the saved items of this rank without a byte of their tensors."""
+        from ray_ckpt.capture.load import SavedState
+
+        rank = _group()[0]
+        state = self._merged(rank if rank < self.info.world_size else 0)
+        return SavedState.of(state["items"], ListedRows(self._rows))
 
     def _load_trees(self, trees: Mapping[str, Any], rank: int) -> dict[str, NewItem]:
         """Load the tensors of the trees; where ranks differ in a tensor of one name, that of `rank`."""

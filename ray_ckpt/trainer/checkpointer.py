@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal
@@ -20,7 +20,8 @@ from typing import Any, Literal
 import torch
 
 from ray_ckpt.capture.adapt import adapt
-from ray_ckpt.capture.load import RestoreInfo
+from ray_ckpt.capture.items import Item
+from ray_ckpt.capture.load import RestoreInfo, SavedState
 from ray_ckpt.config import is_uri
 from ray_ckpt.core.values import STILL_WRITING, RankProgress
 from ray_ckpt.errors import (
@@ -34,8 +35,10 @@ from ray_ckpt.errors import (
     text_of,
 )
 from ray_ckpt.format.names import make_attempt
+from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer.connection import Connection, ProgressThread, get_connection
 from ray_ckpt.trainer.handoff import SaveParts
+from ray_ckpt.trainer.item_reader import ItemReader
 from ray_ckpt.trainer.link import Link
 from ray_ckpt.trainer.metrics import MetricReader, detached
 from ray_ckpt.trainer.outcomes import Outcomes, SaveStats, UnprotectedGuard
@@ -130,6 +133,17 @@ class Checkpointer:
         self._objects[name] = obj
         if not isinstance(obj, torch.optim.Optimizer):  # its parameters may belong to a later item
             adapt(name, obj, {})
+
+    def hold(self, items: Mapping[str, Item], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Replace all items, also after the restore, by these ready items.
+
+        For trainers that hand over a new state dict with each save or load. Only the steps of `optimizers`
+        change tensors that are copied in the background.
+        """
+        self._objects = dict(items)
+        if self._items is not None and self._saver is not None:
+            self._items.hold(items)
+            self._saver.optimizers = tuple(optimizers)
 
     # -- restore -------------------------------------------------------------------------------------
 
@@ -237,13 +251,24 @@ class Checkpointer:
         """
         if self._saver is not None:
             return self._count.restored
+        ticket = self._resume_ticket()
+        return step_of(ticket) if ticket is not None else 0
+
+    def saved(self) -> SavedState | None:
+        """Return the saved state of this rank that `restore` will restore, without a byte of its tensors.
+
+        None in a new run. Raises RestoreError if the state cannot be read from any source.
+        """
+        ticket = self._resume_ticket()
+        return ItemReader(self._link, {}).saved(ticket) if ticket is not None else None
+
+    def _resume_ticket(self) -> RestoreTicket | None:
+        """Return the ticket of the checkpoint that `restore` will restore with its step."""
         ticket = self._link.ticket()
         if ticket.checkpoint is not None:
-            return ticket.checkpoint.step
-        if not is_uri(self._link.options.resume):
-            return 0
-        origin = self._link.origin(ticket.session, ticket.epoch)
-        return step_of(origin) if origin is not None else 0
+            return ticket
+        is_other = is_uri(self._link.options.resume)
+        return self._link.origin(ticket.session, ticket.epoch) if is_other else None
 
     def restore_random_state(self) -> None:
         """Set random state to the restored state again, once, before the first step; `steps` calls it.
@@ -400,7 +425,14 @@ class Checkpointer:
         if self._saver is None:
             raise ConfigError("wait was called before restore.", hint="Restore, train, save, then wait.")
         self._saver.settle()
-        self._outcomes.wait(LEVELS[level], timeout_s)
+        self.waiter()(LEVELS[level], timeout_s)
+
+    def waiter(self) -> Callable[[Level, float], None]:
+        """Return a function that waits, in any thread, until the save requested last is at a level.
+
+        The function takes the level and a limit in seconds; its errors are those of `wait`.
+        """
+        return self._outcomes.waiter()
 
     @property
     def setup_s(self) -> float | None:

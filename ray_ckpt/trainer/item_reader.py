@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from ray_ckpt.capture.items import Item
-from ray_ckpt.capture.load import Load, load_items
-from ray_ckpt.errors import ConfigError, FormatError, MismatchError
+from ray_ckpt.capture.load import Load, SavedState, load_items, wanted_trees
+from ray_ckpt.errors import ConfigError, FormatError, MismatchError, RestoreError
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import decode_state
 from ray_ckpt.restore.manifest import PartialRows, SavedRows
@@ -39,22 +39,14 @@ class ItemReader:
 
     def _read(self, ticket: RestoreTicket, choose: _Choose) -> tuple[RankRestore, Load]:
         start_s = time.monotonic()
-        checkpoint, identity = ticket.checkpoint, self.link.identity
+        identity = self.link.identity
         load: Load = _nothing
-        if checkpoint is None or ticket.damage:
+        if ticket.checkpoint is None or ticket.damage:
             return RankRestore(rank=identity.rank, damage=ticket.damage), load
-        sources: dict[str, Sequence[FileSource]] = dict(ticket.sources)
-        reader = SourceReader(
-            checkpoint.id,
-            sources,
-            credentials=ticket.credentials,
-            remote=ticket.remote,
-            fetch=partial(self.link.fetch, ticket.session),
-            progress=ProgressLog(checkpoint.step, log=log.info),
-        )
         try:
-            rows = self._rows(ticket, sources)
-            chosen = choose(_States(reader, rows, checkpoint.world_size))
+            states = self._states(ticket)
+            reader, rows = states.reader, states.rows
+            chosen = choose(states)
             if chosen is not None:
                 items, state = chosen
                 load = load_items(
@@ -80,6 +72,40 @@ class ItemReader:
         )
         return report, load
 
+    def saved(self, ticket: RestoreTicket) -> SavedState:
+        """Return the saved items of this rank without a byte of their tensors.
+
+        Raises RestoreError if they cannot be read from any source.
+        """
+        damage = ticket.damage
+        try:
+            states = self._states(ticket)
+            state = self._own_state(states)
+            if state is not None:
+                return SavedState.of(state["items"], states.rows)
+        except _ManifestDamaged as error:
+            damage = error.damage
+        raise RestoreError(
+            f"The state of rank {self.link.identity.rank} cannot be read.",
+            hint="`ray-ckpt verify` shows the damage; the option resume='step:N' takes an older checkpoint.",
+            damage=damage or tuple(states.reader.damage),
+        )
+
+    def _states(self, ticket: RestoreTicket) -> _States:
+        """Return the state files and the manifest of a ticket's checkpoint."""
+        checkpoint = ticket.checkpoint
+        assert checkpoint is not None
+        sources: dict[str, Sequence[FileSource]] = dict(ticket.sources)
+        reader = SourceReader(
+            checkpoint.id,
+            sources,
+            credentials=ticket.credentials,
+            remote=ticket.remote,
+            fetch=partial(self.link.fetch, ticket.session),
+            progress=ProgressLog(checkpoint.step, log=log.info),
+        )
+        return _States(reader, self._rows(ticket, sources), checkpoint.world_size)
+
     def _rows(self, ticket: RestoreTicket, sources: dict[str, Sequence[FileSource]]) -> SavedRows:
         """Return the rows of the ticket; when they are completed, `sources` gets those of all files."""
         rows = _opened(ticket)
@@ -104,6 +130,8 @@ class ItemReader:
     def _all_items(self, states: _States) -> tuple[Mapping[str, Item], dict[str, Any]] | None:
         """Return the state of this rank, or for a new rank of the first in its part; None if unreadable."""
         state = self._own_state(states)
+        if state is not None and any(item.is_partial for item in self.items.values()):
+            state["items"] = wanted_trees(self.items, state["items"])
         if state is None or _has_gradients(state):
             return None if state is None else (self.items, state)
         state["items"].pop("gradients", None)  # empty outside a window: any `partial_grads` fits

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.errors import CheckpointError, CollectiveError, RunConflict, Unavailable, Unprotected, text_of
@@ -216,12 +217,17 @@ class Outcomes:
             return "the outcome of its save was not reported"
         return str(requested.outcome.result().error or "")
 
-    def wait(self, level: Level, timeout_s: float) -> None:
-        """Wait until the last requested save is at `level`; before the first save, the restored checkpoint.
+    def waiter(self) -> Callable[[Level, float], None]:
+        """Return a function that waits until the save requested last is at a level, for any thread.
 
-        Raises Unavailable with the reason if the level cannot be reached, or when the time is up.
+        Before the first save, it waits for the restored checkpoint. The function takes the level and a limit
+        in seconds. It raises Unavailable with the reason if the level cannot be reached, or when the time is
+        up.
         """
-        requested, deadline_s = self._requested, time.monotonic() + timeout_s
+        return partial(self._wait, self._requested)
+
+    def _wait(self, requested: PendingSave | str | None, level: Level, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
         if isinstance(requested, str):
             raise Unavailable(f"There is no checkpoint to wait for: {requested}.")
         if requested is not None:

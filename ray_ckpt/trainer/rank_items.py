@@ -49,6 +49,11 @@ class RankItems:
                 owners, window=self.window, world_size=identity.world_size
             )
 
+    def hold(self, items: Mapping[str, Item]) -> None:
+        """Replace the items of the user; those of ray_ckpt itself stay."""
+        own = {name: item for name, item in self.items.items() if name not in self.objects}
+        self.objects, self.items = items, {**items, **own}
+
     def walk(self) -> Walked:
         ranks = self._identity.ranks
         self._walked = walk(
@@ -108,7 +113,12 @@ class RankItems:
 
 
 def gap_warnings(objects: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a warning for each object of the process that a resumed run would lack."""
+    """Return a warning for each object of the process that a resumed run would lack.
+
+    None for ready items, of which the trainer hands over the states that it chooses.
+    """
+    if any(isinstance(obj, Item) for obj in objects.values()):
+        return ()
     missing = "is not registered: pass it to the Checkpointer, or resuming lacks it"
     early = ": make its iterator after ckpt.steps, and register its position"
     found = [f"{phrase} {missing}" for phrase in unregistered(objects)]

@@ -43,7 +43,7 @@ class Saver:
         """Call `on_wait` with the seconds of each wait before an optimizer step."""
         self._link = link
         self._session = session
-        self._optimizers = tuple(optimizers)
+        self.optimizers = tuple(optimizers)
         options = link.options
         self._stall_s: float | None = None  # blocked time of the last save; None: the save still blocks
         self._snapshotter = Snapshotter(
@@ -241,9 +241,9 @@ class Saver:
 
     def _plan_of(self, walked: Walked) -> CopyPlan:
         """Return the plan of the previous save, or a new plan if a tensor has moved or a hook was added."""
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         params = (id(param) for group in groups for param in group["params"])
-        optimized = (hooks_in_backward(self._optimizers), *params)
+        optimized = (hooks_in_backward(self.optimizers), *params)
         plan = self._plan
         if plan is not None and plan.whole is not walked.slices:
             plan = self._plan = plan.followed(walked.slices)
@@ -252,7 +252,7 @@ class Saver:
             layout = self._layout_of(frozenset(live.slice for live in owned))
             by_key = walked.by_slice_key
             order = [(placed.slice.key, placed.slice.offset) for placed in layout.slices]
-            background = background_slices(walked.slices, guarded_storages(self._optimizers))
+            background = background_slices(walked.slices, guarded_storages(self.optimizers))
             plan = self._plan = CopyPlan(
                 whole=walked.slices,
                 optimized=optimized,

@@ -1,0 +1,1 @@
+"""Other trainers that save through ray_ckpt, and their formats."""

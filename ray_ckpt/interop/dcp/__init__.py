@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint (DCP): its `save`, `async_save` and `load` with the storage of ray_ckpt."""

@@ -1,0 +1,78 @@
+"""The session of this rank, shared by the Writers and Readers of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ray_ckpt.capture.items import Item
+from ray_ckpt.capture.load import SavedState
+from ray_ckpt.capture.unregistered import live_optimizers
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.interop.dcp.state import items_of
+from ray_ckpt.trainer.checkpointer import Checkpointer
+from ray_ckpt.trainer.connection import get_connection
+from ray_ckpt.types import Level
+
+_current: tuple[object, Session] | None = None  # with the link of its connection
+
+
+class Session:
+    """One restore, and the saves after it."""
+
+    def __init__(self) -> None:
+        self._checkpointer = Checkpointer()
+        self._is_begun = False
+
+    @property
+    def step(self) -> int:
+        """The step that a load restores, or has restored; 0 in a new run."""
+        return self._checkpointer.resume_step()
+
+    def saved(self) -> SavedState | None:
+        """Return the saved items that a load restores, without their tensors; None in a new run."""
+        return self._checkpointer.saved()
+
+    def load(self, items: Mapping[str, Item]) -> None:
+        """Fill the tensors of `items` with those of the checkpoint to resume from, and begin the session.
+
+        Raises the errors of `Checkpointer.restore`.
+        """
+        if self._is_begun:
+            raise ConfigError(
+                "This group has begun to save, or has loaded already.",
+                hint="Load everything in one call before the first save; to read another checkpoint later, "
+                'use Reader("<storage path>/<run>@<step>").',
+            )
+        self._is_begun = True
+        self._checkpointer.hold(items, ())
+        self._checkpointer.restore()
+
+    def save(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any] | None, per_rank: Sequence[str]
+    ) -> Callable[[Level, float], None]:
+        """Capture a nested state dict; return a function that waits for a level, as `Checkpointer.waiter`.
+
+        Raises ConfigError if the run has a checkpoint that was not loaded.
+        """
+        items = items_of(state, per_rank=per_rank)
+        if not self._is_begun:
+            if step_to_load := self.step:
+                raise ConfigError(
+                    f"The run has a checkpoint of step {step_to_load}, which was not loaded.",
+                    hint="Call dcp.load(state, storage_reader=ray_ckpt.dcp.Reader()) before the first save, "
+                    'or start another run name, or use the option resume="never".',
+                )
+            self.load(items)
+        self._checkpointer.hold(items, live_optimizers())
+        self._checkpointer.save(step, metrics)
+        return self._checkpointer.waiter()
+
+
+def current() -> Session:
+    """Return the session of this process's connection; NotConnected outside a run."""
+    global _current
+    link = get_connection().link
+    if _current is None or _current[0] is not link or link is None:
+        _current = (link, Session())
+    return _current[1]

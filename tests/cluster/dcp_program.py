@@ -1,0 +1,106 @@
+"""What ranks do in the tests of DCP: a model in FSDP2, saved and loaded with DCP's own functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import ray_ckpt
+
+
+class App(Stateful):
+    """Model and optimizer, as torch's tutorials wrap them for DCP."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+
+class Training:
+    """A small model over all ranks of the group."""
+
+    def __init__(self, run: str, storage: str, *, seed: int, connects: bool = True, **options: Any) -> None:
+        self.rank, world_size = dist.get_rank(), dist.get_world_size()
+        if connects:
+            ray_ckpt.connect(run=run, storage_path=storage, rank=self.rank, world_size=world_size, **options)
+        torch.manual_seed(seed)
+        self.model: Any = nn.Sequential(nn.Linear(8, 15), nn.ReLU(), nn.Linear(15, 3))
+        for layer in (0, 2):
+            fully_shard(self.model[layer])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+        self.beside = dist.new_group(
+            backend="gloo"
+        )  # for async_save, which runs beside training's collectives
+
+    def step(self, number: int) -> None:
+        batch = torch.arange(16.0).view(2, 8).sin() * number
+        self.model(batch).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Return all tensors of model and optimizer, unsharded; every rank calls this."""
+        state = dict(self.model.state_dict())
+        for name, param in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(param, {}).items():
+                state[f"{name}.{key}"] = value
+        return {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in state.items()}
+
+
+def train_and_save(run: str, storage: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Save step 2 with `save`, and step 4 with `async_save` while training goes on to step 5."""
+    training = Training(run, storage, seed=0, **options)
+    assert ray_ckpt.dcp.Reader().step == 0
+    app = App(training.model, training.optimizer)
+    more: dict[str, Any] = {"losses": [1.5, 2.5], "pair": (1, "two"), "table": torch.arange(6.0)}
+    for step in (1, 2):
+        training.step(step)
+    dcp.save({"app": app, "more": more, "step": 2}, storage_writer=ray_ckpt.dcp.Writer(2))
+    for step in (3, 4):
+        training.step(step)
+    at_4 = training.whole()
+    writer = ray_ckpt.dcp.Writer(4, level="replicated", metrics={"loss": 0.5})
+    state = {"app": app, "more": {**more, "losses": [4.5]}, "step": 4}
+    saved: Any = dcp.async_save(
+        state, storage_writer=writer, checkpoint_id="run/step-4", process_group=training.beside
+    )
+    training.step(5)
+    saved.result()
+    return {"at_4": at_4, "draw": float(torch.rand(1))}
+
+
+def load_and_go_on(run: str, storage: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Load the newest checkpoint into a model that was built otherwise; train one step."""
+    training = Training(run, storage, seed=1, **options)
+    training.step(1)  # so that the optimizer has state, and another one
+    app = App(training.model, training.optimizer)
+    reader = ray_ckpt.dcp.Reader()
+    state: dict[str, Any] = {
+        "app": app,
+        "more": {"losses": [], "pair": (), "table": torch.zeros(6)},
+        "step": 0,
+    }
+    dcp.load(state, storage_reader=reader)
+    loaded = training.whole()
+    training.step(5)
+    dcp.save(
+        {"app": app, **{k: v for k, v in state.items() if k != "app"}}, storage_writer=ray_ckpt.dcp.Writer(5)
+    )
+    return {"loaded": loaded, "state": {k: v for k, v in state.items() if k != "app"}, "step": reader.step}
