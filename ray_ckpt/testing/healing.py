@@ -43,12 +43,9 @@ class Healing:
             process.host.notices.expire(frozenset(), process.host.ports.wall_s())
         for node in world.nodes.values():
             node.is_draining = False
-        for _ in range(4):
-            for service in self._schedule.launchers:
-                if world.process_of(service) is None:
-                    world.start_coordinator(service)
-            self._rest(LONG_S)
+        self._start_coordinators(4)
         self._check_agents()
+        self._start_coordinators(2)  # a coordinator that found a group may have been fenced
         self._check_zombies()
         for name in list(world.launchers):
             world.kill_launcher(name)
@@ -60,6 +57,13 @@ class Healing:
             if last.finished:
                 break
         self._check_end(last, attempt)
+
+    def _start_coordinators(self, times: int) -> None:
+        for _ in range(times):
+            for service in self._schedule.launchers:
+                if self._world.process_of(service) is None:
+                    self._world.start_coordinator(service)
+            self._rest(LONG_S)
 
     def _check_agents(self) -> None:
         """Check that new agents get the session of the group at work on their nodes."""

@@ -290,6 +290,10 @@ class Oracle:
         self.plans[attempt.attempt] = plan
         self.attempts[attempt.attempt] = attempt
 
+    def begins(self, coordinator: str) -> None:
+        """Forget the reports that a coordinator got without a plan: nodes repeat them after it has one."""
+        self.reported = {key: copies for key, copies in self.reported.items() if key[0] != coordinator}
+
     def learns_stored(self, coordinator: str, attempt: AttemptId, node_index: int, node: str) -> None:
         """Record that a coordinator receives a report of a complete fragment on `node`."""
         self.reported.setdefault((coordinator, attempt.attempt), set()).add((node_index, node))

@@ -159,6 +159,8 @@ class WirePorts:
                 must(is_dead, "P7", f"{event.owner} takes the run from {event.dead_owner}, which is alive")
         if isinstance(event, m.OwnerDied):
             oracle.owner_died(self.world.launchers[event.owner], self.world.now_s)
+        if isinstance(event, m.GroupRecovered | m.GroupOpened):
+            oracle.begins(self.name)
         if isinstance(event, m.NodeStored):
             oracle.learns_stored(self.name, event.attempt, event.node_index, event.node_id)
         if isinstance(event, m.ReplicaEnded) and event.error is None:
