@@ -331,7 +331,7 @@ class Oracle:
         Without `live`, all reports that it ever had count.
         """
         name, plan = attempt.attempt, self.plans.get(attempt.attempt)
-        copies = self.reported.get((coordinator, name), set())
+        copies = (self.known if live is None else self.reported).get((coordinator, name), set())
         if live is not None:
             copies = {held for held in copies if held[1] in live and (name, *held) not in self.deleted}
         fragments = {index for index, _ in copies}

@@ -106,3 +106,64 @@ def load_and_go_on(run: str, storage: str, options: dict[str, Any]) -> dict[str,
         {"app": app, **{k: v for k, v in state.items() if k != "app"}}, storage_writer=ray_ckpt.dcp.Writer(5)
     )
     return {"loaded": loaded, "state": {k: v for k, v in state.items() if k != "app"}, "step": reader.step}
+
+
+def load_natively(run: str, storage: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Restore a checkpoint of DCP with a Checkpointer, and save the next step with it."""
+    training = Training(run, storage, seed=2, **options)
+    ckpt = ray_ckpt.Checkpointer(model=training.model, optimizer=training.optimizer)
+    info = ckpt.restore()
+    assert info is not None and info.step == 2
+    restored = training.whole()
+    training.step(3)
+    ckpt.save(3)
+    ckpt.wait("local")
+    ckpt.close()
+    return restored
+
+
+def save_flat(run: str, storage: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Save model and optimizer as top-level entries, durably."""
+    training = Training(run, storage, seed=0, **options)
+    for step in (1, 2):
+        training.step(step)
+    state = App(training.model, training.optimizer).state_dict()
+    dcp.save(state, storage_writer=ray_ckpt.dcp.Writer(2, level="durable"))
+    return training.whole()
+
+
+def load_of_uri(uri: str) -> dict[str, torch.Tensor]:
+    """Load a checkpoint by its URI in processes that belong to no run."""
+    training = Training("", "", seed=3, connects=False)
+    training.step(1)
+    state = App(training.model, training.optimizer).state_dict()
+    dcp.load(state, storage_reader=ray_ckpt.dcp.Reader(uri))
+    set_state_dict(
+        training.model,
+        training.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    return training.whole()
+
+
+def misuse(run: str, storage: str, options: dict[str, Any]) -> dict[str, str]:
+    """Return the error of each misuse in a run that has a checkpoint."""
+    training = Training(run, storage, seed=0, **options)
+    errors: dict[str, str] = {}
+
+    def note(what: str, call: Any) -> None:
+        try:
+            call()
+        except BaseException as error:  # DCP's own errors are no Exceptions
+            errors[what] = str(error)
+
+    model = App(training.model, training.optimizer).state_dict()["model"]
+    note("unloaded", lambda: dcp.save({"model": model}, storage_writer=ray_ckpt.dcp.Writer(9)))
+    halves = {"model": {name: value.to(torch.float16) for name, value in model.items()}}
+    note("missing", lambda: dcp.load({"other": 1}, storage_reader=ray_ckpt.dcp.Reader()))
+    dcp.load({"model": model}, storage_reader=ray_ckpt.dcp.Reader())
+    note("twice", lambda: dcp.load({"model": model}, storage_reader=ray_ckpt.dcp.Reader()))
+    note("dtype", lambda: dcp.load(halves, storage_reader=ray_ckpt.dcp.Reader(f"{storage}/{run}")))
+    note("pickle", lambda: dcp.save({"model": model, "x": object()}, storage_writer=ray_ckpt.dcp.Writer(9)))
+    return errors

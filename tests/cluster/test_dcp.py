@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,3 +37,28 @@ def test_saves_of_two_ranks_are_loaded_by_three(cluster: LocalCluster, storage: 
         assert torch.equal(rank["state"]["more"]["table"], torch.arange(6.0))
         for name, tensor in saved[0]["at_4"].items():
             assert torch.equal(rank["loaded"][name], tensor), name
+
+
+def test_one_state_through_dcp_a_checkpointer_and_a_uri(cluster: LocalCluster, storage: str) -> None:
+    options = {"every_steps": 1000, "remote_every": 1000}
+    saved = on(cluster, "ab", dcp_program.save_flat, "flat", storage, options)[0]
+    pickled = [path for path in Path(storage, "flat").rglob("*") if path.is_file() and has_pickle(path)]
+    assert not pickled
+    by_uri = on(cluster, "a", dcp_program.load_of_uri, f"{storage}/flat@2")
+    errors = on(cluster, "ab", dcp_program.misuse, "flat", storage, options)
+    natively = on(cluster, "abc", dcp_program.load_natively, "flat", storage, options)
+    for found in (*by_uri, *natively):
+        assert found.keys() == saved.keys()
+        for name, tensor in saved.items():
+            assert torch.equal(found[name], tensor), name
+    for rank in errors:
+        assert "checkpoint of step 2, which was not loaded" in rank["unloaded"]
+        assert "Missing key" in rank["missing"]
+        assert "has loaded already" in rank["twice"]
+        assert "F16" in rank["dtype"]
+        assert "x" in rank["pickle"] and "was not saved" in rank["pickle"]
+
+
+def has_pickle(path: Path) -> bool:
+    """Return whether a file begins as a pickle, or as the zip file of torch.save."""
+    return path.read_bytes()[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")

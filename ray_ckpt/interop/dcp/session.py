@@ -30,7 +30,11 @@ class Session:
         return self._checkpointer.resume_step()
 
     def saved(self) -> SavedState | None:
-        """Return the saved items that a load restores, without their tensors; None in a new run."""
+        """Return the saved items that a load restores, without their tensors; None in a new run.
+
+        Raises ConfigError after the session has begun.
+        """
+        self._refuse_second_load()
         return self._checkpointer.saved()
 
     def load(self, items: Mapping[str, Item]) -> None:
@@ -38,15 +42,18 @@ class Session:
 
         Raises the errors of `Checkpointer.restore`.
         """
+        self._refuse_second_load()
+        self._is_begun = True
+        self._checkpointer.hold(items, ())
+        self._checkpointer.restore()
+
+    def _refuse_second_load(self) -> None:
         if self._is_begun:
             raise ConfigError(
                 "This group has begun to save, or has loaded already.",
                 hint="Load everything in one call before the first save; to read another checkpoint later, "
                 'use Reader("<storage path>/<run>@<step>").',
             )
-        self._is_begun = True
-        self._checkpointer.hold(items, ())
-        self._checkpointer.restore()
 
     def save(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any] | None, per_rank: Sequence[str]
