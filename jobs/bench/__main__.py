@@ -44,10 +44,11 @@ ROWS: Mapping[str, str] = {  # name -> module of this package, with a function `
     "catalog": "history:catalog_rows",
     "retention": "history:retention_rows",
     "simulator": "coordinator:schedule_rows",
+    "dcp": "dcp",
     "ticket": "ticket",
     "fleet": "fleet",
 }
-IF_NAMED = ("overhead", "remote", "ticket", "fleet")  # or with --peers: they take minutes
+IF_NAMED = ("overhead", "remote", "dcp", "ticket", "fleet")  # or with --peers: they take minutes
 SIZE = "1GiB"
 REPEAT = 5
 QUICK_BYTES = 64 << 20  # state in a quick run, which must end within a minute on two cores

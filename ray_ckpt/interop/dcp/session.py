@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import SavedState
 from ray_ckpt.capture.unregistered import live_optimizers
@@ -23,6 +25,7 @@ class Session:
     def __init__(self) -> None:
         self._checkpointer = Checkpointer()
         self._is_begun = False
+        self._optimizers: list[torch.optim.Optimizer] | None = None  # those alive at the first save
 
     @property
     def step(self) -> int:
@@ -71,7 +74,9 @@ class Session:
                     'or start another run name, or use the option resume="never".',
                 )
             self.load(items)
-        self._checkpointer.hold(items, live_optimizers())
+        if self._optimizers is None:
+            self._optimizers = live_optimizers()
+        self._checkpointer.hold(items, self._optimizers)
         self._checkpointer.save(step, metrics)
         return self._checkpointer.waiter()
 
