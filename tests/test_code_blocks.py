@@ -371,10 +371,18 @@ def _check_mermaid(text: str) -> None:
     assert text.split()[0] in {"sequenceDiagram", "stateDiagram-v2", "flowchart"}
 
 
+def _check_diff(text: str) -> None:
+    """Check that the new lines of a diff are lines of an example job."""
+    jobs = "".join(path.read_text() for path in (ROOT / "jobs").glob("train_*.py"))
+    added = [line[1:] for line in text.splitlines() if line.startswith("+")]
+    assert added and all(f"\n{line}\n" in jobs for line in added)
+
+
 PARSERS: Mapping[str, Callable[[str], object]] = {
     "json": json.loads,
     "yaml": yaml.safe_load,
     "mermaid": _check_mermaid,
+    "diff": _check_diff,
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from torch.distributed.tensor import DTensor
 import ray_ckpt
 
 dcp: Any = _dcp  # its functions have no stable types
+
+
+STAGE_S = 2.0  # in which rank 0 has staged its part
 
 
 class App(Stateful):
@@ -106,6 +111,30 @@ def load_and_go_on(run: str, storage: str, options: dict[str, Any]) -> dict[str,
         {"app": app, **{k: v for k, v in state.items() if k != "app"}}, storage_writer=ray_ckpt.dcp.Writer(5)
     )
     return {"loaded": loaded, "state": {k: v for k, v in state.items() if k != "app"}, "step": reader.step}
+
+
+def die_in_a_save(run: str, storage: str, options: dict[str, Any]) -> None:
+    """Save step 2; rank 0 stages step 4 too, and rank 1 dies before it does."""
+    training = Training(run, storage, seed=0, **options)
+    state: dict[str, Any] = {"app": App(training.model, training.optimizer), "step": 2}
+    training.step(1)
+    dcp.save(state, storage_writer=ray_ckpt.dcp.Writer(2))
+    training.step(2)
+    if training.rank == 1:
+        time.sleep(STAGE_S)
+        os._exit(1)
+    writer = ray_ckpt.dcp.Writer(4)
+    dcp.async_save({**state, "step": 4}, storage_writer=writer, process_group=training.beside).result()
+
+
+def load_step(run: str, storage: str, options: dict[str, Any]) -> tuple[int, int]:
+    """Load the newest checkpoint; return the steps that the Reader and the state have."""
+    training = Training(run, storage, seed=1, **options)
+    training.step(1)
+    state: dict[str, Any] = {"app": App(training.model, training.optimizer), "step": 0}
+    reader = ray_ckpt.dcp.Reader()
+    dcp.load(state, storage_reader=reader)
+    return reader.step, state["step"]
 
 
 def load_natively(run: str, storage: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from jobs.demo.local_cluster import LocalCluster
+from jobs.train_dcp import build_trainer
+from ray_ckpt.catalog.catalog import Catalog
 from tests.cluster import dcp_program
 from tests.cluster.ranks import RankGroup
 
@@ -39,6 +42,14 @@ def test_saves_of_two_ranks_are_loaded_by_three(cluster: LocalCluster, storage: 
             assert torch.equal(rank["loaded"][name], tensor), name
 
 
+def test_a_save_that_only_some_ranks_have_staged_is_none(cluster: LocalCluster, storage: str) -> None:
+    options = {"every_steps": 1000, "remote_every": 1000}
+    with pytest.raises(ray.exceptions.RayActorError):
+        on(cluster, "ab", dcp_program.die_in_a_save, "died", storage, options)
+    loaded = on(cluster, "ab", dcp_program.load_step, "died", storage, options)
+    assert loaded == [(2, 2), (2, 2)]
+
+
 def test_one_state_through_dcp_a_checkpointer_and_a_uri(cluster: LocalCluster, storage: str) -> None:
     options = {"every_steps": 1000, "remote_every": 1000}
     saved = on(cluster, "ab", dcp_program.save_flat, "flat", storage, options)[0]
@@ -62,3 +73,16 @@ def test_one_state_through_dcp_a_checkpointer_and_a_uri(cluster: LocalCluster, s
 def has_pickle(path: Path) -> bool:
     """Return whether a file begins as a pickle, or as the zip file of torch.save."""
     return path.read_bytes()[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+@pytest.mark.slow
+def test_the_job_with_dcp_goes_on_as_if_it_had_not_ended(
+    cluster: LocalCluster, storage: str, tmp_path: Path
+) -> None:
+    for name, steps in (("calm", 12), ("broken", 7), ("broken", 12)):
+        (out := tmp_path / name).mkdir(exist_ok=True)
+        build_trainer(name, storage, steps, str(out)).fit()
+    calm, broken = ((tmp_path / name / "weight-12.txt").read_text() for name in ("calm", "broken"))
+    assert calm == broken, "with dropout, so random state was restored too"
+    newest = Catalog(f"{storage}/broken").newest()
+    assert newest is not None and newest.info.step == 12
