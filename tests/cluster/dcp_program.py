@@ -10,33 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as _dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ray_ckpt
+from jobs.train_dcp import App
 
 dcp: Any = _dcp  # its functions have no stable types
-
-
 STAGE_S = 2.0  # in which rank 0 has staged its part
-
-
-class App(Stateful):
-    """Model and optimizer, as torch's tutorials wrap them for DCP."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
 
 
 class Training:
