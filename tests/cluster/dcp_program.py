@@ -34,9 +34,7 @@ class Training:
             fully_shard(self.model[layer])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
 
-        self.beside = dist.new_group(
-            backend="gloo"
-        )  # for async_save, which runs beside training's collectives
+        self.beside = dist.new_group(backend="gloo")  # for async_save, beside training's collectives
 
     def step(self, number: int) -> None:
         batch = torch.arange(16.0).view(2, 8).sin() * number
