@@ -42,6 +42,7 @@ def test_saves_of_two_ranks_are_loaded_by_three(cluster: LocalCluster, storage: 
             assert torch.equal(rank["loaded"][name], tensor), name
 
 
+@pytest.mark.slow
 def test_a_save_that_only_some_ranks_have_staged_is_none(cluster: LocalCluster, storage: str) -> None:
     options = {"every_steps": 1000, "remote_every": 1000}
     with pytest.raises(ray.exceptions.RayActorError):
@@ -50,6 +51,7 @@ def test_a_save_that_only_some_ranks_have_staged_is_none(cluster: LocalCluster, 
     assert loaded == [(2, 2), (2, 2)]
 
 
+@pytest.mark.slow
 def test_one_state_through_dcp_a_checkpointer_and_a_uri(cluster: LocalCluster, storage: str) -> None:
     options = {"every_steps": 1000, "remote_every": 1000}
     saved = on(cluster, "ab", dcp_program.save_flat, "flat", storage, options)[0]
