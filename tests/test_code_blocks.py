@@ -350,6 +350,7 @@ def _commands(block: Block) -> list[list[str]]:
 SHELL = [block for block in blocks() if block.language == "bash"]
 
 
+@pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils")  # pip, if a test imported distutils
 @pytest.mark.parametrize("block", SHELL, ids=str)
 def test_the_commands_of_a_block_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: Block

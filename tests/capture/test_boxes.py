@@ -50,7 +50,6 @@ def megatron(rank: int, *, is_filled: bool, replica: int = 0) -> Any:
     """Return Megatron's ShardedTensor of 5 rows on each of two ranks, with an axis prepended."""
     with warnings.catch_warnings():  # without a GPU its packages warn when they are imported
         warnings.simplefilter("ignore")
-        import setuptools  # noqa: F401  # warns if it comes after distutils, which Megatron imports
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
     rows = slice(5 * rank, 5 * rank + 5)
     local = WHOLE[rows].clone() if is_filled else torch.zeros(5, 6)
