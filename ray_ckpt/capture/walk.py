@@ -193,8 +193,7 @@ def walk(
 ) -> Walked:
     """Return the tensors of `items` as slices of this rank, not copied; UnsupportedLeaf for a bad leaf.
 
-    The `world_size` ranks from `first` on may hold the same tensors; torch.distributed numbers `first` as
-    rank 0.
+    The `world_size` ranks from `first` on, which is torch.distributed's rank 0, may hold the same tensors.
 
     A tensor with several names in an item (tied weights) occurs once, with the first name. A DTensor belongs
     to the whole group, even in an item whose state belongs to one rank. Tensors that have not moved since the

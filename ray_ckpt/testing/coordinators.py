@@ -396,7 +396,7 @@ class Coordinators(StorageWork):
         assert node.agent is not None
         machine = node.agent.machine
         leaving = frozenset(held[0] for held in node.disk.fragments if machine.is_deleted(held[0]))
-        self.oracle.takes_inventory(node.disk, leaving)
+        self.oracle.copies.inventory_taken(node.disk, leaving)
         held = node.disk.inventory(leaving=leaving)
         return TakenInventory(
             fragments=held.fragments,

@@ -24,6 +24,7 @@ from ray_ckpt.format.names import attempt_of
 from ray_ckpt.format.records import LogRecord, encode_record
 from ray_ckpt.storage.log_store import read_run
 from ray_ckpt.testing.parts import Launcher, Node, TakenInventory
+from ray_ckpt.testing.reports import KnownCopies
 from ray_ckpt.testing.stores import START_S, Copy, Disk, Storage
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level
 
@@ -72,13 +73,8 @@ class Oracle:
     stored_on: dict[Copy, dict[FileEntry, set[str]]] = field(default_factory=dict)
     failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost a fragment
     damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) without an intact source
-    # (coordinator, attempt) -> fragments reported to the coordinator, each with a node
-    reported: dict[tuple[str, str], set[tuple[int, str]]] = field(default_factory=dict)
-    known: dict[tuple[str, str], set[tuple[int, str]]] = field(default_factory=dict)  # and copies
-    # (attempt, fragment, node) of copies that were deleted and not reported since
-    deleted: set[tuple[str, int, str]] = field(default_factory=set)
     dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was dropped
-    leaving: set[tuple[str, str]] = field(default_factory=set)  # (disk, attempt): inventories leave it out
+    copies: KnownCopies = field(default_factory=KnownCopies)
     unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # sessions opened without log
     trained: set[tuple[int, int]] = field(default_factory=set)  # (session, epoch) of groups that have trained
     openings: dict[str, _Opening] = field(default_factory=dict)  # coordinator -> the group being opened
@@ -290,20 +286,6 @@ class Oracle:
         self.plans[attempt.attempt] = plan
         self.attempts[attempt.attempt] = attempt
 
-    def begins(self, coordinator: str) -> None:
-        """Forget the reports that a coordinator got without a plan: nodes repeat them after it has one."""
-        self.reported = {key: copies for key, copies in self.reported.items() if key[0] != coordinator}
-
-    def learns_stored(self, coordinator: str, attempt: AttemptId, node_index: int, node: str) -> None:
-        """Record that a coordinator receives a report of a complete fragment on `node`."""
-        self.reported.setdefault((coordinator, attempt.attempt), set()).add((node_index, node))
-        self.learns_copied(coordinator, attempt, node_index, node)
-
-    def learns_copied(self, coordinator: str, attempt: AttemptId, node_index: int, node: str) -> None:
-        """Record that a coordinator receives a report of a complete copy on `node`."""
-        self.known.setdefault((coordinator, attempt.attempt), set()).add((node_index, node))
-        self.deleted.discard((attempt.attempt, node_index, node))
-
     def gives_up(
         self, coordinator: str, attempt: AttemptId, error: CheckpointError | None, live: Set[str]
     ) -> None:
@@ -326,15 +308,9 @@ class Oracle:
         yield from (a for a in (*self.attempts.values(), *known) if (a.epoch, a.session) == session_key)
 
     def _is_complete(self, coordinator: str, attempt: AttemptId, live: Set[str] | None = None) -> bool:
-        """Return True if a coordinator has reports of all fragments, on `live` nodes that have them still.
-
-        Without `live`, all reports that it ever had count.
-        """
+        """Return True if a coordinator has reports of all fragments; for `live`, see `KnownCopies`."""
         name, plan = attempt.attempt, self.plans.get(attempt.attempt)
-        copies = (self.known if live is None else self.reported).get((coordinator, name), set())
-        if live is not None:
-            copies = {held for held in copies if held[1] in live and (name, *held) not in self.deleted}
-        fragments = {index for index, _ in copies}
+        fragments = self.copies.fragments(coordinator, name, live)
         return name in self.history.checkpoints or (plan is not None and len(fragments) == len(plan.nodes))
 
     def gave_up(self, attempt: str, epoch: int) -> None:
@@ -392,7 +368,7 @@ class Oracle:
         """Record a copy that is complete and fsynced."""
         version = disk.fragments[copy].fragment
         self.stored_on.setdefault(copy, {}).setdefault(version, set()).add(disk.name)
-        self.leaving.discard((disk.name, copy[0]))
+        self.copies.written(disk, copy)
         self.stale = True
 
     def destroyed(self, disk: Disk) -> None:
@@ -405,29 +381,20 @@ class Oracle:
         self.stale = True
         self.failed.setdefault(copy[0], set()).add(disk.name)
 
-    def takes_inventory(self, disk: Disk, leaving: Set[str]) -> None:
-        """Record that an inventory leaves out the attempts in `leaving`, which are being deleted."""
-        self.leaving |= {(disk.name, attempt) for attempt in leaving}
-
     def deletes(self, node: Node, directory: str, storage: Storage) -> None:
         """Check that a node may delete a folder, as ordered."""
         self.stale = True
         gone = [copy for copy, held in node.disk.fragments.items() if held.attempt.directory == directory]
-        for attempt, index in gone:
-            known = self.history.checkpoints.get(attempt)
+        for copy in gone:
+            known = self.history.checkpoints.get(copy[0])
             if known is not None and known.state == "live":
-                is_safe = not self._counts(attempt, index, node)
-                is_safe = is_safe or (known.level is Level.DURABLE and storage.holds(known))
-                what = f"fragment {index} of step {known.step}"
+                coordinators = {self.committed_by[copy[0]], self.writer}
+                is_safe = not self.copies.counts(coordinators, copy, node) or (
+                    known.level is Level.DURABLE and storage.holds(known)
+                )
+                what = f"fragment {copy[1]} of step {known.step}"
                 must(is_safe, "P5", f"{node.disk.name} deletes {what}, which is live")
-            self.deleted.add((attempt, index, node.name))
-
-    def _counts(self, attempt: str, index: int, node: Node) -> bool:
-        """Return whether the coordinator that committed an attempt, or the last one, counts a copy."""
-        if (node.disk.name, attempt) in self.leaving:
-            return False
-        known = [self.known.get((name, attempt), ()) for name in (self.committed_by[attempt], self.writer)]
-        return any((index, node.name) in copies for copies in known)
+            self.copies.deleted(node, copy)
 
     def deletes_remote(self, attempt: str) -> None:
         known = self.history.checkpoints.get(attempt)

@@ -160,15 +160,15 @@ class WirePorts:
         if isinstance(event, m.OwnerDied):
             oracle.owner_died(self.world.launchers[event.owner], self.world.now_s)
         if isinstance(event, m.GroupRecovered | m.GroupOpened):
-            oracle.begins(self.name)
+            oracle.copies.begins(self.name)
         if isinstance(event, m.NodeStored):
-            oracle.learns_stored(self.name, event.attempt, event.node_index, event.node_id)
+            oracle.copies.stored(self.name, event.attempt.attempt, event.node_index, event.node_id)
         if isinstance(event, m.ReplicaEnded) and event.error is None:
-            oracle.learns_copied(self.name, event.attempt, event.node_index, event.holder)
+            oracle.copies.copied(self.name, event.attempt.attempt, event.node_index, event.holder)
         if isinstance(event, m.GroupRecovered | m.GroupOpened | m.InventoryTaken | m.NodesJoined):
             for node, inventory in event.inventories.items():
                 for held in inventory.fragments:
-                    oracle.learns_stored(self.name, held.attempt, held.node_index, node)
+                    oracle.copies.stored(self.name, held.attempt.attempt, held.node_index, node)
 
     def _count_lost(self, event: m.NodesSeen) -> None:
         """Count the retired folders of lost nodes as deleted, as the machine does."""
