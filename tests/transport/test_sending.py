@@ -105,7 +105,7 @@ def test_nothing_to_send(server: PeerServer) -> None:
 def test_an_interrupted_file_is_sent_again(
     receiver: Receiver, keys: ServiceKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "SILENT_S", 60.0)  # a busy machine may starve the threads of the cut wire
+    monkeypatch.setattr(client_module, "SILENT_S", 60.0)  # busy machines starve threads
     server = PeerServer("127.0.0.1", keys=keys, files=receiver)
     data, pauses = os.urandom(8 * MIB), list[float]()
     started = 0
