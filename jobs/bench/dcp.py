@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def _row(name: str, what: str, found: Any, *, reach: str = "") -> Row:
     return Row(name=name, what=what, unit="s", samples=found["own"], reference=stock, reach=reach)
 
 
-class _Side:
+class _Side(ABC):
     """Saves of one kind; `committed_s` has the seconds of each sample until its future was done."""
 
     def __init__(self, state: State) -> None:
@@ -80,9 +81,9 @@ class _Side:
         self.step = 0
         self.committed_s: list[float] = []
 
+    @abstractmethod
     def begin(self) -> Any:
         """Begin a save; return the future that is done when the checkpoint is safe."""
-        raise NotImplementedError
 
     def save(self) -> None:
         self.begin().result()

@@ -15,7 +15,7 @@ Reports: TypeAlias = dict[tuple[str, str], set[tuple[int, str]]]
 
 @dataclass(slots=True)
 class KnownCopies:
-    """What each coordinator was told of copies, and what happened to the copies since."""
+    """The copies that nodes have reported to each coordinator, and which of them were deleted since."""
 
     _stored: Reports = field(default_factory=dict)  # by the nodes of the group
     _all: Reports = field(default_factory=dict)  # also copies, and what was reported before a plan was known

@@ -79,16 +79,17 @@ class ItemReader:
         """
         damage = ticket.damage
         try:
-            states = self._states(ticket)
-            state = self._own_state(states)
-            if state is not None:
-                return SavedState.of(state["items"], states.rows)
+            if not damage:  # otherwise the ticket has no manifest
+                states = self._states(ticket)
+                if (state := self._own_state(states)) is not None:
+                    return SavedState.of(state["items"], states.rows)
+                damage = tuple(states.reader.damage)
         except _ManifestDamaged as error:
             damage = error.damage
         raise RestoreError(
             f"The state of rank {self.link.identity.rank} cannot be read.",
             hint="`ray-ckpt verify` shows the damage; the option resume='step:N' takes an older checkpoint.",
-            damage=damage or tuple(states.reader.damage),
+            damage=damage,
         )
 
     def _states(self, ticket: RestoreTicket) -> _States:

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of DCP: a model in FSDP2, saved and loaded with DCP's own functions."""
+"""Functions that ranks run in the tests of DCP: they save and load a model in FSDP2 with DCP's functions."""
 
 from __future__ import annotations
 
