@@ -16,11 +16,16 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ray_ckpt.capture.load import SavedState, wanted_trees
 from ray_ckpt.dcp import Reader, Writer
-from ray_ckpt.errors import ConfigError, MismatchError, NotConnected
+from ray_ckpt.errors import ConfigError, MismatchError, NotConnected, RestoreError
+from ray_ckpt.format.names import make_attempt
 from ray_ckpt.interop.dcp.metadata import metadata_of
 from ray_ckpt.interop.dcp.names import flat, nested
 from ray_ckpt.interop.dcp.state import items_of
 from ray_ckpt.restore.manifest import ListedRows
+from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.trainer.item_reader import ItemReader
+from ray_ckpt.types import CheckpointInfo, Level
+from tests.capture.local import LocalLink
 from tests.capture.ranks import Files, on_ranks
 
 dcp: Any = _dcp  # its functions have no stable types
@@ -191,3 +196,21 @@ def test_the_writer_is_a_stager_for_torch() -> None:
     from torch.distributed.checkpoint.staging import AsyncStager
 
     assert isinstance(Writer(1), AsyncStager)
+
+
+def test_a_checkpoint_whose_manifest_is_damaged_is_named() -> None:
+    checkpoint = CheckpointInfo(
+        id=make_attempt(run_uid="0" * 32, session=1, step=10, attempt=0),
+        seq=1,
+        level=Level.LOCAL,
+        world_size=1,
+        num_nodes=1,
+        size_bytes=1,
+        root_digest="",
+        committed_at_s=0.0,
+        metrics={},
+    )
+    ticket = RestoreTicket(session=1, epoch=1, checkpoint=checkpoint, damage=("fragment 0 is damaged",))
+    with pytest.raises(RestoreError, match="state of rank 0 cannot be read") as caught:
+        ItemReader(LocalLink(), {}).saved(ticket)
+    assert caught.value.fields["damage"] == ("fragment 0 is damaged",)
