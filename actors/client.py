@@ -192,6 +192,7 @@ class RayLink:
         self.identity = Identity(
             run_uid=joined.run_uid,
             run_name=joined.spec.name,
+            storage_path=joined.spec.storage_path,
             rank=rank,
             world_size=joined.world_size,
             node_id=node,

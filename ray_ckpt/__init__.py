@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ray_ckpt import accelerate as accelerate
     from ray_ckpt import dcp as dcp
+    from ray_ckpt import huggingface as huggingface
+    from ray_ckpt import lightning as lightning
     from ray_ckpt.actors.client import annotate, exposure, pin, unpin
     from ray_ckpt.actors.connecting import connect
     from ray_ckpt.capture.load import RestoreInfo
@@ -35,7 +38,12 @@ _HOMES = {
     "unpin": "ray_ckpt.actors.client",
 }
 
-_MODULES = ("dcp",)  # for other trainers; each needs the packages of its trainer
+_MODULES = (
+    "accelerate",
+    "dcp",
+    "huggingface",
+    "lightning",
+)  # for other trainers; each needs the packages of its trainer
 
 __all__ = [
     "Catalog",

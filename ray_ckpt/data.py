@@ -214,12 +214,12 @@ class Batches(Generic[T]):
         return self._position % self._sampler.num_samples / self._sampler.num_samples
 
     def __len__(self) -> int:
-        """Return the number of remaining batches; TypeError if `num_batches` is None.
+        """Return the number of batches of the whole run; TypeError if `num_batches` is None.
 
-        Without this length Lightning prefetches one batch to find the end, and the position would count that
-        batch.
+        Lightning compares this length with all batches since the beginning. Without it, Lightning prefetches
+        one batch to find the end, and the position would count that batch.
         """
-        return max(0, len(self._sampler) - self._done)
+        return len(self._sampler)
 
     def __iter__(self) -> Iterator[T]:
         """Begin at the position; a DataLoader starts its worker processes here."""

@@ -22,7 +22,7 @@ import torch
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import RestoreInfo, SavedState
-from ray_ckpt.config import is_uri
+from ray_ckpt.config import RunOptions, is_uri
 from ray_ckpt.core.values import STILL_WRITING, RankProgress
 from ray_ckpt.errors import (
     CheckpointError,
@@ -144,6 +144,16 @@ class Checkpointer:
         if self._items is not None and self._saver is not None:
             self._items.hold(items)
             self._saver.optimizers = tuple(optimizers)
+
+    @property
+    def options(self) -> RunOptions:
+        """The options of the run."""
+        return self._link.options
+
+    @property
+    def where(self) -> str:
+        """The URI of the run, `<storage path>/<run name>`, as for `ray_ckpt.open`."""
+        return f"{self._link.identity.storage_path}/{self._link.identity.run_name}"
 
     # -- restore -------------------------------------------------------------------------------------
 
@@ -306,21 +316,23 @@ class Checkpointer:
 
     # -- saving --------------------------------------------------------------------------------------
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, *, by_default: bool = True) -> bool:
         """Return True if the cadence requires a save after `step`, the step just completed.
 
         All ranks get the same answer: the step is a multiple of `every_steps`, or the coordinator has
         announced it to all. In a loop without `step`, call this method after each step, on every rank: it
         measures the pace, from which the coordinator computes a step ahead of all ranks, for a save by time
-        or before a node leaves. Raises as `step` does.
+        or before a node leaves. With `by_default=False`, a loop with a cadence of its own is spared the one
+        that a run has without `every_steps` and `every_s`. Raises as `step` does.
         """
         step = self._complete(step, "due")
-        if not (is_due := self._is_due(step)):
+        if not (is_due := self._is_due(step, by_default=by_default)):
             self._check_outcomes(step)
         return is_due
 
-    def _is_due(self, step: int) -> bool:
-        every = self._link.options.steps_between_saves
+    def _is_due(self, step: int, *, by_default: bool = True) -> bool:
+        options = self._link.options
+        every = options.steps_between_saves if by_default else options.every_steps
         is_agreed = self._signals.look(step)
         return is_agreed or (every is not None and step % every == 0)
 

@@ -34,6 +34,7 @@ class Identity:
     node_id: str
     parts: tuple[GroupPart, ...] = ()  # parts of the group, in the order of their ranks; () if undivided
     part: str = ""  # the part of this rank
+    storage_path: str = ""
     node_ranks: tuple[int, ...] = ()  # the ranks on this node; () if not known
 
     @property

@@ -53,7 +53,7 @@ class Trainer:
 
     def train(self, *, until: int = TOTAL) -> None:
         self.callback.on_train_begin(self)
-        assert len(self.batches) == TOTAL - self.global_step
+        assert len(self.batches) == TOTAL  # of the whole run, also after a restore
         torch.rand(3)  # what building an iterator, or a first validation, draws
         for batch in self.batches:
             self.callback.on_step_begin(self)

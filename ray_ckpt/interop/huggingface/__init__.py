@@ -1,0 +1,1 @@
+"""Transformers: its Trainer, and model directories of the Hub."""

@@ -1,0 +1,71 @@
+"""The small files of a model directory: config.json, generation_config.json, those of the tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from ray_ckpt.capture.items import Item
+
+MAX_BYTES = 64 << 20  # of all files together; tokenizers have some 20 MB
+
+
+class FilesItem(Item):
+    """Files as tensors of bytes, {name: uint8 [size]}; a load leaves them, since the model is built already.
+
+    `ray-ckpt export --to hf` writes them beside the weights.
+    """
+
+    def __init__(self, files: dict[str, torch.Tensor]) -> None:
+        self._files = files
+
+    @classmethod
+    def of(cls, model: Any, processing: Any) -> FilesItem:
+        """Take the files that `save_pretrained` of a model's configuration and a tokenizer would write.
+
+        Rank 0 makes them for all ranks, so that they are equal. Without files, the item is empty.
+        """
+        found: list[dict[str, bytes]] = [{}]
+        is_group = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if not is_group or torch.distributed.get_rank() == 0:
+            found = [_files_of(model, processing)]
+        if is_group:
+            torch.distributed.broadcast_object_list(found, src=0)
+        return cls(
+            {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in found[0].items()}
+        )
+
+    def tree(self) -> Any:
+        return self._files
+
+    def load(self, tree: Any) -> None:
+        pass
+
+    def is_shared(self, path: tuple[str, ...]) -> bool:
+        return True
+
+    def changes_in_step(self, path: tuple[str, ...]) -> bool:
+        return False
+
+    def is_replaced(self, path: tuple[str, ...]) -> bool:
+        return True
+
+
+def _files_of(model: Any, processing: Any) -> dict[str, bytes]:
+    with TemporaryDirectory(prefix="ray_ckpt-") as folder:
+        for name in ("config", "generation_config", "peft_config"):
+            _save(getattr(model, name, None), folder)
+        _save(processing, folder)
+        files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+    files = {name: data for name, data in files.items() if data}
+    return files if sum(map(len, files.values())) <= MAX_BYTES else {}
+
+
+def _save(obj: Any, folder: str) -> None:
+    """Write the files of a configuration, a tokenizer, or a dict of PEFT's configurations by adapter."""
+    for each in obj.values() if isinstance(obj, dict) else (obj,):
+        if hasattr(each, "save_pretrained"):
+            each.save_pretrained(folder)

@@ -1,0 +1,146 @@
+"""Training loops with the Trainer of Transformers, which the tests run under Ray Train and break."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+from ray.train.torch import TorchConfig, TorchTrainer
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+import ray_ckpt
+from jobs.train_transformers import samples, write_results
+from ray_ckpt.train import CheckpointCallback
+
+SMALL = {"vocab_size": 256, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+FSDP = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["GPT2Block"]}}
+SMALL_IDS = {"bos_token_id": 0, "eos_token_id": 0}
+
+
+class KillOnce(TrainerCallback):  # type: ignore[misc]
+    """Kills this process at a step, unless the marker shows that it has been done."""
+
+    def __init__(self, marker: Path, step: int) -> None:
+        self._marker, self._step = marker, step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step and args.process_index == 1 and not self._marker.exists():
+            self._marker.write_text("killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Losses(TrainerCallback):  # type: ignore[misc]
+    """Writes each step's loss and learning rate to a file; those of a step done twice are both there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs and args.process_index == 0:
+            with self._path.open("a") as file:
+                print(json.dumps([state.global_step, logs["loss"], logs["learning_rate"]]), file=file)
+
+
+def plain_trainer(model: GPT2LMHeadModel, args: dict[str, Any]) -> Trainer:
+    data = samples()[:128]  # 8 steps of an epoch
+    return Trainer(model=model, args=TrainingArguments(**args), train_dataset=data, eval_dataset=data[:8])
+
+
+def sft_trainer(model: GPT2LMHeadModel, args: dict[str, Any]) -> Trainer:
+    """Build a trainer of TRL, with a tokenizer of words."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = {"<pad>": 0, "<end>": 1, **{f"w{k}": k + 2 for k in range(100)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    processing = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    texts = [" ".join(f"w{(k * j) % 97}" for j in range(5 + k % 20)) for k in range(128)]
+    return SFTTrainer(
+        model=model,
+        args=SFTConfig(**args, max_length=32, bf16=False),
+        train_dataset=Dataset.from_dict({"text": texts}),
+        processing_class=processing,
+    )
+
+
+def train_loop(config: dict[str, Any]) -> None:
+    out = Path(config["out"])
+    set_seed(0)
+    args = {
+        "output_dir": str(out / "hf"),
+        "max_steps": config["steps"],
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "logging_first_step": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **(FSDP if config["kind"] == "fsdp2" else {}),
+        **config["args"],
+    }
+    model = GPT2LMHeadModel(GPT2Config(**SMALL, **SMALL_IDS))  # with dropout
+    trainer = sft_trainer(model, args) if config["kind"] == "sft" else plain_trainer(model, args)
+    trainer.add_callback(Losses(out / "losses.jsonl"))
+    if config["kill_at"]:
+        trainer.add_callback(KillOnce(out / "killed", config["kill_at"]))
+    ray_ckpt.huggingface.prepare_trainer(trainer)
+    trainer.train()
+    write_results(trainer, out)
+    if trainer.is_world_process_zero():
+        trainer.state.save_to_json(str(out / "state.json"))
+
+
+def run(
+    name: str,
+    storage: str,
+    out: Path,
+    *,
+    steps: int = 12,
+    kill_at: int = 0,
+    kind: str = "ddp",
+    args: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """Train on two workers to the end; return the trained tensors."""
+    out.mkdir()
+    config = {
+        "steps": steps,
+        "kill_at": kill_at,
+        "kind": kind,
+        "out": str(out),
+        "args": {"save_steps": 3, **(args or {})},
+    }
+    TorchTrainer(
+        train_loop,
+        train_loop_config=config,
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        run_config=ray.train.RunConfig(
+            name=name,
+            storage_path=storage,
+            callbacks=[CheckpointCallback(**options)],
+            failure_config=ray.train.FailureConfig(max_failures=1),
+        ),
+    ).fit()
+    trained: dict[str, torch.Tensor] = torch.load(out / "model.pt", weights_only=True)
+    return trained
+
+
+def losses(out: Path) -> dict[int, set[tuple[float, float]]]:
+    """Return the losses and learning rates of each step: one pair, if a step done twice was the same."""
+    found: dict[int, set[tuple[float, float]]] = {}
+    for line in (out / "losses.jsonl").read_text().splitlines():
+        step, loss, rate = json.loads(line)
+        found.setdefault(step, set()).add((loss, rate))
+    return found

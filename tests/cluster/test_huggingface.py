@@ -1,0 +1,50 @@
+"""The Trainer of Transformers through ray_ckpt, on real nodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.demo.local_cluster import LocalCluster
+from ray_ckpt.catalog.catalog import Catalog
+from tests.cluster.hf_program import losses, run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    ["ddp", "fsdp2", "sft"],
+)
+def test_a_killed_rank_changes_nothing(
+    cluster: LocalCluster, storage: str, tmp_path: Path, kind: str
+) -> None:
+    calm = run("calm", storage, tmp_path / "calm", kind=kind)
+    broken = run("broken", storage, tmp_path / "broken", kind=kind, kill_at=11)
+    assert (tmp_path / "broken" / "killed").exists()
+    done = losses(tmp_path / "broken")
+    assert done == losses(tmp_path / "calm"), "with dropout and accumulation, over the end of an epoch"
+    assert calm.keys() == broken.keys() and all(torch.equal(calm[name], broken[name]) for name in calm)
+    newest = Catalog(f"{storage}/broken").newest()
+    assert newest is not None and newest.info.step == 12
+    assert newest.info.metrics["loss"] == pytest.approx(next(iter(done[12]))[0])
+    assert not list((tmp_path / "broken" / "hf").glob("checkpoint-*")), "no folder besides ours"
+
+
+@pytest.mark.slow
+def test_the_best_model_is_loaded_at_the_end(cluster: LocalCluster, storage: str, tmp_path: Path) -> None:
+    args = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "greater_is_better": True,  # so that an early step is the best one
+    }
+    best = run("best", storage, tmp_path / "b", args=args, keep_last=1, keep_best=("eval_loss", "max", 1))
+    state = json.loads((tmp_path / "b" / "state.json").read_text())
+    assert state["best_global_step"] == 3 and state["best_model_checkpoint"] == f"{storage}/best@3"
+    early = run("early", storage, tmp_path / "e", steps=12, args={"num_train_epochs": 3, "save_steps": 3})
+    assert not torch.equal(best["transformer.wte.weight"], early["transformer.wte.weight"])
+    assert {c.step for c in Catalog(f"{storage}/best").checkpoints} == {3, 12}
