@@ -49,6 +49,7 @@ def train_loop(config: dict[str, Any]) -> None:
         batches = accelerator.skip_first_batches(loader, position["batch"])
     for epoch in range(position["epoch"], EPOCHS):
         position["epoch"] = epoch
+        batches.set_epoch(epoch)  # a loader of skip_first_batches does not count for the one it is made of
         for (batch,) in batches:
             ckpt.restore_random_state()
             with accelerator.accumulate(model):
