@@ -12,7 +12,8 @@ from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
 from ray_ckpt.format.records import Drilled
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import ProgressCallback
-from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, ReadAccess, drill
+from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, drill
+from ray_ckpt.verify.live_manifest import ReadAccess
 
 MAX_TEXT = 2000  # characters of a result in the log, for the first problems; the report lists more
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ray_ckpt import lightning as lightning
     from ray_ckpt.actors.client import annotate, exposure, pin, unpin
     from ray_ckpt.actors.connecting import connect
+    from ray_ckpt.actors.live_checkpoint import open_in_cluster
     from ray_ckpt.capture.load import RestoreInfo
     from ray_ckpt.catalog.catalog import Catalog
     from ray_ckpt.catalog.load import open
@@ -34,6 +35,7 @@ _HOMES = {
     "connect": "ray_ckpt.actors.connecting",
     "exposure": "ray_ckpt.actors.client",
     "open": "ray_ckpt.catalog.load",
+    "open_in_cluster": "ray_ckpt.actors.live_checkpoint",
     "pin": "ray_ckpt.actors.client",
     "unpin": "ray_ckpt.actors.client",
 }
@@ -57,6 +59,7 @@ __all__ = [
     "connect",
     "exposure",
     "open",
+    "open_in_cluster",
     "pin",
     "unpin",
 ]

@@ -1,7 +1,9 @@
-"""Trainers of Transformers and TRL through ray_ckpt: `prepare_trainer`; see docs/guides/huggingface.md."""
+"""Transformers, TRL and PEFT through ray_ckpt; see docs/guides/huggingface.md."""
 
 from __future__ import annotations
 
+from ray_ckpt.interop.huggingface.files import FilesItem as ModelFiles
+from ray_ckpt.interop.huggingface.hub import tensors
 from ray_ckpt.interop.huggingface.trainer import prepare_trainer
 
-__all__ = ["prepare_trainer"]
+__all__ = ["ModelFiles", "prepare_trainer", "tensors"]

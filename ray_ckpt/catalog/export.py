@@ -1,4 +1,4 @@
-"""Export of a durable checkpoint for other tools: safetensors in Hugging Face's layout, or one `.pt` file.
+"""Export of a checkpoint for other tools: safetensors in Hugging Face's layout, or one `.pt` file.
 
 Files are written under temporary names and renamed when all of them are complete and every byte has been
 compared with its digest; after an error no file is left. An existing folder is not replaced, only the files
@@ -19,12 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
-from ray_ckpt.catalog.lazy_tensor import LazyTensor, matching_tensors
+from ray_ckpt.catalog.lazy_tensor import Bytes, LazyTensor, matching_tensors
 from ray_ckpt.catalog.load import OpenedRun
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.shard import ITEMSIZE, MAX_HEADER_BYTES
@@ -33,8 +34,27 @@ from ray_ckpt.types import ProgressCallback
 
 MAX_FILE_BYTES = 5 * 10**9  # bytes of tensors per file, unless one tensor is larger; as Hugging Face does
 INDEX_FILE = "model.safetensors.index.json"
-_EXPORTED = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")  # files of an export
+_EXPORTED = re.compile(r"(adapter_)?model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")  # of an export
 METADATA = "__metadata__"  # the only key of a header that is not a tensor
+
+
+class SavedTensor(Protocol):
+    """A tensor to write: a LazyTensor, or one computed from several."""
+
+    @property
+    def dtype_name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def check(self) -> None:
+        """Raise CorruptionError if it is known already that the tensor cannot be read."""
+
+    def read_into(self, out: Bytes) -> None:
+        """Write the bytes of the tensor to `out`, an array of bytes with its shape and an inner dimension."""
 
 
 def export_safetensors(
@@ -57,9 +77,26 @@ def export_safetensors(
     OSError if `out` cannot be written.
     """
     tensors = _chosen(view, item, only)
-    shards = _shards(tensors, max_file_bytes)
+    return write_safetensors(_shards(tensors, max_file_bytes), out, force=force, progress=progress)
+
+
+def write_safetensors(
+    shards: Sequence[Mapping[str, SavedTensor]],
+    out: Path,
+    *,
+    stem: str = "model",
+    files: Mapping[str, bytes] = MappingProxyType({}),
+    force: bool = False,
+    progress: ProgressCallback | None = None,
+) -> tuple[Path, ...]:
+    """Write each shard, tensors by name, to a file in the folder `out`; one shard is `<stem>.safetensors`.
+
+    `files` are small ones beside them. Returns all files, the small ones last. Options and errors are those
+    of `export_safetensors`.
+    """
+    shards = [_sorted(shard) for shard in shards]
     headers = [_header(shard) for shard in shards]
-    names = [_file_name(k, len(shards)) for k in range(len(shards))]
+    names = [_file_name(stem, k, len(shards)) for k in range(len(shards))]
     if os.path.lexists(out) and not out.is_dir():
         raise ConfigError(f"{out} is not a folder.", hint="Give a folder for the safetensors files.")
     if out.is_dir() and any(out.iterdir()) and not force:
@@ -70,6 +107,9 @@ def export_safetensors(
         if len(shards) > 1:
             names.append(INDEX_FILE)
             (folder / INDEX_FILE).write_text(_index(names, shards))
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        names += files
         _publish(folder, out)
     return tuple(out / name for name in names)
 
@@ -145,7 +185,7 @@ def _chosen(view: CheckpointView, item: str | None, only: Sequence[str]) -> dict
 
 
 def _shards(tensors: Mapping[str, LazyTensor], max_file_bytes: int) -> list[dict[str, LazyTensor]]:
-    """Distribute the tensors over files; in each file sort them from wide to narrow dtypes."""
+    """Distribute the tensors over files."""
     shards: list[dict[str, LazyTensor]] = [{}]
     size_bytes = 0
     for name, lazy in tensors.items():
@@ -154,10 +194,15 @@ def _shards(tensors: Mapping[str, LazyTensor], max_file_bytes: int) -> list[dict
             size_bytes = 0
         shards[-1][name] = lazy
         size_bytes += lazy.nbytes
-    return [dict(sorted(s.items(), key=lambda pair: -ITEMSIZE[pair[1].dtype_name])) for s in shards]
+    return shards
 
 
-def _header(shard: Mapping[str, LazyTensor]) -> bytes:
+def _sorted(shard: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+    """Sort the tensors of a file from wide to narrow dtypes."""
+    return dict(sorted(shard.items(), key=lambda pair: -ITEMSIZE[pair[1].dtype_name]))
+
+
+def _header(shard: Mapping[str, SavedTensor]) -> bytes:
     """Return the header of a safetensors file. Each tensor is aligned, because wide dtypes come first."""
     entries: dict[str, object] = {METADATA: {"format": "pt"}}
     at = 0
@@ -176,7 +221,7 @@ def _header(shard: Mapping[str, LazyTensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write(path: Path, header: bytes, shard: Mapping[str, LazyTensor], progress: ProgressCallback) -> None:
+def _write(path: Path, header: bytes, shard: Mapping[str, SavedTensor], progress: ProgressCallback) -> None:
     """Write one file. Tensors are read into a memory map of the file, which the kernel writes back."""
     size_bytes = len(header) + sum(lazy.nbytes for lazy in shard.values())
     for lazy in shard.values():
@@ -198,15 +243,15 @@ def _write(path: Path, header: bytes, shard: Mapping[str, LazyTensor], progress:
         os.fsync(file.fileno())
 
 
-def _index(names: Sequence[str], shards: Sequence[Mapping[str, LazyTensor]]) -> str:
+def _index(names: Sequence[str], shards: Sequence[Mapping[str, SavedTensor]]) -> str:
     weights = {key: name for name, shard in zip(names, shards, strict=False) for key in shard}
     size_bytes = sum(lazy.nbytes for shard in shards for lazy in shard.values())
     document = {"metadata": {"total_size": size_bytes}, "weight_map": dict(sorted(weights.items()))}
     return json.dumps(document, indent=2) + "\n"
 
 
-def _file_name(index: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
+def _file_name(stem: str, index: int, count: int) -> str:
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{index + 1:05}-of-{count:05}.safetensors"
 
 
 @contextmanager

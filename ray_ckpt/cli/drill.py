@@ -30,8 +30,9 @@ from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.texts import count_text, printable
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import Tier
-from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, ReadAccess, TierRead, choose
+from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, TierRead, choose
 from ray_ckpt.verify.drill import drill as read_what_is_left
+from ray_ckpt.verify.live_manifest import ReadAccess
 
 _TIERS: tuple[Tier, ...] = ("local", "peer", "remote")
 _STYLES = {"passed": "green", "failed": "red", "not covered": "yellow"}

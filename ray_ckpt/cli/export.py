@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ray_ckpt.catalog.catalog import Catalog
-from ray_ckpt.catalog.export import export_safetensors, export_torch
+from ray_ckpt.catalog.export import export_safetensors, export_torch, write_safetensors
+from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
 from ray_ckpt.cli.options import (
     EXIT_DAMAGED,
     JsonOption,
@@ -27,17 +28,21 @@ from ray_ckpt.errors import ConfigError, RestoreError
 from ray_ckpt.texts import printable
 from ray_ckpt.types import Level
 
+if TYPE_CHECKING:
+    from ray_ckpt.interop.huggingface.hub import HubModel
+
 
 class Form(StrEnum):
     safetensors = "safetensors"
     torch = "torch"
+    hf = "hf"
 
 
 def export(
     path: PathArgument,
     out: Annotated[
         Path,
-        argument("OUT", "A new or empty folder for safetensors, a new file for torch."),
+        argument("OUT", "A new or empty folder; a new file for torch."),
     ],
     to: Annotated[Form, typer.Option("--to", help="The format of the files.")] = Form.safetensors,
     step: Annotated[int | None, option("--step", "This step instead of the newest durable one.")] = None,
@@ -49,7 +54,16 @@ def export(
         list[str] | None,
         option("--only", "Only tensors whose full names match. Repeatable.", "PATTERN"),
     ] = None,
-    max_file: Annotated[str, typer.Option(help="For safetensors: the most of tensors in one file.")] = "5GB",
+    max_file: Annotated[
+        str, typer.Option(help="For safetensors and hf: the most of tensors in one file.")
+    ] = "5GB",
+    dtype: Annotated[
+        str | None, option("--dtype", "For hf: convert floating point to this dtype, such as bfloat16.")
+    ] = None,
+    like: Annotated[
+        Path | None,
+        option("--like", "For hf: a model directory with config.json, if the checkpoint has none.", "DIR"),
+    ] = None,
     force: Annotated[bool, option("--force", "Replace an older export in OUT, or the file.")] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
@@ -58,6 +72,8 @@ def export(
 
     `safetensors` writes a folder in Hugging Face's layout and needs little memory; `torch` writes one file
     for `torch.load(weights_only=True)`, which includes plain values, and needs as much memory as the state.
+    `hf` writes the model directory that `save_pretrained` would write, for `from_pretrained` and vLLM: names
+    of the hub, tied weights once, `config.json` and the tokenizer; memory holds one layer.
     Exits with 1, and leaves no files, if the checkpoint is damaged.
 
     Example: `ray-ckpt export /shared/runs/gpt gpt-3000 --step 3000 --item model`
@@ -70,6 +86,13 @@ def export(
     try:
         if to is Form.torch:
             files = export_torch(catalog, view, out, item=item, only=patterns, force=force)
+        elif to is Form.hf:
+            model = _hub_model(OpenedRun(catalog).at(view.info.id), item, patterns, dtype, like)
+            with byte_bar("exporting") as bar:
+                shards = model.shards(limit)
+                files = write_safetensors(
+                    shards, out, stem=model.stem, files=model.files, force=force, progress=bar.advance
+                )
         else:
             with byte_bar("exporting") as bar:
                 files = export_safetensors(
@@ -91,3 +114,27 @@ def export(
     else:
         for file in files:
             stdout().print_line(str(file))
+
+
+def _hub_model(
+    checkpoint: OpenedCheckpoint,
+    item: str | None,
+    only: tuple[str, ...],
+    dtype: str | None,
+    like: Path | None,
+) -> HubModel:
+    import torch
+
+    from ray_ckpt.interop.packages import require
+
+    require("transformers", extra="huggingface")
+    from ray_ckpt.interop.huggingface.hub import HubModel
+
+    if only:
+        raise ConfigError("A model directory has the whole model.", hint="Leave out --only.")
+    wanted = getattr(torch, dtype, None) if dtype is not None else None
+    if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+        raise ConfigError(
+            f"--dtype is {dtype!r}.", hint="Give a floating-point dtype of torch, such as bfloat16."
+        )
+    return HubModel(checkpoint, item=item or "model", dtype=wanted, like=like)

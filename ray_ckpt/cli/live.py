@@ -19,7 +19,7 @@ from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError
 from ray_ckpt.format.names import SERVICE_DIR
 from ray_ckpt.location import Location, locate
 from ray_ckpt.texts import age_text, printable
-from ray_ckpt.verify.drill import SHORT_ID
+from ray_ckpt.verify.live_manifest import SHORT_ID
 
 if TYPE_CHECKING:
     from ray_ckpt.actors.messages import AgentCard, DrainingView, NodeView, RunView, ServiceView

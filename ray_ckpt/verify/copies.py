@@ -23,7 +23,8 @@ from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, Level, ProgressCallback
 from ray_ckpt.verify.content import Damage, check_group, check_tensors
-from ray_ckpt.verify.drill import SHORT_ID, ReadAccess, Retry
+from ray_ckpt.verify.drill import Retry
+from ray_ckpt.verify.live_manifest import SHORT_ID, ReadAccess
 from ray_ckpt.verify.plan import (
     Holder,
     PlanReport,

@@ -17,24 +17,13 @@ from typing import Literal, TypeAlias
 from zlib import crc32
 
 from ray_ckpt.core.loss_scenarios import Leftovers, LiveCheckpoint, Scenario, leftovers
-from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
-from ray_ckpt.format.digest import digest, root_digest
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.format.digest import root_digest
 from ray_ckpt.format.manifest import (
-    MAX_FRAGMENT_BYTES,
     MAX_ROWS,
-    FragmentVersion,
-    choose_fragments,
-    decode_fragment,
     uncovered,
-    version_files,
 )
-from ray_ckpt.format.names import fragment_file
 from ray_ckpt.restore.reader import FileSource, SourceReader
-from ray_ckpt.storage.remote.tier import RemoteTier
-from ray_ckpt.transport.client import PeerClient
-from ray_ckpt.transport.credentials import Credentials
-from ray_ckpt.transport.sending import Limiter
-from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import (
     CheckpointInfo,
     FileEntry,
@@ -44,8 +33,8 @@ from ray_ckpt.types import (
     RestoredPart,
     Tier,
 )
+from ray_ckpt.verify.live_manifest import SHORT_ID, LiveManifest, ReadAccess
 
-SHORT_ID = 12  # characters of a node id; as in the logs
 MAX_PROBLEMS = 20  # problems listed for one checkpoint; more would give no new information
 MAX_SLICES = MAX_ROWS  # slices in memory for the coverage check; more need several turns: see `_uncovered`
 
@@ -158,19 +147,6 @@ class DrillReport:
         return total
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadAccess:
-    """Access to the remaining copies: on nodes, with the credentials of a peer, and on the storage path.
-
-    `limiter` bounds the rate of all reads together.
-    """
-
-    endpoints: Mapping[str, str] = field(default_factory=dict)  # agents, by node
-    credentials: Credentials | None = field(default=None, repr=False)
-    remote: RemoteTier | None = None
-    limiter: Limiter = field(default_factory=Limiter, compare=False)
-
-
 Retry: TypeAlias = Callable[[LiveCheckpoint], tuple[LiveCheckpoint, ReadAccess] | None]
 """Returns the current state of a live checkpoint, and the access to it; None once it is retired."""
 
@@ -253,22 +229,26 @@ class _CheckpointReading:
     ) -> None:
         """Take as `committed` the digests of fragments by name, needed if holders have different versions."""
         self._left = left
-        self._committed = committed
-        self._attempt = left.checkpoint.id
         self._access = access
         self._progress = progress
         self._lock = threading.Lock()
+        self._manifest = LiveManifest(
+            left.checkpoint,
+            left.holders,
+            access,
+            is_remote=left.is_remote,
+            committed=committed,
+            on_read=self._count_fragment,
+        )
         self._sources: dict[str, tuple[FileSource, ...]] = {}  # for each file of the fragments read
         self._reader = SourceReader(
-            self._attempt,
+            left.checkpoint.id,
             self._sources,
             credentials=access.credentials,
             remote=access.remote,
             limiter=access.limiter,
         )
         self._reads: dict[Tier, TierRead] = {}
-        self._bad_fragments: list[str] = []  # notes about bad copies of fragments
-        self._lost: list[str] = []  # fragments without a source
         self._num_slices = 0
         self._slices: list[ManifestRow] = []  # all slices, or [] if there are too many
 
@@ -276,20 +256,21 @@ class _CheckpointReading:
         """Read the checkpoint and add the findings to `result`."""
         start_s = time.monotonic()
         entries: list[FileEntry] = []
+        manifest, lost = self._manifest, self._manifest.lost
         for index in range(len(self._left.holders)):
             entries += self._read_fragment(index)
-            if len(self._lost) > MAX_PROBLEMS:  # the log may name a million nodes
+            if len(lost) > MAX_PROBLEMS:  # the log may name a million nodes
                 break
         checkpoint = self._left.checkpoint
-        is_other = not self._lost and root_digest(entries, checkpoint.root_of) != checkpoint.root_digest
-        if is_other and self._committed is None and (chosen := self._choose()) is not None:
+        is_other = not lost and root_digest(entries, checkpoint.root_of) != checkpoint.root_digest
+        if is_other and manifest.committed is None and (chosen := manifest.choose()) is not None:
             return _CheckpointReading(self._left, self._access, self._progress, chosen).read(result)
-        damage = [*self._lost, *self._reader.damage]
+        damage = [*lost, *self._reader.damage]
         if not damage and is_other:
             damage.append("the manifest is not the one that was committed")
         if not damage:
-            damage = [*self._uncovered(), *self._lost]
-        notes = [*self._bad_fragments, *self._reader.rejected]
+            damage = [*self._uncovered(), *lost]
+        notes = [*manifest.notes, *self._reader.rejected]
         unnoted = [line for line in damage if not any(note.startswith(line) for note in notes)]
         return replace(
             result,
@@ -301,12 +282,13 @@ class _CheckpointReading:
 
     def _read_fragment(self, index: int) -> list[FileEntry]:
         """Compare the bytes of a fragment's files. Return the entries of the files, [] if it is lost."""
-        found = self._version(index)
+        found = self._manifest.version(index)
         if found is None:
             return []
         entry, fragment = found
         self._keep_slices(fragment)
-        self._sources.update(dict.fromkeys((file.name for file in fragment.files), self._sources_of(index)))
+        sources = self._manifest.sources_of(index)
+        self._sources.update(dict.fromkeys((file.name for file in fragment.files), sources))
         before, start_s = len(self._reader.parts), time.monotonic()
         self._reader.read(fragment.rows, self._sink)
         seconds = time.monotonic() - start_s
@@ -331,94 +313,20 @@ class _CheckpointReading:
             return
         for turn in range(num_turns):
             found = list(uncovered(row for row in self._slices_again() if _turn_of(row, num_turns) == turn))
-            if self._lost:
+            if self._manifest.lost:
                 return
             yield from found
 
     def _slices_again(self) -> Iterator[ManifestRow]:
         for index in range(len(self._left.holders)):
-            found = self._version(index)
+            found = self._manifest.version(index)
             if found is None:
                 return
             yield from _slices(found[1])
 
-    def _sources_of(self, index: int) -> tuple[FileSource, ...]:
-        """Return the sources of a fragment and its files, in the order of a restore."""
-        endpoints = self._access.endpoints
-        found = [
-            FileSource(tier="peer", where=node[:SHORT_ID], endpoint=endpoints[node])
-            for node in self._left.holders[index]
-            if node in endpoints
-        ]
-        if self._left.is_remote and self._access.remote is not None:
-            found.append(FileSource(tier="remote", where=self._access.remote.where))
-        return tuple(found)
-
-    def _version(self, index: int) -> FragmentVersion | None:
-        """Read a fragment from the first source with an intact copy; without such a source note the loss."""
-        found = next(self._versions(index), None)
-        if found is None:
-            name = fragment_file(index, self._left.checkpoint.num_nodes)
-            self._lost.append(name if self._sources_of(index) else f"{name}: no holder has an agent")
-        return found
-
-    def _versions(self, index: int) -> Iterator[FragmentVersion]:
-        """Yield a fragment from each source with an intact copy, in the order of a restore.
-
-        Raises NewerFormat if no copy is intact and one has a newer version, which cannot be checked.
-        """
-        newer: NewerFormat | None = None
-        is_found = False
-        name, home = fragment_file(index, self._left.checkpoint.num_nodes), self._left.live.home(index)
-        for source in self._sources_of(index):
-            start_s = time.monotonic()
-            try:
-                data = self._read_whole(name, source)
-                fragment = decode_fragment(data)
-            except NewerFormat as error:
-                newer = newer or error.at(f"{name} on {source.tier} {source.where}")
-                continue
-            except (OSError, EOFError, CheckpointError) as error:
-                self._note(f"{name} on {source.tier} {source.where}: {error}")
-                continue
-            self._add(source.tier, source.where, home, len(data), time.monotonic() - start_s)
-            self._access.limiter.wait(len(data))
-            self._count(len(data))
-            entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
-            if self._committed is not None and entry.digest != self._committed[name]:
-                self._note(f"{name} on {source.tier} {source.where}: it is not the one that was committed")
-                continue
-            is_found = True
-            yield entry, fragment
-        if newer is not None and not is_found:
-            raise newer
-
-    def _choose(self) -> dict[str, str] | None:
-        """Choose the digests of fragments that give the root digest in the log, as a restore does."""
-        versions = {
-            fragment_file(index, self._left.checkpoint.num_nodes): {
-                version[0].digest: version_files(version) for version in self._versions(index)
-            }
-            for index in range(len(self._left.holders))
-        }
-        checkpoint = self._left.checkpoint
-        return choose_fragments(versions, checkpoint.root_digest, checkpoint.root_of)
-
-    def _note(self, note: str) -> None:
-        """Note a bad copy of a fragment, once."""
-        if note not in self._bad_fragments:
-            self._bad_fragments.append(note)
-
-    def _read_whole(self, name: str, source: FileSource) -> bytes:
-        directory, access = self._attempt.directory, self._access
-        if source.tier == "remote":
-            assert access.remote is not None
-            return access.remote.read_whole(directory, name, max_bytes=MAX_FRAGMENT_BYTES)
-        if access.credentials is None:
-            raise ConfigError("There are no credentials for peers.")
-        file = FileName(run_uid=self._attempt.run_uid, directory=directory, file=name)
-        with PeerClient(source.endpoint, credentials=access.credentials) as peer:
-            return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)
+    def _count_fragment(self, index: int, source: FileSource, nbytes: int, seconds: float) -> None:
+        self._add(source.tier, source.where, self._left.live.home(index), nbytes, seconds)
+        self._count(nbytes)
 
     def _tally(self, parts: Sequence[RestoredPart], seconds: float, home: str) -> None:
         """Add parts that took `seconds` in parallel, divided among tiers by the time of their parts."""

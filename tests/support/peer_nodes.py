@@ -15,7 +15,7 @@ from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.types import CheckpointInfo, Level, RootOf
-from ray_ckpt.verify.drill import ReadAccess
+from ray_ckpt.verify.live_manifest import ReadAccess
 from tests.support.sample_run import SampleCheckpoint, make_checkpoint
 from tests.transport.peers import KEYS, UID, Folder
 

@@ -22,7 +22,7 @@ from ray_ckpt.transport import client
 from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import Level
 from ray_ckpt.verify.copies import num_copies, verify_copies
-from ray_ckpt.verify.drill import ReadAccess
+from ray_ckpt.verify.live_manifest import ReadAccess
 from ray_ckpt.verify.plan import PlanReport
 from tests.support.peer_nodes import A, B, C, Nodes, both, flip, live
 from tests.support.roots import ROOTS

@@ -29,7 +29,8 @@ from ray_ckpt.transport import client
 from ray_ckpt.transport.client import CALL_BASE_S, SLOWEST_BYTES_PER_S
 from ray_ckpt.transport.sending import BURST_S, MAX_SHARING, Limiter
 from ray_ckpt.types import Level, ManifestRow
-from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, ReadAccess, choose, drill, dry_run
+from ray_ckpt.verify.drill import CheckpointDrill, DrillReport, choose, drill, dry_run
+from ray_ckpt.verify.live_manifest import ReadAccess
 from tests.servers.stores import bucket_url
 from tests.servers.strict_store import StrictStore
 from tests.support.peer_nodes import A, B, C, Nodes, both, flip, live, sample

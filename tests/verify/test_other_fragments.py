@@ -24,7 +24,8 @@ from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.types import FileEntry, Fragment, RootOf
 from ray_ckpt.verify.content import verify_files
 from ray_ckpt.verify.copies import verify_copies
-from ray_ckpt.verify.drill import ReadAccess, dry_run
+from ray_ckpt.verify.drill import dry_run
+from ray_ckpt.verify.live_manifest import ReadAccess
 from ray_ckpt.verify.plan import verify_plan
 from tests.support.roots import ROOTS
 from tests.support.sample_run import SampleRun, write_run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -56,12 +57,23 @@ class FilesItem(Item):
 
 def _files_of(model: Any, processing: Any) -> dict[str, bytes]:
     with TemporaryDirectory(prefix="ray_ckpt-") as folder:
-        for name in ("config", "generation_config", "peft_config"):
+        _save(_config(model), folder)
+        for name in ("generation_config", "peft_config"):
             _save(getattr(model, name, None), folder)
         _save(processing, folder)
         files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
     files = {name: data for name, data in files.items() if data}
     return files if sum(map(len, files.values())) <= MAX_BYTES else {}
+
+
+def _config(model: Any) -> Any:
+    """Return the model's configuration with the name of its class, which `save_pretrained` would add."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "config"):
+        return None
+    config = copy(base.config)
+    config.architectures = [type(base).__name__.removeprefix("FSDP")]  # fully_shard adds the prefix
+    return config
 
 
 def _save(obj: Any, folder: str) -> None:

@@ -1,0 +1,351 @@
+"""The tensors of a checkpoint as a model directory of Hugging Face has them: hub names, tied ones once.
+
+Transformers has other names in memory than in files for some models, and fuses tensors, such as the experts
+of a mixture. What `save_pretrained` would write is found on an empty model of the saved configuration, on the
+device "meta"; then the tensors are computed one after the other, and memory holds those of one layer at most.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+import huggingface_hub
+import torch
+import transformers
+from transformers import core_model_loading, modeling_utils
+
+from ray_ckpt.capture.walk import DTYPE_NAMES, DTYPES
+from ray_ckpt.catalog.lazy_tensor import Bytes
+from ray_ckpt.catalog.load import OpenedCheckpoint
+from ray_ckpt.catalog.uri import CheckpointUri
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.format.shard import ITEMSIZE
+from ray_ckpt.format.tree import TensorRef
+from ray_ckpt.interop.packages import require
+from ray_ckpt.location import StoragePath
+
+FILES_ITEM = "files"
+CONFIG, ADAPTER_CONFIG, GENERATION_CONFIG = "config.json", "adapter_config.json", "generation_config.json"
+MAX_LISTED = 5  # names in one error
+_LAYER = re.compile(r"(.*?\.\d+)\.")  # up to the first number in a name
+
+State: TypeAlias = dict[str, torch.Tensor]
+Convert: TypeAlias = Callable[[State], State]
+"""Function that gives the tensors of a file for tensors in memory: all, or those of a layer."""
+
+
+def tensors(
+    checkpoint: OpenedCheckpoint | StoragePath,
+    *,
+    item: str = "model",
+    dtype: torch.dtype | None = None,
+    like: str | Path | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the whole tensor, on the CPU, of each tensor that `save_pretrained` would write.
+
+    checkpoint:
+        One checkpoint, such as `ray_ckpt.open_in_cluster(...)`, or the URI of a durable one:
+        "s3://bucket/runs/gpt@3000"; without a step, the newest one.
+    item:
+        The item with the model.
+    dtype:
+        A dtype to which tensors of floating point are converted.
+    like:
+        A model directory with the configuration, if the checkpoint has no item `files`.
+
+    The order is that of the layers. Memory holds the tensors of one layer at most. Raises ConfigError if the
+    configuration is missing or is not that of the model, and the errors of `OpenedCheckpoint.load`.
+    """
+    opened = checkpoint
+    if not isinstance(opened, OpenedCheckpoint):
+        opened = CheckpointUri.parse(str(opened)).open(storage_options)
+    model = HubModel(opened, item=item, dtype=dtype, like=Path(like) if like is not None else None)
+    for name in model:
+        yield name, model.load(name)
+
+
+class HubModel(Mapping[str, "HubTensor"]):
+    """Tensors to write, by hub name, in the order of `save_pretrained`; `files` are the small files."""
+
+    def __init__(
+        self,
+        checkpoint: OpenedCheckpoint,
+        *,
+        item: str = "model",
+        dtype: torch.dtype | None = None,
+        like: Path | None = None,
+    ) -> None:
+        """Take the model of the item `item`; with `dtype`, its floating-point tensors are converted.
+
+        The configuration is that of the checkpoint's item `files`, or of the model directory `like`. Reads no
+        tensor. Raises ConfigError if there is none, if it is not that of the saved model, or if Transformers
+        does not have the model's class.
+        """
+        _require()
+        self._checkpoint = checkpoint
+        self._cast = partial(_cast, dtype=dtype)
+        self.files = _files_in(like) if like is not None else _files_of(checkpoint)
+        self._keys = _keys(checkpoint, item)
+        self._state: State = {
+            name: self._cast(torch.empty(part.global_shape, dtype=DTYPES[part.dtype], device="meta"))
+            for name, part in _slices(checkpoint, self._keys).items()
+        }
+        self.is_adapter = ADAPTER_CONFIG in self.files
+        convert = _adapter(self.files) if self.is_adapter else _whole_model(self.files, self._state)
+        self._convert: Convert = convert
+        self._whole: State = convert(self._state)
+        self._parts = _divide(self._state, self._whole, convert)
+        self._last: tuple[tuple[str, ...], State] = ((), {})
+        self._settle_files()
+
+    def __getitem__(self, name: str) -> HubTensor:
+        tensor = self._whole[name]
+        return HubTensor(self, name, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    @property
+    def stem(self) -> str:
+        """The name of the file of tensors, without its suffix."""
+        return "adapter_model" if self.is_adapter else "model"
+
+    def shards(self, max_file_bytes: int) -> list[dict[str, HubTensor]]:
+        """Distribute the tensors over files as `save_pretrained` does: those of one storage stay together."""
+        split = huggingface_hub.split_state_dict_into_shards_factory(
+            self._whole,
+            get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+            get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
+            filename_pattern="{suffix}",
+            max_shard_size=max_file_bytes,
+        )
+        return [{name: self[name] for name in names} for names in split.filename_to_tensors.values()]
+
+    def load(self, name: str) -> torch.Tensor:
+        """Return one tensor on the CPU; those that it is computed with stay until another needs others."""
+        sources = self._parts[name]
+        if self._last[0] != sources:
+            self._last = (), {}  # frees them before others are read
+            found = self._checkpoint.load([self._keys[source] for source in sources])
+            given = {each: self._cast(found.pop(self._keys[each])) for each in sources}
+            self._last = sources, self._convert(given)
+        return self._last[1][name]
+
+    def _settle_files(self) -> None:
+        """Let the files be those that `save_pretrained` writes, with the dtype of these tensors."""
+        if self.is_adapter:
+            for name in (CONFIG, GENERATION_CONFIG):
+                self.files.pop(name, None)
+            return
+        config = json.loads(self.files[CONFIG])
+        dtypes = (tensor.dtype for tensor in self._whole.values() if tensor.dtype.is_floating_point)
+        if (dtype := next(dtypes, None)) is not None:
+            config["dtype"] = str(dtype).removeprefix("torch.")
+        self.files[CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+
+
+@dataclass(frozen=True, slots=True)
+class HubTensor:
+    """One tensor of a HubModel; `dtype_name` is safetensors' name."""
+
+    model: HubModel
+    name: str
+    shape: tuple[int, ...]
+    dtype_name: str
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEMSIZE[self.dtype_name]
+
+    def check(self) -> None:
+        """Do nothing: every byte is compared with its digest when it is read."""
+
+    def load(self) -> torch.Tensor:
+        """Return the tensor on the CPU. Raises the errors of `OpenedCheckpoint.load`."""
+        return self.model.load(self.name)
+
+    def read_into(self, out: Bytes) -> None:
+        """Write the tensor to `out`, bytes of shape (*shape, bytes of an element)."""
+        data = self.load().contiguous().reshape(-1).view(torch.uint8).numpy()
+        out[...] = data.reshape(out.shape)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.dtype.is_floating_point else tensor
+
+
+def _require() -> None:
+    names = ("remove_tied_weights_from_state_dict",)
+    require("transformers", extra="huggingface", owner=modeling_utils, names=names)
+    require(
+        "transformers", extra="huggingface", owner=core_model_loading, names=("revert_weight_conversion",)
+    )
+
+
+# -- the checkpoint ----------------------------------------------------------------------------------------
+
+
+def _keys(checkpoint: OpenedCheckpoint, item: str) -> dict[str, str]:
+    """Return the full names of an item's tensors by their names in the item."""
+    trees = checkpoint.saved().trees
+    if item not in trees:
+        raise ConfigError(f"There is no item {item!r}.", hint=f"There are {', '.join(sorted(trees))}.")
+    found: dict[str, str] = {}
+    for fragment in checkpoint.fragments():
+        for row in fragment.rows:
+            if row.slice is not None and row.slice.item == item:
+                found[row.slice.name] = row.slice.key
+    tree = trees[item] if isinstance(trees[item], dict) else {}
+    return found | {name: ref.key for name, ref in tree.items() if isinstance(ref, TensorRef)}
+
+
+def _slices(checkpoint: OpenedCheckpoint, keys: Mapping[str, str]) -> dict[str, Any]:
+    rows = (row for fragment in checkpoint.fragments() for row in fragment.rows)
+    found = {row.slice.key: row.slice for row in rows if row.slice is not None}
+    return {name: found[key] for name, key in keys.items()}
+
+
+def _files_of(checkpoint: OpenedCheckpoint) -> dict[str, bytes]:
+    if FILES_ITEM not in checkpoint.saved().trees:
+        raise ConfigError(
+            f"Step {checkpoint.step} has no item {FILES_ITEM!r} with a configuration.",
+            hint="Give a directory with the model's config.json: --like DIR.",
+        )
+    files: dict[str, torch.Tensor] = checkpoint.load(FILES_ITEM)
+    return {name: tensor.numpy().tobytes() for name, tensor in files.items()}
+
+
+def _files_in(folder: Path) -> dict[str, bytes]:
+    """Return the small files of a model directory."""
+    found = {path.name: path.read_bytes() for path in sorted(folder.glob("*")) if is_small(path)}
+    if not found:
+        raise ConfigError(f"{folder} has no config.json.", hint="Give a model directory.")
+    return found
+
+
+def is_small(path: Path) -> bool:
+    """Return whether a file of a model directory is one of those beside the weights."""
+    return (
+        path.is_file() and path.suffix in (".json", ".txt", ".jinja", ".model") and "index" not in path.name
+    )
+
+
+# -- what save_pretrained writes ---------------------------------------------------------------------------
+
+
+def _whole_model(files: Mapping[str, bytes], state: State) -> Convert:
+    """Return the function that gives the state of a file for a part of the state in memory.
+
+    Sorts `state` as the model has it.
+    """
+    with _folder(files) as folder:
+        model = _empty_model(folder)
+    order = list(model.state_dict())
+    _check_names(type(model).__name__, state, order, tied=_tied(model))
+    given = {name: state[name] for name in order if name in state}
+    state.clear()
+    state.update(modeling_utils.remove_tied_weights_from_state_dict(given, model))
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    return lambda part: core_model_loading.revert_weight_conversion(model, dict(part))
+
+
+def _empty_model(folder: str) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    if kind is None:
+        raise ConfigError(
+            f"Transformers has no model {config.architectures}.",
+            hint="Export the names in memory: --to safetensors --item model.",
+        )
+    with torch.device("meta"):
+        return kind(config)
+
+
+def _adapter(files: Mapping[str, bytes]) -> Convert:
+    """Return the function that gives the state of a PEFT adapter's file."""
+    import peft
+
+    require("peft", extra="huggingface")
+    with _folder(files) as folder:
+        config = peft.PeftConfig.from_pretrained(folder)
+        base = _empty_model(folder)
+        base.name_or_path = config.base_model_name_or_path  # else PEFT warns that it has changed
+    with torch.device("meta"):
+        model = peft.get_peft_model(base, config)
+    return lambda part: peft.get_peft_model_state_dict(model, state_dict=dict(part))
+
+
+def _tied(model: Any) -> set[str]:
+    """Return the names of parameters that are another one too."""
+    names: dict[int, str] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name for name, each in parameters if names.setdefault(id(each), name) != name}
+
+
+def _check_names(kind: str, state: State, expected: Sequence[str], *, tied: set[str]) -> None:
+    if unknown := sorted(set(state) - set(expected)):
+        raise ConfigError(
+            f"The configuration is that of {kind}, which has no {_listed(unknown)}.",
+            hint="Give the model's own configuration: --like DIR.",
+        )
+    if missing := sorted(set(expected) - set(state) - tied):
+        raise ConfigError(
+            f"The configuration is that of {kind}, and the checkpoint has no {_listed(missing)}.",
+            hint="Give the model's own configuration: --like DIR.",
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _divide(state: State, whole: State, convert: Convert) -> dict[str, tuple[str, ...]]:
+    """Return the tensors in memory from which each tensor of the file is computed.
+
+    A tensor that is only renamed is one of its own. Others are computed with those of their layer; if that
+    gives other tensors than all together, with all.
+    """
+    names = {id(tensor): name for name, tensor in state.items()}
+    parts: dict[str, tuple[str, ...]] = {
+        name: (names[id(tensor)],) for name, tensor in whole.items() if id(tensor) in names
+    }
+    rest = [name for name in state if (name,) not in set(parts.values())]
+    layers = defaultdict[str, list[str]](list)
+    for name in rest:
+        found = _LAYER.match(name)
+        layers[found[1] if found else ""].append(name)
+    for together in layers.values():
+        sources = tuple(together)
+        parts |= dict.fromkeys(convert({name: state[name] for name in sources}), sources)
+    if {name: whole[name].shape for name in parts if name in whole} != _shapes(whole):
+        parts = dict.fromkeys(whole, tuple(state))
+    return {name: parts[name] for name in whole}
+
+
+def _shapes(state: State) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}
+
+
+@contextmanager
+def _folder(files: Mapping[str, bytes]) -> Iterator[str]:
+    """Write small files to a temporary folder, for what reads them there only."""
+    with TemporaryDirectory(prefix="ray_ckpt-") as folder:
+        for name, data in files.items():
+            Path(folder, name).write_bytes(data)
+        yield folder

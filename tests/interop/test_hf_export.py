@@ -1,0 +1,175 @@
+"""Checkpoints as model directories of Hugging Face, beside what `save_pretrained` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import core_model_loading
+
+import ray_ckpt
+from ray_ckpt.capture.adapt import adapt
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.interop.huggingface.files import FilesItem
+from tests.catalog.test_export import export
+from tests.catalog.test_load import save
+from tests.support.sample_run import RunLog
+
+SMALL = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1}
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(**SMALL, n_embd=16, n_layer=12, n_head=2, n_positions=16)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def untied() -> Any:
+    config = transformers.LlamaConfig(
+        **SMALL, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def mixture() -> Any:
+    config = transformers.MixtralConfig(
+        **SMALL,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+MODELS = {"tied": gpt2, "untied": untied, "mixture": mixture}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+def saved(folder: Path, model: Any) -> Path:
+    """Save a run with one checkpoint of a model and its files."""
+    items = {"model": adapt("model", model, {}), "files": FilesItem.of(model, None)}
+    save(RunLog(folder=folder / "gpt"), [items])
+    return folder / "gpt"
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(torch.arange(12).reshape(1, 12)).logits
+    return found
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("limit", ["5GB", "6KB"])
+def test_the_folder_equals_that_of_save_pretrained(
+    tmp_path: Path, build: Callable[[], Any], limit: str
+) -> None:
+    model = build()
+    run, out, theirs = saved(tmp_path, model), tmp_path / "out", tmp_path / "theirs"
+    assert export(run, out, "--to", "hf", "--max-file", limit) == 0
+    model.save_pretrained(theirs, max_shard_size=limit)
+    assert sorted(p.name for p in out.iterdir()) == sorted(p.name for p in theirs.iterdir())
+    assert len([*out.glob("*.safetensors")]) == (
+        1 if limit == "5GB" else len([*theirs.glob("*.safetensors")])
+    )
+    for file in out.glob("*.safetensors"):
+        mine, other = load_file(file), load_file(theirs / file.name)
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((out / name).read_text()) == json.loads((theirs / name).read_text())
+    loaded = type(model).from_pretrained(out)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's own use
+def test_an_adapter_is_exported_as_peft_writes_it(tmp_path: Path) -> None:
+    base = untied()
+    base.save_pretrained(tmp_path / "base")
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], base_model_name_or_path=str(tmp_path / "base")
+    )
+    model: Any = peft.get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    run, out, theirs = saved(tmp_path, model), tmp_path / "out", tmp_path / "theirs"
+    assert export(run, out, "--to", "hf") == 0
+    model.save_pretrained(theirs)
+    assert {p.name for p in out.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+    mine, other = (load_file(folder / "adapter_model.safetensors") for folder in (out, theirs))
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    again = peft.PeftModel.from_pretrained(
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base"), out
+    )
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_a_cast_changes_floats_and_the_configuration(tmp_path: Path) -> None:
+    model = mixture()
+    run, out = saved(tmp_path, model), tmp_path / "out"
+    assert export(run, out, "--to", "hf", "--dtype", "bfloat16") == 0
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    mine, other = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "theirs"))
+    assert all(mine[name].dtype == torch.bfloat16 and torch.equal(mine[name], other[name]) for name in other)
+
+
+def test_tensors_come_in_the_order_of_layers_and_memory_holds_one_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = saved(tmp_path, mixture())
+    held: list[int] = []
+    convert = core_model_loading.revert_weight_conversion
+
+    def counting(model: Any, state: Any) -> Any:
+        held.append(sum(t.nbytes for t in state.values() if t.device.type == "cpu"))
+        return convert(model, state)
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", counting)
+    found = dict(ray_ckpt.huggingface.tensors(run))
+    layers = [int(name.split(".")[2]) for name in found if ".layers." in name]
+    assert layers == sorted(layers)
+    assert "model.layers.2.block_sparse_moe.experts.3.w2.weight" in found
+    total = sum(tensor.nbytes for tensor in found.values())
+    assert 0 < max(held) < total / 2.5, "one of three layers at a time"
+    assert sum(held) < 1.01 * total, "no tensor is read twice"
+
+
+def test_a_configuration_may_come_from_another_directory(tmp_path: Path) -> None:
+    model = gpt2()
+    save(RunLog(folder=tmp_path / "gpt"), [{"model": adapt("model", model, {})}])
+    model.save_pretrained(tmp_path / "like")
+    run, out = tmp_path / "gpt", tmp_path / "out"
+    assert export(run, out, "--to", "hf") == 2
+    assert export(run, out, "--to", "hf", "--like", str(tmp_path / "like")) == 0
+    assert torch.equal(logits(type(model).from_pretrained(out)), logits(model))
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+
+
+def test_the_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
+    run = saved(tmp_path, gpt2())
+    untied().save_pretrained(tmp_path / "like")
+    with pytest.raises(
+        ConfigError, match=r"LlamaForCausalLM, which has no transformer\.h\.0.* and 14\d more"
+    ):
+        list(ray_ckpt.huggingface.tensors(run, like=tmp_path / "like"))
+    with pytest.raises(ConfigError, match="no item 'policy'"):
+        list(ray_ckpt.huggingface.tensors(run, item="policy"))
