@@ -34,7 +34,9 @@ from ray_ckpt.types import ProgressCallback
 
 MAX_FILE_BYTES = 5 * 10**9  # bytes of tensors per file, unless one tensor is larger; as Hugging Face does
 INDEX_FILE = "model.safetensors.index.json"
-_EXPORTED = re.compile(r"(adapter_)?model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")  # of an export
+_EXPORTED = re.compile(
+    r"(adapter_)?model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?|\.metadata|__0_0\.distcp"
+)  # files of an export
 METADATA = "__metadata__"  # the only key of a header that is not a tensor
 
 
@@ -97,11 +99,7 @@ def write_safetensors(
     shards = [_sorted(shard) for shard in shards]
     headers = [_header(shard) for shard in shards]
     names = [_file_name(stem, k, len(shards)) for k in range(len(shards))]
-    if os.path.lexists(out) and not out.is_dir():
-        raise ConfigError(f"{out} is not a folder.", hint="Give a folder for the safetensors files.")
-    if out.is_dir() and any(out.iterdir()) and not force:
-        raise ConfigError(f"{out} is not empty.", hint="Give another folder, or --force.")
-    with _temporary(out) as folder:
+    with export_folder(out, force=force) as folder:
         for name, header, shard in zip(names, headers, shards, strict=True):
             _write(folder / name, header, shard, progress or (lambda nbytes: None))
         if len(shards) > 1:
@@ -110,7 +108,6 @@ def write_safetensors(
         for name, data in files.items():
             (folder / name).write_bytes(data)
         names += files
-        _publish(folder, out)
     return tuple(out / name for name in names)
 
 
@@ -255,8 +252,16 @@ def _file_name(stem: str, index: int, count: int) -> str:
 
 
 @contextmanager
-def _temporary(out: Path) -> Iterator[Path]:
-    """Make a temporary folder in `out`, or beside a missing `out`; delete the folder at the end."""
+def export_folder(out: Path, *, force: bool) -> Iterator[Path]:
+    """Give a temporary folder, whose files are moved to the folder `out` if no error occurs.
+
+    It is made in `out`, or beside a missing `out`. `force` permits an `out` that is not empty; only the files
+    of an earlier export are replaced. Raise ConfigError if `out` cannot be used.
+    """
+    if os.path.lexists(out) and not out.is_dir():
+        raise ConfigError(f"{out} is not a folder.", hint="Give a folder for the files.")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise ConfigError(f"{out} is not empty.", hint="Give another folder, or --force.")
     whole = out.absolute()
     place = whole if whole.is_dir() else whole.parent
     if not place.is_dir():
@@ -265,6 +270,7 @@ def _temporary(out: Path) -> Iterator[Path]:
     try:
         path.mkdir()
         yield path
+        _publish(path, out)
     finally:
         shutil.rmtree(path, ignore_errors=True)
 

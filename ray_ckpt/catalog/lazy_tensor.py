@@ -161,6 +161,16 @@ class LazyTensor:
         return prod(self.shape) * ITEMSIZE[self.dtype_name]
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZE[self.dtype_name]
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """The saved slices, each once; together they cover the tensor."""
+        return tuple({row.slice.offset: row.slice for row in self._rows if row.slice is not None}.values())
+
+    @property
     def num_slices(self) -> int:
         """Number of saved slices, including those that several ranks saved identically."""
         return len(self._rows)

@@ -36,6 +36,7 @@ class Form(StrEnum):
     safetensors = "safetensors"
     torch = "torch"
     hf = "hf"
+    dcp = "dcp"
 
 
 def export(
@@ -73,7 +74,8 @@ def export(
     `safetensors` writes a folder in Hugging Face's layout and needs little memory; `torch` writes one file
     for `torch.load(weights_only=True)`, which includes plain values, and needs as much memory as the state.
     `hf` writes the model directory that `save_pretrained` would write, for `from_pretrained` and vLLM: names
-    of the hub, tied weights once, `config.json` and the tokenizer; memory holds one layer.
+    of the hub, tied weights once, `config.json` and the tokenizer; memory holds one layer. `dcp` writes a
+    directory for `torch.distributed.checkpoint.load`; memory holds one saved slice.
     Exits with 1, and leaves no files, if the checkpoint is damaged.
 
     Example: `ray-ckpt export /shared/runs/gpt gpt-3000 --step 3000 --item model`
@@ -93,6 +95,14 @@ def export(
                 files = write_safetensors(
                     shards, out, stem=model.stem, files=model.files, force=force, progress=bar.advance
                 )
+        elif to is Form.dcp:
+            if patterns:
+                raise ConfigError("A DCP directory has whole items.", hint="Leave out --only.")
+            from ray_ckpt.interop.dcp.export import export_dcp
+
+            with byte_bar("exporting") as bar:
+                opened, tensors = OpenedRun(catalog).at(view.info.id), view.tensors()
+                files = export_dcp(opened, tensors, out, item=item, force=force, progress=bar.advance)
         else:
             with byte_bar("exporting") as bar:
                 files = export_safetensors(

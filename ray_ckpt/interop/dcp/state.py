@@ -86,7 +86,7 @@ def items_of(
     put: Callable[[str, Any], None] | None = None,
 ) -> dict[str, Item]:
     """Return the items of a nested state dict; to load, divided like the items `saved` of the checkpoint."""
-    is_divided = _divides(state) if saved is None else not is_whole(saved)
+    is_divided = divides(state) if saved is None else not is_whole(saved)
 
     def put_entry(name: str, value: Any) -> None:
         assert put is not None
@@ -101,6 +101,6 @@ def is_whole(saved: Collection[str]) -> bool:
     return set(saved) - OWN_ITEMS == {WHOLE}
 
 
-def _divides(names: Iterable[str]) -> bool:
+def divides(names: Iterable[str]) -> bool:
     """Return whether all top-level names of a state dict can be names of items."""
     return all(name.isidentifier() and not RESERVED_ITEM.fullmatch(name) for name in names)

@@ -1,0 +1,144 @@
+"""Export of a checkpoint as a directory that stock torch.distributed.checkpoint reads.
+
+One file has the tensors, slice after slice as they were saved, and the other values, each as `torch.save`
+writes it; `.metadata` lists them. The format is that of torch.distributed.checkpoint.FileSystemWriter.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ray_ckpt.capture.walk import replace_refs
+from ray_ckpt.catalog.export import export_folder
+from ray_ckpt.catalog.lazy_tensor import LazyTensor
+from ray_ckpt.catalog.load import OpenedCheckpoint
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.format.tree import TensorRef
+from ray_ckpt.interop.dcp.names import as_bytes, flat
+from ray_ckpt.interop.dcp.state import OWN_ITEMS, WHOLE, is_whole
+from ray_ckpt.types import ProgressCallback
+
+METADATA, DATA = ".metadata", "__0_0.distcp"
+
+
+def export_dcp(
+    checkpoint: OpenedCheckpoint,
+    tensors: Mapping[str, LazyTensor],
+    out: Path,
+    *,
+    item: str | None = None,
+    force: bool = False,
+    progress: ProgressCallback | None = None,
+) -> tuple[Path, ...]:
+    """Write a durable checkpoint to the folder `out` and return the files. Memory holds one saved slice.
+
+    The state dict has the items by name; with `item`, it is the state of that item. Values that differ
+    between ranks are those of rank 0. Random state, which DCP does not have, is left out. `progress` is
+    called with the bytes of each slice.
+
+    Raises ConfigError if there is no such item or `out` cannot be used, RestoreError or CorruptionError for
+    damage, OSError if `out` cannot be written.
+    """
+    entries, paths = flat(_state(checkpoint, item))
+    writing = _Writing(tensors, progress or (lambda nbytes: None))
+    with export_folder(out, force=force) as folder:
+        with (folder / DATA).open("wb") as file:
+            for name, value in entries.items():
+                writing.add(file, name, value)
+            _sync(file)
+        with (folder / METADATA).open("wb") as file:
+            pickle.dump(writing.metadata(paths), file)
+            _sync(file)
+    return out / DATA, out / METADATA
+
+
+class _Writing:
+    """The entries written so far."""
+
+    def __init__(self, tensors: Mapping[str, LazyTensor], progress: ProgressCallback) -> None:
+        self._tensors = tensors
+        self._progress = progress
+        self._described: dict[str, Any] = {}
+        self._places: dict[MetadataIndex, Any] = {}
+        self._first: dict[str, str] = {}  # the first entry of each tensor; others share its bytes
+
+    def add(self, file: IO[bytes], name: str, value: Any) -> None:
+        """Write one entry."""
+        if isinstance(value, TensorRef):
+            self._add_tensor(file, name, value.key)
+            return
+        self._described[name] = BytesStorageMetadata()
+        start = file.tell()
+        file.write(as_bytes(value).getbuffer())
+        self._places[MetadataIndex(name)] = _place(start, file)
+
+    def _add_tensor(self, file: IO[bytes], name: str, key: str) -> None:
+        lazy = self._tensors[key]
+        chunks = [
+            ChunkStorageMetadata(offsets=torch.Size(part.offset), sizes=torch.Size(part.shape))
+            for part in lazy.slices
+        ]
+        self._described[name] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=lazy.dtype), size=torch.Size(lazy.shape), chunks=chunks
+        )
+        first = self._first.setdefault(key, name)
+        for index, chunk in enumerate(chunks):
+            place = MetadataIndex(name, chunk.offsets, index)
+            if first != name:
+                self._places[place] = self._places[MetadataIndex(first, chunk.offsets, index)]
+                continue
+            start = file.tell()
+            torch.save(lazy[_spans(chunk)], file)
+            self._places[place] = _place(start, file)
+            self._progress(lazy.itemsize * chunk.sizes.numel())
+
+    def metadata(self, paths: Mapping[str, Any]) -> Metadata:
+        return Metadata(
+            state_dict_metadata=self._described,
+            planner_data=dict(paths),
+            storage_data=self._places,
+            storage_meta=StorageMeta(),
+            version=filesystem.CURRENT_DCP_VERSION,
+        )
+
+
+def _state(checkpoint: OpenedCheckpoint, item: str | None) -> dict[str, Any]:
+    """Return the nested state dict, with TensorRef in place of tensors."""
+    trees = {name: tree for name, tree in checkpoint.saved().trees.items() if name not in OWN_ITEMS}
+    if item is None and is_whole(trees):
+        item = WHOLE
+    if item is not None and not isinstance(trees.get(item), dict):
+        raise ConfigError(
+            f"There is no item {item!r} that is a dict.", hint=f"There are {', '.join(sorted(trees))}."
+        )
+    state = trees if item is None else trees[item]
+    return dict(replace_refs(state, lambda ref, path: ref))
+
+
+def _spans(chunk: ChunkStorageMetadata) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def _place(start: int, file: IO[bytes]) -> Any:
+    return filesystem._StorageInfo(DATA, start, file.tell() - start)
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
