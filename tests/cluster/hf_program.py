@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import ray_ckpt
 from jobs.train_transformers import samples, write_results
 from ray_ckpt.train import CheckpointCallback
+from tests.cluster.killing import end_once
 
 SMALL = {"vocab_size": 256, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
 FSDP = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["GPT2Block"]}}
@@ -23,15 +22,14 @@ SMALL_IDS = {"bos_token_id": 0, "eos_token_id": 0}
 
 
 class KillOnce(TrainerCallback):  # type: ignore[misc]
-    """Kills this process at a step, unless the marker shows that it has been done."""
+    """Ends rank 1 at a step, once."""
 
-    def __init__(self, marker: Path, step: int) -> None:
-        self._marker, self._step = marker, step
+    def __init__(self, marker: Path, step: int, *, with_node: bool) -> None:
+        self._marker, self._step, self._with_node = marker, step, with_node
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._step and args.process_index == 1 and not self._marker.exists():
-            self._marker.write_text("killed")
-            os.kill(os.getpid(), signal.SIGKILL)
+        if state.global_step == self._step and args.process_index == 1:
+            end_once(self._marker, with_node=self._with_node)
 
 
 class Losses(TrainerCallback):  # type: ignore[misc]
@@ -93,7 +91,7 @@ def train_loop(config: dict[str, Any]) -> None:
     trainer = sft_trainer(model, args) if config["kind"] == "sft" else plain_trainer(model, args)
     trainer.add_callback(Losses(out / "losses.jsonl"))
     if config["kill_at"]:
-        trainer.add_callback(KillOnce(out / "killed", config["kill_at"]))
+        trainer.add_callback(KillOnce(out / "killed", config["kill_at"], with_node=config["kills_node"]))
     ray_ckpt.huggingface.prepare_trainer(trainer)
     trainer.train()
     write_results(trainer, out)
@@ -108,6 +106,7 @@ def run(
     *,
     steps: int = 12,
     kill_at: int = 0,
+    kills_node: bool = False,
     kind: str = "ddp",
     args: dict[str, Any] | None = None,
     **options: Any,
@@ -117,6 +116,7 @@ def run(
     config = {
         "steps": steps,
         "kill_at": kill_at,
+        "kills_node": kills_node,
         "kind": kind,
         "out": str(out),
         "args": {"save_steps": 3, **(args or {})},

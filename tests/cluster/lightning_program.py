@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ray_ckpt
 from ray_ckpt.train import CheckpointCallback
+from tests.cluster.killing import end_once
 
 WIDTH = 8
 
@@ -71,22 +70,20 @@ class Small(pl.LightningModule):  # type: ignore[misc]
 
 
 class Journal(pl.Callback):  # type: ignore[misc]
-    """Writes what each batch saw to a file, and kills rank 1 once after a batch."""
+    """Writes what each batch saw to a file, and ends rank 1 once after a batch."""
 
-    def __init__(self, out: Path, kill_at: int) -> None:
-        self._out, self._kill_at = out, kill_at
+    def __init__(self, out: Path, kill_at: int, *, with_node: bool) -> None:
+        self._out, self._kill_at, self._with_node = out, kill_at, with_node
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        marker = self._out / "killed"
         rank, step = trainer.global_rank, trainer.global_step
         seen = [step, batch_idx, trainer.current_epoch, float(batch[0].sum()), float(outputs["loss"])]
         with (self._out / f"journal-{rank}.jsonl").open("a") as file:
             print(json.dumps([*seen, pl_module.seen]), file=file)
-        if rank == 1 and step == self._kill_at and not marker.exists():
-            marker.write_text("killed")
-            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and step == self._kill_at:
+            end_once(self._out / "killed", with_node=self._with_node)
 
 
 def train_loop(config: dict[str, Any]) -> None:
@@ -99,6 +96,7 @@ def train_loop(config: dict[str, Any]) -> None:
         if is_fsdp
         else RayDDPStrategy()
     )
+    journal = Journal(out, config["kill_at"], with_node=config["kills_node"])
     kept = pl.callbacks.ModelCheckpoint(dirpath=out / "pl", monitor="val_loss", save_top_k=2)
     trainer = pl.Trainer(
         max_steps=config["steps"],
@@ -109,7 +107,7 @@ def train_loop(config: dict[str, Any]) -> None:
         accumulate_grad_batches=2,
         val_check_interval=8,
         use_distributed_sampler=False,
-        callbacks=[ray_ckpt.lightning.CheckpointCallback("net"), Journal(out, config["kill_at"]), kept],
+        callbacks=[ray_ckpt.lightning.CheckpointCallback("net"), journal, kept],
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,
@@ -140,6 +138,7 @@ def run(
     *,
     steps: int = 14,
     kill_at: int = 0,
+    kills_node: bool = False,
     fsdp: bool = False,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
@@ -150,6 +149,7 @@ def run(
         train_loop_config={
             "steps": steps,
             "kill_at": kill_at,
+            "kills_node": kills_node,
             "fsdp": fsdp,
             "out": str(out),
         },
