@@ -40,6 +40,11 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         self._module = module
         self._checkpointer: Checkpointer | None = None
         self._step = 0  # the last one that was passed to the Checkpointer
+        self._is_deferred = False  # its save follows the validation that is due
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Go behind the other callbacks, so that a save has what they did in the same step."""
+        trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
 
     # -- restore -------------------------------------------------------------------------------------
 
@@ -83,11 +88,22 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if a save is due; between two optimizer steps, as in accumulation, nothing is."""
+        """Save if a save is due; between two optimizer steps, as in accumulation, nothing is.
+
+        If a validation is due as well, the save follows it: Lightning does not repeat or begin a validation
+        of the step from which it resumes.
+        """
         if self._checkpointer is None or trainer.global_step == self._step:
             return
         self._step = trainer.global_step
         if self._checkpointer.due(self._step):
+            self._is_deferred = _validates_next(trainer)
+            if not self._is_deferred:
+                self._checkpointer.save(self._step, _metrics(trainer))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._is_deferred and self._checkpointer is not None:
+            self._is_deferred = False
             self._checkpointer.save(self._step, _metrics(trainer))
 
     # -- end -----------------------------------------------------------------------------------------
@@ -143,6 +159,14 @@ class _PositionItem(Item):
         if tree["datamodule"] and trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(tree["datamodule"])
         trainer.fit_loop.load_state_dict(dumped["loops"]["fit_loop"])
+
+
+def _validates_next(trainer: Any) -> bool:
+    """Return whether a validation follows the batch that ends."""
+    loop = trainer.fit_loop
+    require("lightning", extra="lightning", owner=loop, names=("_data_fetcher",))
+    require("lightning", extra="lightning", owner=loop.epoch_loop, names=("_should_check_val_fx",))
+    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
 def _metrics(trainer: Any) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def run(
         run_config=ray.train.RunConfig(
             name=name,
             storage_path=storage,
-            callbacks=[CheckpointCallback(every_steps=2, **options)],
+            callbacks=[CheckpointCallback(**{"every_steps": 2, **options})],
             failure_config=ray.train.FailureConfig(max_failures=1),
         ),
     ).fit()
