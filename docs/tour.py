@@ -77,6 +77,10 @@ STOPS = (
         line=f"export {RUN} gpt-70 --step 70 --item model",
         text="The weights as files that other tools read.",
     ),
+    Stop(
+        line=f"import hf gpt-70 {DEMO}/gpt-imported",
+        text="The same files as the first checkpoint of a new run, from which a training can continue.",
+    ),
     Stop(line=f"gc {RUN} --dry-run", text="What retention would give up now, what stays, and why."),
     Stop(
         line=f"goodput {RUN} --plot goodput.png",

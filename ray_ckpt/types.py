@@ -234,6 +234,7 @@ class SessionEnd:
 
 
 ROLLBACK_PREFIX = "rollback-"  # prefix of "service" in a rollback; the "service" of a cluster is a bare uuid
+IMPORT_PREFIX = "import-"  # prefix of "service" in the session of an import
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +261,16 @@ class SessionInfo:
     def is_rollback(self) -> bool:
         """True for a rollback, a session without training from which the next session continues."""
         return self.service.startswith(ROLLBACK_PREFIX)
+
+    @property
+    def is_import(self) -> bool:
+        """True for an import, a session without training that has one checkpoint of another format."""
+        return self.service.startswith(IMPORT_PREFIX)
+
+    @property
+    def is_offline(self) -> bool:
+        """True for a session without training: a rollback or an import."""
+        return self.is_rollback or self.is_import
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,9 @@ import click
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed import checkpoint
 from typer.testing import CliRunner
 
 import ray_ckpt
@@ -46,6 +48,7 @@ from tests.support.code_blocks import (
 )
 from tests.support.sample_run import RunLog, SampleRun, write_run
 
+dcp: Any = checkpoint  # its functions have no stable types
 Given: TypeAlias = Mapping[str, Any]
 Replaced: TypeAlias = Mapping[str, str]
 
@@ -225,6 +228,20 @@ def _next_session(run: SampleRun) -> records.Session:
     )
 
 
+def _write_source(form: str, path: Path) -> None:
+    """Write a small checkpoint of another format."""
+    path.parent.mkdir(exist_ok=True)
+    if form == "pt":
+        torch.save({"model": {"w": torch.ones(2)}}, path)
+    elif form == "dcp":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a save without a group
+            dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=path, no_dist=True)
+    else:
+        path.mkdir()
+        save_file({"w": torch.ones(2)}, path / "model.safetensors")
+
+
 def _run_ray_ckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: Sequence[str]) -> None:
     """Run a command on a run of this machine, with the paths of the text replaced."""
     if args == ["--version"]:
@@ -244,6 +261,8 @@ def _run_ray_ckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: Sequenc
     if "--storage-option" in here:  # of a URL, which is a folder here
         at = here.index("--storage-option")
         del here[at : at + 2]
+    if args[0] == "import":
+        _write_source(args[1], tmp_path / args[2])
     if args[0] == "doctor":  # a later option counts
         here += ["--size", "0", "--staging", str(tmp_path / "staging")]
     result = CliRunner().invoke(app, here, input="y\n", catch_exceptions=False)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.core.history import RunHistory, SessionInfo
-from ray_ckpt.core.ownership import is_rollback
+from ray_ckpt.core.ownership import is_offline
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, StoragePathError, Unavailable
 from ray_ckpt.format import names
 from ray_ckpt.format import records as r
@@ -46,12 +46,12 @@ class LogTail:
     last_s: float | None
 
     def is_at_work(self, now_s: float, quiet_s: float = QUIET_S) -> bool:
-        """Return True if training may be running: a record not of a rollback is younger than `quiet_s`.
+        """Return True if training may be running: the last record is younger than `quiet_s`.
 
-        A training that saves less often is not detected. A record with a time in the future, from a wrong
-        clock, counts as young.
+        Records of rollbacks and imports do not count. A training that saves less often is not detected. A
+        record with a time in the future, from a wrong clock, counts as young.
         """
-        if self.last_s is None or is_rollback(self.history.service):
+        if self.last_s is None or is_offline(self.history.service):
             return False
         return now_s - self.last_s < quiet_s
 
@@ -139,9 +139,7 @@ def plan_rollback(history: RunHistory, *, before: int | None = None, to: int | N
         history=history,
         checkpoint=chosen,
         left_aside=tuple(c for c in lineage if c.id.attempt not in stays),
-        is_done=session is not None
-        and is_rollback(session.service)
-        and session.resumed_from == chosen.id.attempt,
+        is_done=session is not None and session.is_rollback and session.resumed_from == chosen.id.attempt,
         reason=reason,
     )
 

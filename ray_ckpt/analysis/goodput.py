@@ -88,8 +88,8 @@ class Interruption:
     opening of the session after. `known_steps_lost` counts steps that were committed and are not in the
     restored state; it is 0 if the next session continues from a higher step. `steps_lost` also counts
     uncommitted steps. `recovery` is the time without steps until the next session's first step, less the time
-    that is not counted; it is None if no step of that session is known. `is_rollback` means that the session
-    before belongs to a rollback and did not train.
+    that is not counted; it is None if no step of that session is known. `is_rollback` or
+    `is_import` mean that the session before belongs to a rollback or an import and did not train.
     """
 
     after_session: int
@@ -101,6 +101,7 @@ class Interruption:
     recovery: Seconds | None
     cause: EndCause | None = None
     is_rollback: bool = False
+    is_import: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +242,7 @@ def _span(
 
 def _from_facts(history: SessionHistory) -> tuple[_Parts, SessionSpan, float] | None:
     """Return a session's parts, span and measured seconds (the whole session); None if facts are missing."""
-    if history.is_rollback:
+    if history.is_offline:
         whole_s, s = history.ended_s - history.opened_s, history.opened_s
         down = f"down_{history.cause or 'unknown'}"
         span = _span(history, s, s, s, history.first_step, measured=True)
@@ -409,7 +410,7 @@ def _interruption(
 ) -> Interruption:
     (old, old_parts, old_times), (new, new_parts, new_times) = before, after
     known = max(0, old.last_step - new.first_step)
-    if old.end is not None or old.is_rollback:
+    if old.end is not None or old.is_offline:
         steps_lost: Seconds | None = _exactly(max(0, old_times.last_step - new.first_step))
     else:
         steps_lost = _guessed_steps(old, old_times, known, pace)
@@ -424,8 +425,9 @@ def _interruption(
         recovery=_idle(old_parts, ("down", "no_commit")) + _idle(new_parts, _BEFORE_STEPS)
         if trained
         else None,
-        cause=None if old.is_rollback else old.cause,
-        is_rollback=old.is_rollback,
+        cause=None if old.is_offline else old.cause,
+        is_rollback=old.is_offline and not old.commits,
+        is_import=old.is_offline and bool(old.commits),
     )
 
 

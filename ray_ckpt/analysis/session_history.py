@@ -27,8 +27,9 @@ class Commit(NamedTuple):
 class SessionHistory:
     """A session with its commits, whose times and steps are in order.
 
-    `kept` is the number of commits on the lineage. `cause` is the cause of the session's end; for a
-    rollback's session, the cause of the previous session's end. `is_jumpy` means that a clock jumped.
+    `kept` is the number of commits on the lineage. `cause` is the cause of the session's end; for a session
+    without training, a rollback or an import, that of the previous session's end. `is_jumpy` means that a
+    clock jumped.
     """
 
     session: int
@@ -41,7 +42,7 @@ class SessionHistory:
     kept: int
     end: SessionEnd | None
     cause: EndCause | None
-    is_rollback: bool
+    is_offline: bool
     is_jumpy: bool
 
     @property
@@ -101,12 +102,12 @@ def session_histories(
         at += count
         if histories:
             histories[-1] = _until(histories[-1], opened_s)
-        first = known[info.resumed_from].step if info.resumed_from else info.origin_step or 0
+        first = _first_step(info, own, known)
         steps = islice(accumulate((c.step for c in own), max, initial=first), 1, None)
         times_of_own = zip(own, times_s[1 + has_restore :], steps, strict=True)
         points = tuple(Commit(time_s, step, save_s(c), c.stall_s) for c, time_s, step in times_of_own)
         last_at_s = info.ended.last_at_s if info.ended else None
-        if not info.is_rollback:
+        if not info.is_offline:
             cause = info.ended.cause if info.ended else None
         end = ends.get(info.session, -1)
         histories.append(
@@ -121,11 +122,18 @@ def session_histories(
                 kept=sum(c.seq <= end for c in own),
                 end=info.ended,
                 cause=cause,
-                is_rollback=info.is_rollback,
+                is_offline=info.is_offline,
                 is_jumpy=is_jumpy,
             )
         )
     return histories, back_s
+
+
+def _first_step(info: SessionInfo, own: Sequence[CheckpointInfo], known: Mapping[str, CheckpointInfo]) -> int:
+    """Return the step with which a session begins; an import begins with its checkpoint."""
+    if info.is_import and own:
+        return own[0].step
+    return known[info.resumed_from].step if info.resumed_from else info.origin_step or 0
 
 
 def _until(history: SessionHistory, opened_s: float) -> SessionHistory:

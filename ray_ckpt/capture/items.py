@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -43,6 +44,10 @@ class Item(ABC):
 
     def wanted(self, saved: Any) -> Any:
         """Return the part of a saved tree (with TensorRef leaves) that is to be loaded."""
+        return saved
+
+    def renamed(self, saved: Any) -> Any:
+        """Return a saved tree (with TensorRef leaves) under the names of this object."""
         return saved
 
     def problems(self, saved: Any) -> list[str]:
@@ -350,6 +355,24 @@ class OptimizerItem(BaseOptimizerItem):
                 self._names[id(param)] = known[id(param)]
                 self._params[known[id(param)]] = param
         return [[self._names[id(param)] for param in params] for params in groups]
+
+    def renamed(self, saved: Any) -> Any:
+        """Return the state by parameter names, also if an import has it by number, as torch's state_dict.
+
+        The i-th number in the saved groups is the i-th parameter in the groups of the live optimizer.
+        """
+        saved = {"state": {}, **saved}  # DCP leaves out an empty one
+        groups, here = saved["param_groups"], self._group_names()
+        numbers = [group["params"] for group in groups]
+        are_numbers = {type(number) for each in numbers for number in each} == {int}
+        if not are_numbers or list(map(len, numbers)) != list(map(len, here)):
+            return saved
+        names = {str(k): name for k, name in zip(chain(*numbers), chain(*here), strict=True)}
+        return {
+            **saved,
+            "state": {names.get(str(k), str(k)): values for k, values in saved["state"].items()},
+            "param_groups": [{**group, "params": own} for group, own in zip(groups, here, strict=True)],
+        }
 
     def _state(self) -> dict[str, Any]:
         state = self.optimizer.state

@@ -34,7 +34,7 @@ from ray_ckpt.capture.walk import (
 )
 from ray_ckpt.errors import CheckpointError, InsufficientSpace, MismatchError
 from ray_ckpt.format.names import shard_file
-from ray_ckpt.format.tree import TensorRef
+from ray_ckpt.format.tree import IMPORTED_FROM, TensorRef
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import Copy, Read, RestorePlan, RowKey, plan_restore, row_key
 from ray_ckpt.restore.manifest import SavedRows
@@ -106,11 +106,16 @@ def load_items(
     several of `node_ranks` (the ranks of this node) hold a row, the node's agent reads the row if possible.
     `ranks` are the ranks that may hold the same tensors, if only a part of the group may (`walk`). A rank
     without state in the checkpoint starts per-rank items from the state of rank 0. An item in `anew` stays as
-    it is if the checkpoint has no fitting state for it, or state of another class. If `rows` are a part of
-    the manifest that lacks something, they are completed; see `SavedRows.complete` for the errors.
+    it is if the checkpoint has no fitting state for it, or state of another class. An imported checkpoint has
+    no random state, and may have more items than `items`. If `rows` are a part of the manifest that lacks
+    something, they are completed; see `SavedRows.complete` for the errors.
     """
     classes: Classes = state.get("classes", {})
     everyone = tuple(ranks) or tuple(range(world_size))
+    if IMPORTED_FROM in state:
+        state, anew = _of_import(items, state, is_first=rank == everyone[0]), {*anew, "rng"}
+    saved = {name: items[name].renamed(t) if name in items else t for name, t in state["items"].items()}
+    state = {**state, "items": saved}
     walked = walk(items, rank=rank, world_size=len(everyone), first=everyone[0])
     near_files = frozenset(shard_file(k, world_size) for k in node_ranks)
     of_rank = partial(_Wanted, rows, walked, classes, rank=rank, everyone=everyone, near_files=near_files)
@@ -151,6 +156,14 @@ def load_items(
         return begun
 
     return load_all
+
+
+def _of_import(items: Mapping[str, Item], state: Mapping[str, Any], *, is_first: bool) -> Mapping[str, Any]:
+    """Return the state of an imported checkpoint without items that nobody has registered."""
+    saved = state["items"]
+    if (left := sorted(saved.keys() - items.keys())) and is_first:
+        log.warning("the imported checkpoint also has %s, which is not registered and not loaded", left)
+    return {**state, "items": {name: tree for name, tree in saved.items() if name in items}}
 
 
 def _trees(items: Mapping[str, Item], saved: Mapping[str, Any], begun: Set[str]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """`ray-ckpt`: commands for the checkpoints of a run and for the service of a Ray cluster.
 
 Commands that show a run work on any machine that reaches its storage path; they only read, through the
-catalog. `rollback`, `pin` and `unpin` write to the run's log; pins are written by the service if it has the
-run open. A `drill` in a cluster is recorded by the service. Commands that call the service run on a node of
-its cluster and import Ray only then. Every command can print JSON.
+catalog. `rollback`, `import`, `pin` and `unpin` write to the run's log; pins are written by the service if it
+has the run open. A `drill` in a cluster is recorded by the service. Commands that call the service run on a
+node of its cluster and import Ray only then. Every command can print JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ray_ckpt.cli import (
     export,
     gc,
     goodput,
+    imports,
     ls,
     pin,
     report,
@@ -119,6 +120,7 @@ _COMMANDS: Mapping[str, Sequence[Callable[..., None]]] = {
         verify.verify,
         diff.diff,
         export.export,
+        imports.import_,
         drill.drill,
         gc.gc,
         goodput.goodput,
@@ -138,4 +140,4 @@ _COMMANDS: Mapping[str, Sequence[Callable[..., None]]] = {
 
 for panel, commands in _COMMANDS.items():
     for command in commands:
-        app.command(rich_help_panel=panel)(command)
+        app.command(command.__name__.rstrip("_"), rich_help_panel=panel)(command)

@@ -125,7 +125,7 @@ def _print_interruptions(console: Output, found: Goodput) -> None:
         recovery = "none: no steps" if each.recovery is None else range_text(each.recovery)
         sessions = f"{each.after_session} to {each.session}"
         moments = (local_time_text(each.last_known_s), local_time_text(each.opened_at_s))
-        cause = "rollback" if each.is_rollback else each.cause or "unknown"
+        cause = "rollback" if each.is_rollback else "import" if each.is_import else each.cause or "unknown"
         table.add(sessions, cause, *moments, _steps(each), recovery)
     console.print(table)
 

@@ -21,6 +21,8 @@ from ray_ckpt.cli.output import (
 )
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.manifest import rows_table
+from ray_ckpt.format.names import state_file
+from ray_ckpt.format.tree import IMPORTED_FROM, MAX_TREE_BYTES, decode_state
 from ray_ckpt.texts import metrics_text
 
 
@@ -45,6 +47,8 @@ def show(
     document = {"run_name": catalog.run_name, "run_uid": catalog.run_uid, **info_json(view)}
     if view.where is not None:
         document |= _content_json(view, slices)
+        if any(s.is_import for s in catalog.sessions if s.session == view.info.id.session):
+            document[IMPORTED_FROM] = _origin(view)
     if as_json:
         print_json(document)
         return
@@ -69,10 +73,19 @@ def show(
         else f"{info.drill}, {when_text(info.drilled_at_s)}",
         "path": view.where or "none: it has no files on the storage path",
     }
+    if IMPORTED_FROM in document:
+        facts["imported from"] = "  ".join(filter(None, document[IMPORTED_FROM].values()))
     for name, value in facts.items():
         console.print_line(f"{name:13}  {value}")
     if view.where is not None:
         _print_content(console, document)
+
+
+def _origin(view: CheckpointView) -> dict[str, str]:
+    """Return the format, its version and the source of an imported checkpoint."""
+    document = decode_state(view.files().read_whole(state_file(0, 1), MAX_TREE_BYTES))
+    found = document.get(IMPORTED_FROM)
+    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
 
 
 def _content_json(view: CheckpointView, slices: bool) -> dict[str, Any]:

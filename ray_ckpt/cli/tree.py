@@ -112,6 +112,7 @@ class _Sessions:
             "num_nodes": session.num_nodes,
             "opened_at_s": session.opened_at_s,
             "is_rollback": session.is_rollback,
+            "is_import": session.is_import,
             "on_lineage": session.session in self.on_lineage,
             "checkpoints": [
                 {
@@ -162,14 +163,14 @@ def _draw_checkpoints(node: Tree, run: _Sessions, session: SessionInfo, all: boo
 
 
 def _session_text(session: SessionInfo, origin: CheckpointInfo | None) -> str:
-    begun = "from scratch"
+    begun = "imported" if session.is_import else "from scratch"
     if session.origin_step is not None:
         begun = f"from step {session.origin_step} of another run"
     if origin is not None:
-        verb = "rolled back to" if session.is_rollback else "from"
+        verb = "rolled back to" if session.is_rollback else "imported after" if session.is_import else "from"
         gone = "" if origin.state == "live" else f", now {origin.state}"
         begun = f"{verb} step {origin.step} of session {origin.id.session}{gone}"
-    if session.is_rollback:  # a session of a rollback has no ranks
+    if session.is_offline:  # no ranks trained in it
         return f"session {session.session}  {begun}  {when_text(session.opened_at_s)}"
     ranks = f"{session.world_size} ranks on {session.num_nodes} nodes"
     return f"session {session.session}  {begun}  {ranks}  {when_text(session.opened_at_s)}"

@@ -12,7 +12,7 @@ from ray_ckpt.config import Resume
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.messages import LogOpened
 from ray_ckpt.errors import RunConflict, RunSuperseded
-from ray_ckpt.types import ROLLBACK_PREFIX
+from ray_ckpt.types import IMPORT_PREFIX, ROLLBACK_PREFIX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ def check_claim(history: RunHistory, *, service: str, owner: str | None) -> None
 
     A restarted coordinator has no launcher (`owner` None) and may continue only a session of its service. A
     launcher may take over any run with its first group. A launcher that lost the run to another does not
-    get the run back; otherwise two clusters would take it from each other forever. A rollback is made by a
-    person, not by a launcher: the launcher that had the run before the rollback may continue the run.
+    get the run back; otherwise two clusters would take it from each other forever. A rollback or an import is
+    made by a person, not by a launcher: the launcher that had the run before it may continue the run.
     """
     current = history.session
     if current is None:
@@ -49,10 +49,10 @@ def check_claim(history: RunHistory, *, service: str, owner: str | None) -> None
     if owner is None:
         is_ours = history.service == current.service == service
     else:
-        launched = [s for s in history.sessions.values() if not is_rollback(s.service)]
+        launched = [s for s in history.sessions.values() if not s.is_offline]
         had_it = any(s.service == service and s.owner == owner for s in launched)
         last = launched[-1] if launched else current
-        is_free = history.service == last.service or is_rollback(history.service)
+        is_free = history.service == last.service or is_offline(history.service)
         is_ours = not had_it or (is_free and (last.service, last.owner) == (service, owner))
     if not is_ours:
         raise RunSuperseded(
@@ -60,6 +60,11 @@ def check_claim(history: RunHistory, *, service: str, owner: str | None) -> None
             hint="Stop one of the two, or give them different run names.",
             session=current.session,
         )
+
+
+def is_offline(service: str) -> bool:
+    """Return True if `service` is the name under which a rollback or an import writes its records."""
+    return service.startswith((ROLLBACK_PREFIX, IMPORT_PREFIX))
 
 
 def is_rollback(service: str) -> bool:

@@ -29,7 +29,7 @@ from ray_ckpt.core.machine_view import MachineParts, MachineView
 from ray_ckpt.core.maintenance import Maintenance
 from ray_ckpt.core.missing_ranks import MissingRanks
 from ray_ckpt.core.open_attempts import OpenAttempts
-from ray_ckpt.core.ownership import is_rollback
+from ray_ckpt.core.ownership import is_offline, is_rollback
 from ray_ckpt.core.progress import SessionProgress
 from ray_ckpt.core.retirement import Retirement
 from ray_ckpt.core.save_intervals import SaveIntervals
@@ -262,8 +262,9 @@ class RunMachine:
                 f"Another cluster has taken over run {name}.",
                 hint="Stop one of the two, or give them different run names.",
             )
-            if is_rollback(service):
-                superseded = RunSuperseded(f"Run {name} was rolled back.", hint="Start its training again.")
+            if is_offline(service):
+                what = "was rolled back" if is_rollback(service) else "has an imported checkpoint"
+                superseded = RunSuperseded(f"Run {name} {what}.", hint="Start its training again.")
             yield m.Supersede(
                 nodes=self._context.session_nodes(), session_key=self.plan.session_key, error=superseded
             )

@@ -101,12 +101,13 @@ def failures_in(history: RunHistory) -> FailureRate:
     """Count failed sessions, and the node-seconds from the start of each session to its last record.
 
     A session also failed if it has no recorded end and a newer session follows: its coordinator failed too.
-    The session of a rollback cannot fail.
+    The session of a rollback or an import cannot fail.
     """
-    sessions = [session for session in history.sessions.values() if not session.is_rollback]
+    sessions = [session for session in history.sessions.values() if not session.is_offline]
     last_s = {session.session: session.opened_at_s for session in sessions}
     for checkpoint in history.checkpoints.values():
-        last_s[checkpoint.id.session] = max(last_s[checkpoint.id.session], checkpoint.committed_at_s)
+        if (number := checkpoint.id.session) in last_s:  # not of an import
+            last_s[number] = max(last_s[number], checkpoint.committed_at_s)
     count, exposed_s = 0, 0.0
     for session in sessions:
         until_s = last_s[session.session]

@@ -27,6 +27,7 @@ from ray_ckpt.format.short import ShortRepr
 MAX_TREE_BYTES = 64 * 2**20  # size of the JSON; larger data belongs in tensors, which are not parsed
 MAX_DEPTH = 100  # nested containers; real states have about 10 levels, the JSON parser allows about 900
 MAX_VALUES = 10_000_000  # values in one tree; bounds the expansion of shared references
+IMPORTED_FROM = "imported_from"  # key of the state file of an import, with format, version and source
 
 ENUMS: Mapping[str, type[Enum]] = {}
 """Enums that a tree may contain, by the stored name of the enum; members are stored by name."""

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from ray_ckpt.catalog.catalog import Catalog
-from ray_ckpt.cli import main, output, rollback
+from ray_ckpt.cli import imports, main, output, rollback
 from ray_ckpt.format import names, records
 from ray_ckpt.texts import size_text
 from tests.support.code_blocks import ON_A_CLUSTER, our_commands
@@ -32,7 +32,8 @@ SHARED = "/shared"  # stands for the folder of a test
 SHARD = "shard-00001-of-00002.safetensors"
 DAMAGED_SLICE_BYTES = 96  # of the slice that `damage` changes
 
-# `damage` changes a byte of step 50 before the next command; it is no command of ours.
+# `damage` changes a byte of step 50 before the next command, and `model` writes a model folder of another
+# trainer; they are no commands of ours.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "ls": (
         "ls /shared/runs",
@@ -78,6 +79,14 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
         "tree /shared/runs/gpt",
         "rollback /shared/runs/gpt --to 50 --yes",
         "rollback /shared/runs/gpt --before 10 --yes",
+    ),
+    "import": (
+        "model",
+        "import hf /shared/checkpoint-60 /shared/runs/gpt",
+        "import hf /shared/checkpoint-60 /shared/runs/gpt --step 45",
+        "tree /shared/runs/gpt",
+        "import pt /shared/checkpoint-60/model.safetensors /shared/runs/new --step 60",
+        "import hf /shared/runs /shared/runs/gpt",
     ),
     "report": (
         "report /shared/runs/gpt --html /shared/report.html",
@@ -138,7 +147,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SampleRun]:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    for module in (output, rollback):
+    for module in (imports, output, rollback):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW_S))
     found = write_run(
         tmp_path / "runs",
@@ -174,12 +183,22 @@ def _damage(run: SampleRun) -> None:
     path.write_bytes(data)
 
 
+def _write_model(folder: Path) -> None:
+    header = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+
+
 def transcript(name: str, run: SampleRun, folder: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
     """Yield each command with its output, errors last, and its exit code if that is not 0."""
     for line in COMMANDS[name]:
         if line == "damage":
             _damage(run)
             yield "# a byte of step 50 is changed\n"
+            continue
+        if line == "model":
+            _write_model(folder / "checkpoint-60")
             continue
         with pytest.raises(SystemExit) as ended:
             main(shlex.split(line.replace(SHARED, str(folder))))

@@ -151,7 +151,7 @@ class RunReport:
     def problems(self) -> Sequence[Problem]:
         """Ends of sessions in their order, including the end of the last session if it failed.
 
-        The end of a rollback's session is left out: it interrupts no training.
+        The end of a session without training is left out: it interrupts no training.
         """
         found = self.goodput
         known = {info.session: info for info in self.sessions}
@@ -169,7 +169,7 @@ class RunReport:
                 read_bytes=known[each.session].read_bytes,
             )
             for number, each in enumerate(found.interruptions)
-            if not known[each.after_session].is_rollback
+            if not known[each.after_session].is_offline
         ]
         last = self.sessions[-1] if self.sessions else None
         if last is not None and last.ended is not None and last.ended.cause in FAILURES:
@@ -224,11 +224,11 @@ class RunReport:
     def _is_waiting(self, number: int) -> bool:
         """Return whether the training after an interruption is the last session, open and without a step.
 
-        Rollbacks may lie between the two; after the last rollback a training may follow.
+        Rollbacks and imports may lie between the two; after the last of them a training may follow.
         """
         last = len(self.sessions) - 1
         later = range(number + 1, last)
-        trained = next((k for k in later if not self.sessions[k].is_rollback), last)
+        trained = next((k for k in later if not self.sessions[k].is_offline), last)
         return trained == last and self.sessions[last].ended is None and self._stepped_after[number] is None
 
     @cached_property
@@ -351,6 +351,9 @@ def _training(report: RunReport) -> Verdict | None:
         head = f"rolled back to step {source.step}" if source else "rolled back"
         text = f"At {utc_text(last.opened_at_s)}; the run was not opened since."
         return Verdict(tone="plain", title=title, head=head, text=text)
+    if last.is_import:
+        text = f"At {utc_text(last.opened_at_s)}; the run was not opened since."
+        return Verdict(tone="plain", title=title, head=f"imported step {report.newest_step}", text=text)
     ranks = group_text(last)
     if last.ended is None:
         own = [info for info in report.checkpoints if info.id.session == last.session]

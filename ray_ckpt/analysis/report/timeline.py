@@ -185,8 +185,9 @@ def _band(report: RunReport, spans: Sequence[SessionSpan], window: Window) -> It
 def _since(span: SessionSpan, info: SessionInfo, now_s: float, window: Window) -> Iterator[Markup]:
     """Draw the time after the last event of the last session, which may still be open."""
     since = f"since {utc_text(span.closed_s)}"
-    if info.is_rollback:
-        text = f"session {info.session}: rolled back; the run was not opened {since}"
+    if info.is_offline:
+        what = "rolled back" if info.is_rollback else "imported"
+        text = f"session {info.session}: {what}; the run was not opened {since}"
         yield from _stretch("down", span.closed_s, now_s, text, window)
     elif span.cause in FAILURES:
         yield from _stretch("down", span.closed_s, now_s, f"no session has followed {since}", window)
@@ -204,8 +205,9 @@ def _stretches(span: SessionSpan, info: SessionInfo) -> Iterator[tuple[str, floa
     closing = ("down", f"no steps: {after}{about}")
     if span.last_step == span.first_step and not span.measured:
         closing = ("no_commit", "no commit, and its steps are not in the log")
-    if info.is_rollback:
-        closing = ("no_commit", "a rollback; nobody trained in it")
+    if info.is_offline:
+        what = "a rollback" if info.is_rollback else "an import"
+        closing = ("no_commit", f"{what}; nobody trained in it")
     moments = (
         ("group_start", span.opened_s, span.restoring_s, "group start"),
         ("restore", span.restoring_s, span.ready_s, f"restore{read}"),
