@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn, TypeAlias
 
 import click
@@ -36,6 +37,8 @@ from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format import names, records
 from tests.catalog.test_load import items_of, save
 from tests.cluster.test_code_blocks import PARTS
+from tests.interop.test_hf_export import gpt2
+from tests.interop.test_hf_export import saved as save_model
 from tests.support.code_blocks import (
     DOCUMENTS,
     ON_A_CLUSTER,
@@ -138,6 +141,24 @@ def _trainer(tmp_path: Path) -> tuple[Given, Replaced]:
     return given, {"/shared/runs": str(tmp_path)}
 
 
+def _write_gpt2(folder: Path, step: int = 10) -> Path:
+    """Write a run with a model of Transformers."""
+    (folder / "models").mkdir()
+    return save_model(folder / "models", gpt2(), step=step)
+
+
+def _step_in_cluster(tmp_path: Path) -> tuple[Given, Replaced]:
+    """A durable step in place of one in a cluster, which tests/cluster/test_in_cluster.py opens."""
+    opened = f"ray_ckpt.open({str(_write_gpt2(tmp_path))!r}).choose()"
+    return {"ray_ckpt": ray_ckpt}, {'ray_ckpt.open_in_cluster("/shared/runs/gpt")': opened}
+
+
+def _engine(tmp_path: Path) -> tuple[Given, Replaced]:
+    given, replaced = _step_in_cluster(tmp_path)
+    engine = SimpleNamespace(load_weights=lambda weights: None)
+    return {**given, "torch": torch, "engine": engine}, replaced
+
+
 README_SCRIPTS = (
     ("README.md", "ray_ckpt.connect("),
     ("README.md", "CheckpointCallback("),
@@ -154,6 +175,8 @@ PYTHON: Mapping[tuple[str, str], Callable[[Path], tuple[Given, Replaced]]] = {
     ("docs/guides/reading.md", "view = catalog.newest()"): _catalog,
     ("docs/guides/reading.md", "catalog.write_parquet("): _tables,
     ("docs/guides/reading.md", "diff.compare("): _comparison,
+    ("docs/guides/reading.md", "ray_ckpt.open_in_cluster("): _step_in_cluster,
+    ("docs/guides/huggingface.md", "engine.load_weights("): _engine,
 }
 
 
@@ -252,11 +275,12 @@ def _run_ray_ckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: Sequenc
     run = write_run(tmp_path / "storage", steps=STEPS, durable=STEPS)
     run.log.append(_next_session(run))
     monkeypatch.chdir(tmp_path)
+    folder = _write_gpt2(tmp_path, step=3000) if "hf" in args and args[0] == "export" else run.folder
     here = []
     for arg in args:
         if match := OUR_RUN.match(arg):
             is_storage_path = arg in {"/shared/runs", "s3://bucket/runs"}
-            arg = str(run.folder.parent if is_storage_path else run.folder) + match[1]
+            arg = str(folder.parent if is_storage_path else folder) + match[1]
         here.append(arg)
     if "--storage-option" in here:  # of a URL, which is a folder here
         at = here.index("--storage-option")

@@ -133,18 +133,12 @@ def _hub_model(
     dtype: str | None,
     like: Path | None,
 ) -> HubModel:
-    import torch
-
     from ray_ckpt.interop.packages import require
 
-    require("transformers", extra="huggingface")
-    from ray_ckpt.interop.huggingface.hub import HubModel
+    require("transformers", extra="huggingface")  # before the import of what needs it
+    from ray_ckpt.interop.huggingface.hub import HubModel, parse_dtype
 
     if only:
         raise ConfigError("A model directory has the whole model.", hint="Leave out --only.")
-    wanted = getattr(torch, dtype, None) if dtype is not None else None
-    if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
-        raise ConfigError(
-            f"--dtype is {dtype!r}.", hint="Give a floating-point dtype of torch, such as bfloat16."
-        )
+    wanted = parse_dtype(dtype) if dtype is not None else None
     return HubModel(checkpoint, item=item or "model", dtype=wanted, like=like)

@@ -60,10 +60,10 @@ def seeded() -> Iterator[None]:
     yield
 
 
-def saved(folder: Path, model: Any) -> Path:
+def saved(folder: Path, model: Any, step: int = 10) -> Path:
     """Save a run with one checkpoint of a model and its files."""
     items = {"model": adapt("model", model, {}), "files": FilesItem.of(model, None)}
-    save(RunLog(folder=folder / "gpt"), [items])
+    save(RunLog(folder=folder / "gpt"), [items], step=step)
     return folder / "gpt"
 
 
@@ -129,6 +129,12 @@ def test_a_cast_changes_floats_and_the_configuration(tmp_path: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
     mine, other = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "theirs"))
     assert all(mine[name].dtype == torch.bfloat16 and torch.equal(mine[name], other[name]) for name in other)
+
+
+def test_a_dtype_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = saved(tmp_path, gpt2())
+    assert export(run, tmp_path / "out", "--to", "hf", "--dtype", "int8") == 2
+    assert "such as bfloat16" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_tensors_come_in_the_order_of_layers_and_memory_holds_one_layer(

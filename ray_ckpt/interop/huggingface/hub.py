@@ -184,6 +184,16 @@ class HubTensor:
         out[...] = data.reshape(out.shape)
 
 
+def parse_dtype(name: str) -> torch.dtype:
+    """Return a floating-point dtype by its name in torch. Raises ConfigError."""
+    found = getattr(torch, name, None)
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ConfigError(
+            f"The dtype is {name!r}.", hint="Give one of torch's for floating point, such as bfloat16."
+        )
+    return found
+
+
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.dtype.is_floating_point else tensor
 

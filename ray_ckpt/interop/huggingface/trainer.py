@@ -287,7 +287,7 @@ def _check_arguments(trainer: Trainer, checkpointer: Checkpointer) -> None:
         )
     if args.push_to_hub and args.hub_strategy != "end":
         raise ConfigError(
-            f"hub_strategy={str(args.hub_strategy)!r} pushes checkpoint folders, and there are none.",
+            f"hub_strategy={args.hub_strategy.value!r} pushes checkpoint folders, and there are none.",
             hint='Use hub_strategy="end" and call trainer.push_to_hub() after training.',
         )
     for callback in trainer.callback_handler.callbacks:

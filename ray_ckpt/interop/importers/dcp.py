@@ -82,7 +82,7 @@ class Content:
             self.paths |= {name: _path(path) for name, path in (fields.get("planner_data") or {}).items()}
             places = dict(self._places(fields["storage_data"]))
             for name, entry in fields["state_dict_metadata"].items():
-                self._add_entry(name, entry, places)
+                self._add_entry(jsontext.text(name, "a name"), entry, places)
 
     def _add_entry(self, name: str, entry: Any, places: Mapping[Any, Place]) -> None:
         if kind_of(entry) == f"{_CLASSES}.BytesStorageMetadata":
