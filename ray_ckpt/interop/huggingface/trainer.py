@@ -21,6 +21,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_utils import HubStrategy
 
 from ray_ckpt.capture.items import Item
 from ray_ckpt.catalog.load import open as open_run
@@ -285,9 +286,9 @@ def _check_arguments(trainer: Trainer, checkpointer: Checkpointer) -> None:
             "enable_jit_checkpoint=True takes SIGTERM for itself, and ray_ckpt saves at SIGTERM already.",
             hint="Leave enable_jit_checkpoint out.",
         )
-    if args.push_to_hub and args.hub_strategy != "end":
+    if args.push_to_hub and (strategy := HubStrategy(args.hub_strategy).value) != "end":
         raise ConfigError(
-            f"hub_strategy={args.hub_strategy.value!r} pushes checkpoint folders, and there are none.",
+            f"hub_strategy={strategy!r} pushes checkpoint folders, and there are none.",
             hint='Use hub_strategy="end" and call trainer.push_to_hub() after training.',
         )
     for callback in trainer.callback_handler.callbacks:
