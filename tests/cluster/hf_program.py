@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ray.data
 import ray.train
 import torch
+from ray.train.huggingface.transformers import prepare_trainer
 from ray.train.torch import TorchConfig, TorchTrainer
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -18,6 +20,7 @@ from tests.cluster.killing import end_once
 
 SMALL = {"vocab_size": 256, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
 FSDP = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["GPT2Block"]}}
+RAY_FIRST, RAY_LAST = "ray first", "ray last"
 SMALL_IDS = {"bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -49,6 +52,27 @@ def plain_trainer(model: GPT2LMHeadModel, args: dict[str, Any]) -> Trainer:
     return Trainer(model=model, args=TrainingArguments(**args), train_dataset=data, eval_dataset=data[:8])
 
 
+def masking_trainer(model: GPT2LMHeadModel, args: dict[str, Any]) -> Trainer:
+    """Build a trainer whose collator hides random labels, from a seed that each sample has."""
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        ids = torch.stack([row["input_ids"] for row in rows])
+        draws = [torch.rand(ids.shape[1], generator=torch.Generator().manual_seed(row["k"])) for row in rows]
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.stack(draws) < 0.5, -100)}
+
+    data = [{"input_ids": row["input_ids"], "k": k} for k, row in enumerate(samples()[:128])]
+    arguments = TrainingArguments(**args, remove_unused_columns=False)
+    return Trainer(model=model, args=arguments, train_dataset=data, data_collator=collate)
+
+
+def ray_data_trainer(model: GPT2LMHeadModel, args: dict[str, Any]) -> Trainer:
+    """Build a trainer that evaluates with Ray Data, which it cannot without Ray's own `prepare_trainer`."""
+    rows = ray.train.get_dataset_shard("eval").iter_torch_batches(batch_size=4)
+    return Trainer(
+        model=model, args=TrainingArguments(**args), train_dataset=samples()[:128], eval_dataset=rows
+    )
+
+
 def sft_trainer(model: GPT2LMHeadModel, args: dict[str, Any]) -> Trainer:
     """Build a trainer of TRL, with a tokenizer of words."""
     from datasets import Dataset
@@ -67,6 +91,14 @@ def sft_trainer(model: GPT2LMHeadModel, args: dict[str, Any]) -> Trainer:
         train_dataset=Dataset.from_dict({"text": texts}),
         processing_class=processing,
     )
+
+
+BUILDERS = {
+    "sft": sft_trainer,
+    "masking": masking_trainer,
+    RAY_FIRST: ray_data_trainer,
+    RAY_LAST: ray_data_trainer,
+}
 
 
 def train_loop(config: dict[str, Any]) -> None:
@@ -88,11 +120,15 @@ def train_loop(config: dict[str, Any]) -> None:
         **config["args"],
     }
     model = GPT2LMHeadModel(GPT2Config(**SMALL, **SMALL_IDS))  # with dropout
-    trainer = sft_trainer(model, args) if config["kind"] == "sft" else plain_trainer(model, args)
+    trainer = BUILDERS.get(config["kind"], plain_trainer)(model, args)
     trainer.add_callback(Losses(out / "losses.jsonl"))
     if config["kill_at"]:
         trainer.add_callback(KillOnce(out / "killed", config["kill_at"], with_node=config["kills_node"]))
+    if config["kind"] == RAY_FIRST:
+        prepare_trainer(trainer)
     ray_ckpt.huggingface.prepare_trainer(trainer)
+    if config["kind"] == RAY_LAST:
+        prepare_trainer(trainer)
     trainer.train()
     write_results(trainer, out)
     if trainer.is_world_process_zero():
@@ -124,6 +160,11 @@ def run(
     TorchTrainer(
         train_loop,
         train_loop_config=config,
+        datasets={
+            "eval": ray.data.from_items([{k: t.numpy() for k, t in row.items()} for row in samples()[:16]])
+        }
+        if kind in (RAY_FIRST, RAY_LAST)
+        else None,
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(

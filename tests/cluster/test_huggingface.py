@@ -10,13 +10,13 @@ import torch
 
 from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.catalog.catalog import Catalog
-from tests.cluster.hf_program import losses, run
+from tests.cluster.hf_program import RAY_FIRST, RAY_LAST, losses, run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
-    ["ddp", "fsdp2", "sft"],
+    ["ddp", "fsdp2", "sft", "masking"],
 )
 def test_a_killed_rank_changes_nothing(
     cluster: LocalCluster, storage: str, tmp_path: Path, kind: str
@@ -48,3 +48,19 @@ def test_the_best_model_is_loaded_at_the_end(cluster: LocalCluster, storage: str
     early = run("early", storage, tmp_path / "e", steps=12, args={"num_train_epochs": 3, "save_steps": 3})
     assert not torch.equal(best["transformer.wte.weight"], early["transformer.wte.weight"])
     assert {c.step for c in Catalog(f"{storage}/best").checkpoints} == {3, 12}
+
+
+@pytest.mark.slow
+def test_rays_own_preparation_may_come_before_or_after(
+    cluster: LocalCluster, storage: str, tmp_path: Path
+) -> None:
+    args = {"eval_strategy": "steps", "eval_steps": 3}
+    calm = run("calm", storage, tmp_path / "calm", kind=RAY_FIRST, args=args)
+    for name, kind in (("first", RAY_FIRST), ("last", RAY_LAST)):
+        broken = run(name, storage, tmp_path / name, kind=kind, kill_at=11, args=args)
+        assert (tmp_path / name / "killed").exists()
+        assert losses(tmp_path / name) == losses(tmp_path / "calm"), name
+        assert all(torch.equal(calm[key], broken[key]) for key in calm), name
+        newest = Catalog(f"{storage}/{name}").newest()
+        assert newest is not None and newest.info.step == 12
+        assert newest.info.metrics["eval_loss"] > 0, "of a loader that only Ray's preparation makes"
