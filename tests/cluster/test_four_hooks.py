@@ -1,4 +1,4 @@
-"""One state through four kinds of loops: Transformers, a loop with FSDP2, DCP, Lightning."""
+"""One state through four kinds of loops: Transformers, a plain loop with FSDP2, DCP, Lightning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
 from ray.train.torch import TorchConfig, TorchTrainer
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
@@ -70,24 +70,40 @@ def train_transformers(config: dict[str, Any]) -> None:
     keep(trainer.model_wrapped, trainer.optimizer.optimizer, f"{config['out']}/transformers.pt")
 
 
-def train_fsdp2(config: dict[str, Any]) -> None:
-    """Go on in a loop with FSDP2 on other ranks, and save through DCP."""
+def build_sharded() -> tuple[Any, torch.optim.Optimizer]:
+    """Build a model with FSDP2 over all ranks, and its optimizer."""
     model = build_model()
     for block in model.transformer.h:
         fully_shard(block)
     fully_shard(model)
-    optimizer = build_optimizer(model)
+    return model, build_optimizer(model)
+
+
+def train_fsdp2(config: dict[str, Any]) -> None:
+    """Go on in a plain loop on other ranks."""
+    model, optimizer = build_sharded()
     ray_ckpt.open(f"{config['storage']}/transformers").load(into={"model": model, "optimizer": optimizer})
     keep(model, optimizer, f"{config['out']}/fsdp2.pt")
-    for step in (1, 2):
+    ckpt = ray_ckpt.Checkpointer(model=model, optimizer=optimizer)
+    for step in ckpt.steps(total=2):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         ids = torch.randint(256, (4, 32), generator=generator)
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, storage_writer=ray_ckpt.dcp.Writer(2))
+        ckpt.step(step)
     keep(model, optimizer, f"{config['out']}/trained.pt")
+
+
+def pass_on(config: dict[str, Any]) -> None:
+    """Load with DCP, on as many ranks as Lightning has, and save with DCP."""
+    model, optimizer = build_sharded()
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, storage_reader=ray_ckpt.dcp.Reader(f"{config['storage']}/fsdp2"))
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    keep(model, optimizer, f"{config['out']}/dcp.pt")
+    dcp.save(state, storage_writer=ray_ckpt.dcp.Writer(1))
 
 
 class Module(pl.LightningModule):  # type: ignore[misc]
@@ -140,14 +156,16 @@ def run(
 def test_every_tensor_survives_a_change_of_hook(cluster: LocalCluster, storage: str, tmp_path: Path) -> None:
     run(train_transformers, storage, tmp_path, ranks=2, name="transformers")
     run(train_fsdp2, storage, tmp_path, ranks=3, name="fsdp2")
-    start = {"init_from": f"{storage}/fsdp2", "init_items": ("model", "optimizer")}
+    run(pass_on, storage, tmp_path, ranks=2, name="dcp")
+    start = {"init_from": f"{storage}/dcp", "init_items": ("model", "optimizer")}
     run(train_lightning, storage, tmp_path, ranks=2, name="lightning", **start)
-    names = ("transformers", "fsdp2", "trained", "lightning")
+    names = ("transformers", "fsdp2", "trained", "dcp", "lightning")
     found = {name: torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in names}
-    for before, after in (("transformers", "fsdp2"), ("trained", "lightning")):
+    for before, after in (("transformers", "fsdp2"), ("trained", "dcp"), ("dcp", "lightning")):
         assert found[before].keys() == found[after].keys()
         differing = [n for n, tensor in found[before].items() if not torch.equal(tensor, found[after][n])]
         assert not differing, f"{before} -> {after}"
-    moments = [name for name in found["trained"] if name.endswith("exp_avg_sq")]
-    assert len(moments) == len(list(build_model().parameters()))
-    assert not any(torch.equal(found["fsdp2"][name], found["trained"][name]) for name in moments)
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        states = [name for name in found["trained"] if name.endswith(f".{key}")]
+        assert len(states) == len(list(build_model().parameters()))
+        assert not any(torch.equal(found["fsdp2"][name], found["trained"][name]) for name in states)

@@ -13,17 +13,20 @@ from ray_ckpt.catalog.catalog import Catalog
 from tests.cluster.hf_program import RAY_FIRST, RAY_LAST, losses, run
 
 
+def assert_resumed(run: str) -> None:
+    """A second group went on from a checkpoint, and not from the beginning."""
+    assert [session.resumed_from is not None for session in Catalog(run).sessions] == [False, True]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    ["ddp", "fsdp2", "sft", "masking"],
-)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "sft", "masking"])
 def test_a_killed_rank_changes_nothing(
     cluster: LocalCluster, storage: str, tmp_path: Path, kind: str
 ) -> None:
     calm = run("calm", storage, tmp_path / "calm", kind=kind)
     broken = run("broken", storage, tmp_path / "broken", kind=kind, kill_at=11)
     assert (tmp_path / "broken" / "killed").exists()
+    assert_resumed(f"{storage}/broken")
     done = losses(tmp_path / "broken")
     assert done == losses(tmp_path / "calm"), "with dropout and accumulation, over the end of an epoch"
     assert calm.keys() == broken.keys() and all(torch.equal(calm[name], broken[name]) for name in calm)
@@ -59,6 +62,7 @@ def test_rays_own_preparation_may_come_before_or_after(
     for name, kind in (("first", RAY_FIRST), ("last", RAY_LAST)):
         broken = run(name, storage, tmp_path / name, kind=kind, kill_at=11, args=args)
         assert (tmp_path / name / "killed").exists()
+        assert_resumed(f"{storage}/{name}")
         assert losses(tmp_path / name) == losses(tmp_path / "calm"), name
         assert all(torch.equal(calm[key], broken[key]) for key in calm), name
         newest = Catalog(f"{storage}/{name}").newest()
