@@ -29,6 +29,8 @@ def test_a_killed_rank_changes_nothing(
     calm = run("calm", storage, tmp_path / "calm", **setup)
     broken = run("broken", storage, tmp_path / "broken", **setup, kill_at=11)
     assert (tmp_path / "broken" / "killed").exists()
+    sessions = Catalog(f"{storage}/broken").sessions
+    assert [session.resumed_from is not None for session in sessions] == [False, True]
     for rank in (0, 1):
         assert journal(tmp_path / "broken", rank) == journal(tmp_path / "calm", rank), (
             "same batches and losses"

@@ -303,10 +303,11 @@ def test_an_accelerator_is_asked_after_prepare_and_without_other_engines() -> No
 
 
 class Small(pl.LightningModule):  # type: ignore[misc]
-    """A model with dropout."""
+    """A model with dropout; `seen` has what each batch of training and validation gave."""
 
     def __init__(self, *, seed: int = 0) -> None:
         super().__init__()
+        self.seen: list[tuple[str, int, float]] = []
         torch.manual_seed(seed)
         self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.5), nn.Linear(8, 1))
 
@@ -316,7 +317,14 @@ class Small(pl.LightningModule):  # type: ignore[misc]
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss: torch.Tensor = (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
         self.log("loss", loss)
+        self.seen.append(("train", self.global_step, float(loss.detach())))
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = (self.net(batch) - torch.rand(1)).square().mean()
+        self.log("val_loss", loss)
+        if not self.trainer.sanity_checking:
+            self.seen.append(("validate", self.global_step, float(loss)))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
@@ -324,8 +332,9 @@ class Small(pl.LightningModule):  # type: ignore[misc]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def pl_trainer(*, until: int = TOTAL) -> pl.Trainer:
+def pl_trainer(*, until: int = TOTAL, **args: Any) -> pl.Trainer:
     return pl.Trainer(
+        **args,
         max_steps=until,
         accelerator="cpu",
         devices=1,
@@ -339,26 +348,32 @@ def pl_trainer(*, until: int = TOTAL) -> pl.Trainer:
     )
 
 
-def fit(link: LocalLink, trainer: pl.Trainer, **kwargs: Any) -> State:
+def fit(link: LocalLink, trainer: pl.Trainer, **kwargs: Any) -> Small:
     set_connection(Connection(link=link))
     data: Any = list(torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(7)))
     sampler = ray_ckpt.GlobalBatchSampler(
         24, global_batch=2, rank=0, world_size=1, seed=3, num_batches=2 * TOTAL
     )
     model = Small(seed=link.given.session)
-    trainer.fit(model, sampler.batches(DataLoader(data, batch_sampler=sampler)), **kwargs)
-    return dict(model.state_dict())
+    loader = sampler.batches(DataLoader(data, batch_sampler=sampler))
+    trainer.fit(model, loader, DataLoader(data[:4], batch_size=2), **kwargs)
+    return model
 
 
-def test_a_fit_of_lightning_resumes_bit_for_bit(tmp_path: Path) -> None:
-    whole = fit(connect(every_steps=AT), pl_trainer())
+@pytest.mark.parametrize("batches", [4, 2 * AT, 6], ids=["often", "with the saves", "beside the saves"])
+def test_a_fit_of_lightning_resumes_bit_for_bit(tmp_path: Path, batches: int) -> None:
+    """`batches` are those between two validations."""
+    args = {"val_check_interval": batches}
+    whole = fit(connect(every_steps=AT), pl_trainer(**args))
     first = connect(every_steps=AT)
-    fit(first, pl_trainer(until=AT))
-    second, trainer = first.resumed(tmp_path, AT), pl_trainer()
+    begun = fit(first, pl_trainer(until=AT, **args))
+    second, trainer = first.resumed(tmp_path, AT), pl_trainer(**args)
     resumed = fit(second, trainer)
     assert (list(first.files), list(second.files)) == ([AT], [TOTAL])
     assert trainer.global_step == TOTAL
-    assert_equal(resumed, whole)
+    assert begun.seen + resumed.seen == whole.seen, "each batch and each validation once"
+    assert sum(kind == "validate" for kind, *_ in whole.seen) == 2 * (2 * TOTAL // batches)
+    assert_equal(dict(resumed.state_dict()), dict(whole.state_dict()))
 
 
 def test_a_fit_that_restores_otherwise_is_refused(tmp_path: Path) -> None:
