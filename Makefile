@@ -4,8 +4,9 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 SERVERS := .venv-servers
 OLDEST  := .venv-oldest
+FRAMEWORKS ?= $(notdir $(patsubst %/requirements.txt,%,$(wildcard tests/frameworks/*/requirements.txt)))
 
-.PHONY: check test test-slow test-oldest soak demo demo-s3 bench docs clean
+.PHONY: check test test-slow test-oldest test-frameworks soak demo demo-s3 bench docs clean
 .DEFAULT_GOAL := test
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode, imports and assert rewriting take a third of the time
 test test-slow: export OMP_NUM_THREADS = 1  # all cores are in use already; more threads of torch would spin
@@ -53,6 +54,20 @@ test-oldest: $(OLDEST)/.ready $(SERVERS)/.ready  ## quick tests of the rooms tha
 	    tests/analysis tests/capture tests/catalog tests/cli tests/format tests/restore tests/storage tests/train \
 	    tests/trainer tests/transport tests/verify
 
+# Each framework pins packages that clash with those of the others. Torch comes first, so that no package takes another.
+.venv-frameworks/%/.ready: tests/frameworks/%/requirements.txt pyproject.toml
+	$(PYTHON) -m venv .venv-frameworks/$*
+	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
+	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -r tests/frameworks/$*/requirements.txt --editable . hypothesis pytest pytest-timeout pytest-xdist
+	touch $@
+
+.PHONY: $(FRAMEWORKS:%=test-framework-%)
+$(FRAMEWORKS:%=test-framework-%): test-framework-%: .venv-frameworks/%/.ready
+	RAY_CKPT_FRAMEWORK=$* .venv-frameworks/$*/bin/python -m pytest tests/frameworks/$*
+
+test-frameworks: $(FRAMEWORKS:%=test-framework-%)  ## trainers with packages that clash, one environment each; FRAMEWORKS=deepspeed for one
+
 SECONDS ?= 600
 SEED    ?=
 soak: $(VENV)/.ready  ## real processes and nodes killed one after another, for SECONDS; SEED replays the order
@@ -76,4 +91,4 @@ bench: $(VENV)/.ready $(SERVERS)/.ready  ## speed in numbers, each beside its li
 	    --json bench-out/results.json --plot bench-out/results.png --results bench-out/RESULTS.md
 
 clean:
-	rm -rf $(VENV) $(SERVERS) $(OLDEST) .venv-peers .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info demo-out bench-out site
+	rm -rf $(VENV) $(SERVERS) $(OLDEST) .venv-peers .venv-frameworks .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info demo-out bench-out site
