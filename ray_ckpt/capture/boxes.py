@@ -4,7 +4,7 @@ A DTensor derives its box from placements (`dtensors`). Other tensors have boxes
 
 - An object with torch's protocol `_Checkpointable` (torch/distributed/_checkpointable.py) lists its boxes as
   write items. A DTensor whose local tensor has the protocol, such as LocalShardsWrapper or a shard of
-  Megatron-FSDP, is cut as the local tensor says: its placements are an approximation.
+  Megatron-FSDP, is cut by the protocol of the local tensor: its placements are an approximation.
 - A ShardedTensor of torch.distributed lists its local shards.
 - A ShardedTensor of Megatron-core (megatron/core/dist_checkpointing/mapping.py) has offset and shape.
 

@@ -53,8 +53,8 @@ from ray_ckpt.testing.parts import (
     TakenInventory,
     Work,
 )
-from ray_ckpt.testing.ports import NO_ANSWER, WirePorts
 from ray_ckpt.testing.storage_work import STORAGE_WORK, StorageWork
+from ray_ckpt.testing.wire_ports import NO_ANSWER, WirePorts
 from ray_ckpt.types import GroupPart
 
 RUN = "gpt"

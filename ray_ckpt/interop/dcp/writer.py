@@ -146,5 +146,5 @@ def check_id(checkpoint_id: str | os.PathLike[str] | None, step: int) -> None:
     if found is None or int(found[1]) != step:
         raise ConfigError(
             f"checkpoint_id={os.fspath(checkpoint_id)!r} does not end with step {step}.",
-            hint="Leave checkpoint_id out: the run and the step say where the checkpoint is.",
+            hint="Leave checkpoint_id out: the run and the step name the checkpoint.",
         )

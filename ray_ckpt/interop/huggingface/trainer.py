@@ -55,8 +55,8 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
     The process is a worker of a Ray Train run with the CheckpointCallback, or has called `ray_ckpt.connect`.
     May be called before or after `ray.train.huggingface.transformers.prepare_trainer`.
 
-    - `train()` goes on from the newest checkpoint of the run; the run's option `resume` says otherwise.
-    - `save_strategy` and `save_steps` say when to save. A save that the coordinator announces, by time or
+    - `train()` goes on from the newest checkpoint of the run, or as the run's option `resume` names.
+    - `save_strategy` and `save_steps` decide when to save. A save that the coordinator announces, by time or
       before a node leaves, comes in addition, and so do the multiples of `every_steps` if it is set.
     - The options `keep_last` and `keep_best` are the retention; they must agree with `save_total_limit` and
       `load_best_model_at_end`.
@@ -145,7 +145,7 @@ class _ThroughRayCkpt(Trainer):  # type: ignore[misc]
 
 
 class _Run:
-    """What a prepared trainer does with its Checkpointer."""
+    """The saves and restores of a prepared trainer."""
 
     def __init__(self, trainer: Trainer, checkpointer: Checkpointer) -> None:
         self.checkpointer = checkpointer
