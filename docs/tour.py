@@ -56,7 +56,7 @@ STOPS = (
     ),
     Stop(
         line=f"ls {RUN} --all",
-        text="Every checkpoint that the run has had. `*` is the one that a restart resumes from, `+` are "
+        text="Every checkpoint that the run has had. `*` marks the one that a restart resumes from, `+` "
         "others on its lineage. What retention gave up is listed with `--all` only.",
     ),
     Stop(

@@ -185,7 +185,7 @@ def evaluate(model: nn.Module, held_out: Tensor, device: torch.device, data: Dev
 class Journal:
     """The log of rank 0: a line now and then, and with `history` one JSON line per step.
 
-    The hexadecimal loss of a JSON line lets two runs be compared bit for bit. A step that is repeated after a
+    The loss in a JSON line is hexadecimal, to compare two runs bit for bit. A step that is repeated after a
     restart has one line per repetition.
     """
 

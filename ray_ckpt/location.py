@@ -25,7 +25,7 @@ _VALUES = {
     "anonymous": ("true", "false"),
     "sse": ("AES256", "aws:kms", "aws:kms:dsse"),
 }
-_SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}  # other names of a scheme
+_SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}  # aliases of schemes
 _QUERY = ("endpoint_override", "scheme", "region")  # parameters of pyarrow's URLs that name no secret
 BUCKETS: Mapping[str, tuple[str, ...]] = {  # schemes with a client of this package, and the client's options
     "s3": ("backend", "profile", "endpoint_url", "region", "anonymous", "checksum", "sse", "sse_kms_key_id"),

@@ -1,4 +1,4 @@
-"""Plain records that all packages share. No IO, no behaviour beyond small derivations."""
+"""Plain records that all packages share. No IO; methods only derive values."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class ActiveCopies:
 
 
 class DrainRateLimiter:
-    """Rate limit of an upload to the storage path, which yields to copies between nodes.
+    """Rate limiter of an upload to the storage path; copies between nodes go first.
 
     A copy protects a checkpoint against the loss of a node within seconds; a drain has minutes.
     """

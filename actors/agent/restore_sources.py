@@ -187,7 +187,7 @@ class SourceFinder:
     # -- fragments -------------------------------------------------------------------------------------
 
     def _manifest(self, resume: ResumePoint) -> tuple[ManifestMemory, dict[int, FragmentMetadata]]:
-        """Put the committed version of each fragment into memory, in the order of their indexes.
+        """Put the committed version of each fragment into memory, ordered by index.
 
         If the first readable versions do not match the log's root digest, read the versions of all sources.
         """
@@ -203,7 +203,7 @@ class SourceFinder:
     def _written(
         self, resume: ResumePoint, chosen: Mapping[int, str] | None
     ) -> tuple[ManifestMemory, list[ReadFragment]]:
-        """Write one version of each fragment into memory: that with the digest in `chosen`, by default any.
+        """Write one version of each fragment into memory: by digest if `chosen` is given, else any.
 
         The returned fragments have no rows.
         """

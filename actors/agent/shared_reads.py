@@ -6,7 +6,7 @@ row's memory is reused when every rank that wants the row has copied it. Memory 
 fit wait for slower ranks.
 
 There is no deadlock: a rank holds no row during a request, and waits for memory only when it has copied all
-rows in memory that it wants. So the ranks that it waits for are copying rows, or have not started. After
+rows in memory that it wants. So a rank waits for ranks that are copying rows, or have not started. After
 SPACE_WAIT_S, or for a row that is too large, a rank reads by itself, which is correct, but slower.
 """
 

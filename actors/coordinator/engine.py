@@ -51,7 +51,7 @@ class Engine:
         self.control_io = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="ray_ckpt-control")
         self.remote_io = ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="ray_ckpt-remote")
         self.agents = Agents(keys, self.control_io)
-        self.relay_nodes = relay_nodes  # nodes of one relay; 0: no relays
+        self.relay_nodes = relay_nodes  # nodes per relay; 0: no relays
         self.notices = Notices()
         self.runs = Runs()
         self.meters = Meters()

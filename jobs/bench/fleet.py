@@ -448,7 +448,7 @@ def fleet(num_nodes: int, context: Context) -> Iterator[Fleet]:
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Measure a save, rest, and the opening of a group, at each size."""
+    """Measure a save, idling, and opening a group, at each size."""
     sizes = QUICK_SIZES if context.quick else SIZES if context.num_nodes is None else (context.num_nodes,)
     for size in sizes:
         with fleet(size, context) as found:

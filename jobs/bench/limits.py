@@ -92,7 +92,7 @@ class Limits:
 
 
 def huge_buffer(size_bytes: int) -> memoryview:
-    """Return warm, page-aligned memory, in huge pages if the system has them, filled with noise."""
+    """Return pre-faulted, page-aligned random bytes, in huge pages if the system has them."""
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -26,7 +26,7 @@ FAR_FUTURE_STEPS = 10**9  # an interval that is never reached: the rows call `sa
 
 @contextmanager
 def local_ray(folder: Path) -> Iterator[None]:
-    """Start a Ray of one node with its files in `folder`."""
+    """Start a Ray cluster of one node in `folder`."""
     ray.init(
         address="local",
         num_cpus=2,

@@ -293,7 +293,7 @@ def _stalls_between_commits(history: SessionHistory) -> tuple[float, float]:
 def _measured_span(history: SessionHistory) -> SessionSpan | None:
     """Return the span of a session whose log has all facts, else None.
 
-    A session with an end, but without steps and commits, was down as soon as it had its state.
+    A session that ended without steps and commits counts as down once it had its state.
     """
     end = history.end
     if end is None:

@@ -136,5 +136,5 @@ def is_map_style(iterator: Any) -> bool:
 
 
 def is_iterated(loader: object) -> bool:
-    """Return whether a loader keeps an iterator that exists already."""
+    """Return whether a loader already keeps an iterator."""
     return getattr(loader, "_iterator", None) is not None

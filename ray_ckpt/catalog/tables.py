@@ -344,7 +344,7 @@ class Cuts:
 
 
 class ParquetRows:
-    """Rows of a Parquet file. Memory holds at most ROW_GROUP_ROWS of them and one more table."""
+    """Writer of Parquet rows. Memory holds at most ROW_GROUP_ROWS of them and one more table."""
 
     def __init__(self, writer: pq.ParquetWriter) -> None:
         self.num_rows = 0

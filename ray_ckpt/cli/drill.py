@@ -72,10 +72,10 @@ def drill(
     """Rehearse a loss: read all live checkpoints from what it would leave, and keep nothing.
 
     Every byte is read as a restore reads it and compared with its digest. The exit code is 1 if a checkpoint
-    does not survive a loss that it is guaranteed to survive (replicated: the loss of as many nodes as it has
-    copies; durable: of all nodes), and 2 if all checkpoints were retired during the drill. Without `--step`
-    the checkpoint from which the run would continue is shown too. No node, arena or file is changed. Results
-    are recorded in the run's log, except without a cluster, where only `--remote-only` works.
+    does not survive a loss that its level covers (replicated: the loss of as many nodes as it has replicas;
+    durable: of all nodes), and 2 if all checkpoints were retired during the drill. Without `--step` the
+    checkpoint from which the run would continue is shown too. No node, arena or file is changed. Results are
+    recorded in the run's log, except without a cluster, where only `--remote-only` works.
 
     Example: `ray-ckpt drill /shared/runs/gpt --lose-node 3f2a`
     """

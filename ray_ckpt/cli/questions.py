@@ -1,4 +1,4 @@
-"""Prompts of commands before a change."""
+"""Confirmation prompts of commands."""
 
 from __future__ import annotations
 

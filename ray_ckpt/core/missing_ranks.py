@@ -70,7 +70,7 @@ class MissingRanks:
                 yield attempt, found
 
     def _never_comes(self, rank: int, step: int) -> bool:
-        """Return True if a rank has passed a step, or has been idle for longer than the slowest start."""
+        """Return True if a rank has passed `step`, or was idle too long (STAYS_OUT_S if far behind)."""
         if self._progress.has_passed(rank, step):
             return True
         since_s = self._progress.idle_s(rank)

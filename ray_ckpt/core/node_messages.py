@@ -87,7 +87,7 @@ class CopyEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerReturned:
-    """A peer that could not be reached has answered, or was probed for long enough."""
+    """A peer that could not be reached has answered, or is no longer probed."""
 
     peer: str
 

@@ -53,7 +53,7 @@ class Session:
 
     `service` and `owner` identify the checkpoint service of a cluster, and the launcher (driver or
     controller) in it that opened the session; `opened_by` is the epoch of the coordinator that began it.
-    `retention` is its retention policy as `ray_ckpt.core.retention` writes it.
+    `retention` is the session's policy as `ray_ckpt.core.retention` writes it.
     """
 
     session: int

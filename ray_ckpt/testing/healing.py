@@ -80,7 +80,7 @@ class Healing:
                 continue
             if member.state == "training" and not self._is_over(member):
                 has_plan = agent is not None and agent.host.plan == member.plan
-                must(has_plan, "P7", f"the agent of {member.node} has not the session of {launcher.name}")
+                must(has_plan, "P7", f"agent of {member.node} lacks the session of {launcher.name}")
 
     def _check_zombies(self) -> None:
         """Check that a group that has lost the run ends at its next save, and that others are known."""

@@ -84,7 +84,7 @@ class Nodes:
         self.absent: frozenset[str] = frozenset()  # nodes whose agents do not answer a call to all agents
         self.waiting: dict[Token, tuple[str, Launcher | Reporter]] = {}  # coordinator and caller
         self.order_calls: dict[Token, OrderCall] = {}  # orders that agents carry out
-        self.rank_calls: dict[Token, RankCall] = {}  # without an answer
+        self.rank_calls: dict[Token, RankCall] = {}  # not answered yet
         self.rank_replies: dict[Token, RankCall] = {}  # with an answer on the wire
         self.pins: dict[Token, tuple[str, str]] = {}  # requested pins: attempt, owner
         self.annotations: dict[Token, tuple[int, str, float]] = {}  # requested: step, metric, value

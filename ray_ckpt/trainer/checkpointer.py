@@ -320,9 +320,9 @@ class Checkpointer:
         """Return True if the cadence requires a save after `step`, the step just completed.
 
         All ranks get the same answer: the step is a multiple of `every_steps`, or the coordinator has
-        announced it to all. In a loop without `step`, call this method after each step, on every rank: it
-        measures the pace, from which the coordinator computes a step ahead of all ranks, for a save by time
-        or before a node leaves. With `by_default=False`, a loop with a cadence of its own is spared the one
+        announced it to all. In a loop without `step`, call this method after each step, on every rank: from
+        the measured pace, the coordinator chooses a step that no rank has reached, to save by time or before
+        a node leaves. With `by_default=False`, a loop with a cadence of its own is spared the one
         that a run has without `every_steps` and `every_s`. Raises as `step` does.
         """
         step = self._complete(step, "due")

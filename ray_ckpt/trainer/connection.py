@@ -23,7 +23,7 @@ log = logging.getLogger("ray_ckpt")
 
 PROGRESS_S = 1.0  # between two reports of a rank's progress by the progress thread
 REFRESH_S = 5.0  # between two requests for the agent's signal page (a new agent has a new page) and for
-# the ranks that the group waits for
+# the list of awaited ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ def kind_of(item: Item) -> Kind:
             return "optimizer"
         case SamplerItem():
             return "data"
-    obj = getattr(item, "obj", None)  # loaders, samplers and datasets can be iterated
+    obj = getattr(item, "obj", None)  # loaders, samplers and datasets are iterable
     return "data" if isinstance(obj, Iterable) else "other"
 
 

@@ -1,4 +1,4 @@
-"""The calls of each peer's library. Each function imports its library, which is in an environment of its own.
+"""The calls of each library. Each function imports its library, which is in an environment of its own.
 
 The docstring of a function describes the peer's configuration, and the features that were left out because
 they require CUDA.

@@ -21,7 +21,7 @@ OWN_ITEMS = frozenset({"rng", "gradients"})  # items of ray_ckpt itself, which D
 
 
 class StateItem(Item):
-    """One item of a state dict that is handed over with each save or load."""
+    """One item of the state dict passed to a save or load."""
 
     is_partial = True
 
