@@ -1,0 +1,38 @@
+"""One Ray node for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from jobs.demo.local_cluster import LocalCluster
+from tests.cluster.ranks import RankGroup
+
+Ranks = Callable[..., Sequence[Any]]
+
+
+@pytest.fixture(scope="session")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with LocalCluster(tmp_path_factory.mktemp("staging"), ["node"], cpus=4) as cluster:
+        yield cluster.nodes["node"].node_id
+
+
+@pytest.fixture
+def on_ranks(node: str) -> Ranks:
+    """Return a function that runs a function on new processes: `on_ranks(2, function, *args)`."""
+
+    def run(num_ranks: int, function: Callable[..., Any], *args: Any) -> Sequence[Any]:
+        group = RankGroup([node] * num_ranks)
+        try:
+            return group.run(function, *args)
+        finally:
+            group.stop()
+
+    return run
+
+
+@pytest.fixture
+def storage(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("storage"))
