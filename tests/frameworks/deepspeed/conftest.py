@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from jobs.demo.local_cluster import LocalCluster
-from tests.cluster.ranks import RankGroup
+from tests.cluster import ranks
 
+ranks.CALL_S = 400.0  # a call imports DeepSpeed first, which takes long on a busy machine
 Ranks = Callable[..., Sequence[Any]]
 
 
@@ -19,12 +20,12 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield cluster.nodes["node"].node_id
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def on_ranks(node: str) -> Ranks:
     """Return a function that runs a function on new processes: `on_ranks(2, function, *args)`."""
 
     def run(num_ranks: int, function: Callable[..., Any], *args: Any) -> Sequence[Any]:
-        group = RankGroup([node] * num_ranks)
+        group = ranks.RankGroup([node] * num_ranks)
         try:
             return group.run(function, *args)
         finally:
@@ -33,6 +34,6 @@ def on_ranks(node: str) -> Ranks:
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("storage"))

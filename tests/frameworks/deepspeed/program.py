@@ -18,9 +18,12 @@ from torch.distributed.tensor import DTensor
 import ray_ckpt
 from ray_ckpt.interop.deepspeed.partitions import link_state
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else each environment compiles it for minutes
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+    False  # else each environment compiles it for minutes
+)
 VOCABULARY = 11
 OPTIONS = {"every_steps": 1000, "remote_every": 1000}
+STAGES = (1, 2, 3)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -144,6 +147,8 @@ def run_engine(
     ckpt = ray_ckpt.Checkpointer(engine=engine)
     losses = {}
     for step in ckpt.steps(total=total):
+        if step == 1:
+            torch.manual_seed(dist.get_rank())  # the first engine of a process draws numbers of its own
         losses[step] = train_step(engine, step)
         ckpt.step(step)
     ckpt.close()
@@ -178,7 +183,7 @@ def restore_fsdp2(run: str, storage: str) -> dict[str, Any]:
     model: Any = Net(dtype=torch.bfloat16)
     for layer in (model.first, model.second):
         fully_shard(layer)
-    optimizer = torch.optim.AdamW(groups_of(model), lr=0.5)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=0.5, foreach=False)  # a part is sharded
     scheduler = Counted(optimizer)
     ckpt = ray_ckpt.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler)
     info = ckpt.restore()
@@ -192,6 +197,20 @@ def restore_fsdp2(run: str, storage: str) -> dict[str, Any]:
     found["after"] = plain_state(model, optimizer)
     ckpt.close()
     return found
+
+
+def run_stages(storage: str, totals: dict[str, int]) -> dict[str, Any]:
+    """Train runs with ZeRO 1, 2 and 3 to these steps; return `run_engine` of each by its name."""
+    return {
+        f"{run}-{stage}": run_engine(f"{run}-{stage}", storage, config_of(stage), total)
+        for run, total in totals.items()
+        for stage in STAGES
+    }
+
+
+def restore_stages(storage: str, stages: dict[str, int]) -> dict[str, Any]:
+    """Return `restore_engine` for runs with the stage of each."""
+    return {run: restore_engine(run, storage, config_of(stage)) for run, stage in stages.items()}
 
 
 class Counted:
