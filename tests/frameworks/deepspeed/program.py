@@ -39,6 +39,7 @@ class Net(nn.Module):
         self.head = nn.Linear(5, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         self.dropout = nn.Dropout(0.1)
+        self.seen: Tensor
         self.register_buffer("seen", torch.zeros(3, dtype=dtype))
 
     def forward(self, tokens: Tensor) -> Tensor:
