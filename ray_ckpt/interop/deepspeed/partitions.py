@@ -30,7 +30,7 @@ _JOINED = (
     "round_robin_bit16_groups",
     "round_robin_bit16_meta",
     "round_robin_bit16_offsets",
-    "averaged_gradients",
+    "micro_step_id",
     "update_lp_params",
     "_lazy_init_hp_params_optimizer_state",
     "_hp_optimizer_states_linked",
@@ -168,6 +168,8 @@ def link_state(zero: Any) -> None:
 
 def has_gradients(zero: Any) -> bool:
     """Return whether a backward pass has left gradients for a step."""
+    if not is_cut(zero):
+        return bool(zero.micro_step_id >= 0)  # the number of backward passes since the last step, less 1
     return any(gradients is not None for gradients in zero.averaged_gradients.values())
 
 

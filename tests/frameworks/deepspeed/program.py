@@ -40,7 +40,7 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
         self.dropout = nn.Dropout(0.1)
         self.seen: Tensor
-        self.register_buffer("seen", torch.zeros(3, dtype=dtype))
+        self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.seen.add_(0.25)
@@ -148,8 +148,6 @@ def run_engine(
     ckpt = ray_ckpt.Checkpointer(engine=engine)
     losses = {}
     for step in ckpt.steps(total=total):
-        if step == 1:
-            torch.manual_seed(dist.get_rank())  # the first engine of a process draws numbers of its own
         losses[step] = train_step(engine, step)
         ckpt.step(step)
     ckpt.close()
@@ -201,11 +199,15 @@ def restore_fsdp2(run: str, storage: str) -> dict[str, Any]:
 
 
 def run_stages(storage: str, totals: dict[str, int]) -> dict[str, Any]:
-    """Train runs with ZeRO 1, 2 and 3 to these steps; return `run_engine` of each by its name."""
+    """Train runs with ZeRO 1, 2 and 3 to these steps; return `run_engine` of each by its name.
+
+    ZeRO 3 comes last: from its first engine on, the process has another torch.nn.functional.linear, which
+    rounds otherwise.
+    """
     return {
         f"{run}-{stage}": run_engine(f"{run}-{stage}", storage, config_of(stage), total)
-        for run, total in totals.items()
         for stage in STAGES
+        for run, total in totals.items()
     }
 
 

@@ -153,10 +153,11 @@ def test_gradients_of_a_window_are_refused(build: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offload_to_the_cpu_and_back(build: Callable[..., Any], tmp_path: Path, stage: int) -> None:
     """With a restore into the engine that has trained on, and then into one without offload."""
-    offload = {"offload_optimizer": {"device": "cpu"}}
+    offload: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
     if stage == 3:
         offload["offload_param"] = {"device": "cpu"}
-    engine = build(stage, **offload)
+    config = {**program.config_of(stage, **offload), "zero_force_ds_cpu_optimizer": False}
+    engine = program.build_engine(config)
     program.train_step(engine, 1)
     files = Files(tmp_path, 1)
     files.save(items(engine), 0)
@@ -254,7 +255,7 @@ def test_parameters_of_one_group_with_different_steps_are_refused(
     files.save(items_of(model=model, optimizer=optimizer, scheduler={}), 0)
     engine = build(1)
     mine = items(engine)
-    with pytest.raises(MismatchError, match=r"second\.weight 2|second\.weight has had 2"):
+    with pytest.raises(MismatchError, match="DeepSpeed counts the steps"):
         load(
             files, {"model": mine["model"], "optimizer": mine["optimizer"], "scheduler": items_of(s={})["s"]}
         )
@@ -324,8 +325,8 @@ def test_offload_to_nvme_is_refused_by_name(build: Callable[..., Any], tmp_path:
 def test_a_version_that_lacks_a_private_name_is_refused(build: Callable[..., Any], stage: int) -> None:
     zero = build(stage).optimizer
     check_names(zero)
-    groups = zero.averaged_gradients
-    del zero.averaged_gradients
-    with pytest.raises(ConfigError, match="averaged_gradients"):
+    name = "micro_step_id" if stage == 1 else "averaged_gradients"
+    value = zero.__dict__.pop(name)
+    with pytest.raises(ConfigError, match=name):
         check_names(zero)
-    zero.averaged_gradients = groups
+    setattr(zero, name, value)
