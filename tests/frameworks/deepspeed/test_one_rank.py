@@ -261,6 +261,55 @@ def test_parameters_of_one_group_with_different_steps_are_refused(
         )
 
 
+class CountingAdam(torch.optim.Optimizer):
+    """An Adam with the state of DeepSpeed's own, which are compiled: `step` is a number of Python."""
+
+    adam_w_mode = True
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state |= {"step": 0, "exp_avg": param * 0, "exp_avg_sq": param * 0}
+                state["step"] += 1
+                state["exp_avg"].lerp_(param.grad, 0.1)
+                state["exp_avg_sq"].lerp_(param.grad.square(), 0.001)
+                param.sub_(state["exp_avg"], alpha=group["lr"])
+
+
+CountingAdam.__module__ = "deepspeed.ops.adam.counting"
+
+
+def test_an_adam_that_counts_in_python_exchanges_its_state_with_torchs(
+    build: Callable[..., Any], tmp_path: Path
+) -> None:
+    def build_counting(stage: int) -> Any:
+        config = {**program.config_of(stage), "zero_allow_untested_optimizer": True}
+        return program.build_engine(config, CountingAdam)
+
+    first, second, third = build_counting(1), build(3), build_counting(3)
+    program.train_step(first, 1)
+    program.train_step(first, 2)
+    assert items(first)["optimizer"].kind is torch.optim.AdamW  # type: ignore[attr-defined]
+    for folder, source, target in (("1", first, second), ("2", second, third)):
+        (tmp_path / folder).mkdir()
+        files = Files(tmp_path / folder, 1)
+        files.save(items(source), 0)
+        load(files, items(target))
+        before, after = program.state_of(source), program.state_of(target)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+    assert {type(state["step"]) for state in second.optimizer.optimizer.state.values()} == {torch.Tensor}
+    assert next(state["step"] for state in third.optimizer.optimizer.state.values()) == 2
+    assert {type(state["step"]) for state in third.optimizer.optimizer.state.values()} == {int}
+    program.train_step(second, 3)
+    program.train_step(third, 3)
+
+
 class Layers(nn.Module):
     """A layer of experts."""
 
