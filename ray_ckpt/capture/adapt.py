@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
+from ray_ckpt.capture.engines import adapt_part
 from ray_ckpt.capture.fsdp1 import Fsdp1ModuleItem, Fsdp1OptimizerItem, fsdp1_modules
 from ray_ckpt.capture.items import (
     Item,
@@ -31,6 +32,8 @@ def adapt(name: str, obj: object, owners: Mapping[str, nn.Module | nn.Parameter]
     """Return the adapter for `obj`; UnsupportedItem if it cannot be saved. `owners` hold the parameters."""
     if isinstance(obj, Item):
         return obj
+    if (part := adapt_part(name, obj, owners)) is not None:
+        return part
     if isinstance(obj, nn.Module | torch.optim.Optimizer):
         return _adapt_torch(name, obj, owners)
     if isinstance(obj, torch.Tensor):

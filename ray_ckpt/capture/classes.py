@@ -13,9 +13,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, TypeAlias
 
-from torch.optim import Optimizer
-
-from ray_ckpt.capture.items import BaseOptimizerItem, Item, SchedulerItem
+from ray_ckpt.capture.items import BaseOptimizerItem, Item, SchedulerItem, inmost
 from ray_ckpt.capture.predict import is_torch_step, used_keys
 from ray_ckpt.capture.torch_private import inner_schedulers
 from ray_ckpt.errors import MismatchError
@@ -32,7 +30,7 @@ def classes_of(items: Mapping[str, Item]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, item in items.items():
         if isinstance(item, BaseOptimizerItem):
-            found[name] = _path(type(inmost(item.optimizer)))
+            found[name] = _path(item.kind)
         elif isinstance(item, SchedulerItem):
             found |= scheduler_classes(name, item.obj)
     return found
@@ -65,7 +63,7 @@ def taken(name: str, item: Item, saved: Any, classes: Classes) -> Any:
     if not isinstance(item, BaseOptimizerItem) or difference(name, item, classes) is None:
         return saved
     optimizer = item.optimizer
-    takes = inspect.signature(type(inmost(optimizer)).__init__).parameters
+    takes = inspect.signature(item.kind.__init__).parameters
     groups = [
         {k: v for k, v in values.items() if k in group and (k in takes or k not in optimizer.defaults)}
         for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True)
@@ -103,7 +101,7 @@ def check_settings(items: Mapping[str, Item]) -> None:
         if not isinstance(item, BaseOptimizerItem):
             continue
         optimizer = inmost(item.optimizer)
-        used = used_keys(optimizer, type(optimizer), optimizer.param_groups)
+        used = used_keys(item.param_groups, item.kind, item.param_groups)
         lacking: set[str] = set()
         for param in item.parameters.values():
             if state := optimizer.state.get(param):
@@ -117,20 +115,14 @@ def check_settings(items: Mapping[str, Item]) -> None:
             )
 
 
-def inmost(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside wrappers, such as those of Accelerate and Lightning."""
-    inner = next((o for o in vars(optimizer).values() if isinstance(o, Optimizer)), None)
-    return optimizer if inner is None or inner.state is not optimizer.state else inmost(inner)
-
-
 # -- optimizers ---------------------------------------------------------------------------------------
 
 
 def _optimizer_problem(item: BaseOptimizerItem, saved: Any, then: str) -> str | None:
     """Return why `saved` does not fit the optimizer; `then` is the saved class, "" if unknown."""
-    optimizer = inmost(item.optimizer)
-    used, is_certain = _used(optimizer, saved["param_groups"])
-    is_same = _is_same(then, _path(type(optimizer)))
+    kind = item.kind
+    used, is_certain = _used(item, saved["param_groups"])
+    is_same = _is_same(then, _path(kind))
     if (is_same or not then) and not is_certain:
         return None
     unused, lacking, is_unknown = set[str](), set[str](), False
@@ -145,26 +137,27 @@ def _optimizer_problem(item: BaseOptimizerItem, saved: Any, then: str) -> str | 
                 lacking |= keys - state.keys()
     if is_same:
         unused.clear()  # additions of its owner
-    is_unknown &= bool(then) and not any(_is_same(then, _path(base)) for base in type(optimizer).__mro__)
+    is_unknown &= bool(then) and not any(_is_same(then, _path(base)) for base in kind.__mro__)
     does = [f"does not use {_listed(unused)}"] * bool(unused) + [f"lacks {_listed(lacking)}"] * bool(lacking)
     if not does and not is_unknown:
         return None
     reason = " and ".join(does) or "whether it can use that state is not known before its first step"
-    return f"{_both(then, _path(type(optimizer)))}: {reason}"
+    return f"{_both(then, _path(kind))}: {reason}"
 
 
-def _used(optimizer: Optimizer, settings: Any) -> tuple[Mapping[int, Set[str]], bool]:
+def _used(item: BaseOptimizerItem, settings: Any) -> tuple[Mapping[int, Set[str]], bool]:
     """Return the state names that the class uses, by id of the parameter, and whether they are certain.
 
     For a class with its own `step`, the names are those of the live state, or of the torch base class.
     """
-    kind = type(optimizer)
+    kind, groups = item.kind, item.param_groups
     if is_torch_step(kind):
-        return used_keys(optimizer, kind, settings), True
-    if live := {id(param): state.keys() for param, state in optimizer.state.items() if state}:
+        return used_keys(groups, kind, settings), True
+    state_of = inmost(item.optimizer).state
+    if live := {id(param): state.keys() for param, state in state_of.items() if state}:
         return live, False
     base = next(filter(is_torch_step, kind.__mro__), None)
-    return used_keys(optimizer, base, settings) if base is not None else {}, False
+    return used_keys(groups, base, settings) if base is not None else {}, False
 
 
 # -- schedules ----------------------------------------------------------------------------------------

@@ -8,33 +8,24 @@ way. A checkpoint has no trace of FSDP1, and is interchangeable with those of FS
 torch's own functions, SHARDED_STATE_DICT and get_model_state_dict(), gather every parameter from all ranks
 and cut the parameter again. They copy the state. A rank whose save is skipped would miss the gather, so the
 gather would be matched with the next collective of that rank. Therefore this module reads the private
-metadata of FlatParameter (torch/distributed/fsdp/_flat_param.py), all of it in FlatUnit.
+metadata of FlatParameter (torch/distributed/fsdp/_flat_param.py), all of it in Fsdp1Unit.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ray_ckpt.capture.items import (
-    BaseOptimizerItem,
-    BoxedTensor,
-    ModuleItem,
-    clean_name,
-    parameter_names,
-    unwrap,
-)
+from ray_ckpt.capture.flat import BoxMemo, Entry, FlatName, FlatOptimizerItem, FlatUnit, flat_boxes
+from ray_ckpt.capture.items import BoxedTensor, ModuleItem, clean_name, parameter_names, unwrap
 from ray_ckpt.capture.torch_private import EXTRA_STATE_SUFFIX, own_parameters, persistent_buffers
-from ray_ckpt.errors import UnsupportedItem, UnsupportedLeaf
-from ray_ckpt.plan.regions import flat_parts
+from ray_ckpt.errors import UnsupportedItem
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
@@ -47,7 +38,7 @@ def fsdp1_modules(module: nn.Module) -> list[Any]:
     return [inside for inside in module.modules() if isinstance(inside, kind)]
 
 
-class FlatUnit:
+class Fsdp1Unit(FlatUnit):
     """Parameters that one FSDP1 module has flattened, and this rank's shard of them.
 
     UnsupportedItem, naming the item, if the shard does not show where each parameter is.
@@ -125,9 +116,8 @@ class FlatUnit:
         if not info.in_shard:
             return BoxedTensor(shape=shape, dtype=tensor.dtype, base=tensor)
         here = tensor.narrow(0, info.offset_in_shard, info.numel_in_shard) if is_shard else tensor
-        found = flat_parts(shape, info.intra_param_start_idx, info.intra_param_end_idx + 1)
-        parts = tuple((offset, here.narrow(0, at, prod(size)).view(size)) for (offset, size), (at,) in found)
-        return BoxedTensor(shape=shape, dtype=tensor.dtype, base=tensor, parts=parts, ranks=self.holders)
+        start = info.intra_param_start_idx
+        return flat_boxes(shape, start, here, base=tensor, ranks=self.holders)
 
     def owners(self) -> list[tuple[nn.Module, str]]:
         """Return the module and the name of each flattened parameter."""
@@ -144,19 +134,11 @@ class FlatUnit:
         return tensor
 
 
-@dataclass(frozen=True, slots=True)
-class FlatName:
-    """One parameter of a unit."""
-
-    unit: FlatUnit
-    index: int
+def flat_units(item: str, module: nn.Module) -> list[Fsdp1Unit]:
+    return [Fsdp1Unit(item, fsdp) for fsdp in fsdp1_modules(module) if fsdp._handle is not None]
 
 
-def flat_units(item: str, module: nn.Module) -> list[FlatUnit]:
-    return [FlatUnit(item, fsdp) for fsdp in fsdp1_modules(module) if fsdp._handle is not None]
-
-
-def flat_names(module: nn.Module, units: list[FlatUnit]) -> dict[str, FlatName]:
+def flat_names(module: nn.Module, units: list[Fsdp1Unit]) -> dict[str, FlatName]:
     """Return each flattened parameter by name; a tied parameter by each of its names."""
     by_module: dict[int, dict[str, FlatName]] = {}
     for unit in units:
@@ -169,19 +151,6 @@ def flat_names(module: nn.Module, units: list[FlatUnit]) -> dict[str, FlatName]:
         for prefix, inside in module.named_modules(remove_duplicate=False)
         for name, flat in by_module.get(id(inside), {}).items()
     }
-
-
-class _Memo:
-    """Cache that returns the same BoxedTensor while a tensor has not moved, since walks compare by id."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[str, ...], tuple[torch.Tensor, int, BoxedTensor]] = {}
-
-    def get(self, path: tuple[str, ...], of: torch.Tensor, make: Callable[[], BoxedTensor]) -> BoxedTensor:
-        before = self._made.get(path)
-        if before is None or before[0].shape != of.shape or before[1] != of.data_ptr():
-            before = self._made[path] = (of, of.data_ptr(), make())
-        return before[2]
 
 
 class Fsdp1ModuleItem(ModuleItem):
@@ -197,7 +166,7 @@ class Fsdp1ModuleItem(ModuleItem):
         self._flats = flat_names(module, units)
         self._flat_ids = {id(unit.flat) for unit in units}
         self._parameters = {*self._flats, *(n for n, _ in self._whole_parameters())}
-        self._memo = _Memo()
+        self._memo = BoxMemo()
 
     def tree(self) -> Any:
         state: dict[str, Any] = {}
@@ -235,39 +204,13 @@ class Fsdp1ModuleItem(ModuleItem):
                     yield full, param
 
 
-class _Entry:
-    """One tensor in an optimizer's groups, and the parameters inside by name, flattened or not."""
+class Fsdp1OptimizerItem(FlatOptimizerItem):
+    """An optimizer over parameters of FSDP1.
 
-    def __init__(self, param: torch.Tensor, members: Mapping[str, FlatName | None]) -> None:
-        self.param = param
-        self.members = members
-        self.is_flat = any(flat is not None and flat.unit.flat is param for flat in members.values())
-
-    def is_here(self) -> bool:
-        """Return whether this rank has elements of the tensor, and thus optimizer state."""
-        return self.is_flat or all(
-            flat is None or flat.unit.is_here(flat.index) for flat in self.members.values()
-        )
-
-    def local_shape(self, flat: FlatName) -> tuple[int, ...]:
-        """Return the local shape of state with an element for each element of the parameter."""
-        return tuple(flat.unit.local.shape) if self.is_flat else (flat.unit.numel_here(flat.index),)
-
-    def pieces(self, flat: FlatName, value: torch.Tensor) -> BoxedTensor:
-        return flat.unit.pieces(flat.index, value, is_shard=self.is_flat)
-
-    def alike(self, flat: FlatName) -> tuple[int, ...]:
-        """Return the ranks with the same state for scalars, such as the step."""
-        return flat.unit.everyone() if self.is_flat else flat.unit.users(flat.index)
-
-
-class Fsdp1OptimizerItem(BaseOptimizerItem):
-    """An optimizer over parameters of FSDP1, with the same tree as OptimizerItem.
-
-    Without use_orig_params the optimizer has the flat parameters, each with one state for all parameters
-    inside. A rank without elements of a parameter has no state of that parameter, but the rank's tree has the
-    names of that state.
+    Without use_orig_params the optimizer has the flat parameters.
     """
+
+    cutter = "FullyShardedDataParallel"
 
     def __init__(
         self,
@@ -276,117 +219,21 @@ class Fsdp1OptimizerItem(BaseOptimizerItem):
         owners: Mapping[str, nn.Module | nn.Parameter],
     ) -> None:
         super().__init__(name, optimizer)
-        self._memo = _Memo()
-        self._new: dict[tuple[int, str], torch.Tensor] = {}  # state of flat parameters, during a load
         self._members = _members(name, owners)
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, Entry] = {}
         self._groups()
 
-    @property
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        return {
-            name: entry.param for entries in self._groups() for entry in entries for name in entry.members
-        }
-
-    def _groups(self) -> list[list[_Entry]]:
-        """Return the entries of all groups, which may grow. UnsupportedItem for unknown parameters."""
+    def _groups(self) -> list[list[Entry]]:
         groups = self.optimizer.param_groups
         return [[self._entry(param) for param in group["params"]] for group in groups]
 
-    def _entry(self, param: torch.Tensor) -> _Entry:
+    def _entry(self, param: torch.Tensor) -> Entry:
         if id(param) in self._entries:
             return self._entries[id(param)]
         if id(param) not in self._members:
             hint = "Register its module too, and build the optimizer after wrapping the module."
             raise self._without_owner(param, hint)
-        return self._entries.setdefault(id(param), _Entry(param, self._members[id(param)]))
-
-    def _group_names(self) -> list[list[str]]:
-        return [[name for entry in entries for name in entry.members] for entries in self._groups()]
-
-    def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        for entries in self._groups():
-            like = next((entry for entry in entries if self.optimizer.state.get(entry.param)), None)
-            for entry in entries:
-                for name, flat in entry.members.items():
-                    if (found := self._state_of(entry, name, flat, like)) is not None:
-                        state[name] = found
-        return state
-
-    def _state_of(
-        self, entry: _Entry, name: str, flat: FlatName | None, like: _Entry | None
-    ) -> dict[str, Any] | None:
-        """Return the state of one parameter; without local elements, the names and shapes of `like`."""
-        own = self.optimizer.state.get(entry.param)
-        if flat is None:
-            return dict(own) if own else None
-        if own:
-            return {key: self._leaf(entry, name, flat, key, value) for key, value in own.items()}
-        if like is None or entry.is_here():
-            return None
-        return {
-            key: BoxedTensor(shape=flat.unit.shape(flat.index), dtype=value.dtype)
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in self.optimizer.state[like.param].items()
-        }
-
-    def _leaf(self, entry: _Entry, name: str, flat: FlatName, key: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if tuple(value.shape) == entry.local_shape(flat):
-            return self._memo.get((name, key), value, lambda: entry.pieces(flat, value))
-        if value.dim() == 0:
-            whole = BoxedTensor(
-                shape=(),
-                dtype=value.dtype,
-                base=value,
-                parts=(((), value.detach()),),
-                ranks=entry.alike(flat),
-            )
-            return self._memo.get((name, key), value, lambda: whole)
-        raise UnsupportedLeaf(
-            f"{self._name}.state.{name}.{key} has shape {tuple(value.shape)}, which depends on how "
-            "FullyShardedDataParallel cut the parameter.",
-            hint="Use fully_shard() with this optimizer.",
-            path=f"{self._name}.state.{name}.{key}",
-        )
-
-    def _load_state(self, saved: Mapping[str, Any]) -> None:
-        self._new.clear()
-        for entry in (entry for entries in self._groups() for entry in entries):
-            state = next((saved[name] for name in entry.members if name in saved), None)
-            if state is not None and entry.is_here():
-                self.optimizer.state[entry.param] = {
-                    key: value.base if isinstance(value, BoxedTensor) else value
-                    for key, value in state.items()
-                }
-
-    def problems(self, saved: Any) -> list[str]:
-        return super().problems(saved) or [
-            f"state.{name}: not in the checkpoint, but state of other parameters in its flat parameter is"
-            for entry in (entry for entries in self._groups() for entry in entries)
-            if any(name in saved["state"] for name in entry.members)
-            for name in entry.members
-            if name not in saved["state"]
-        ]
-
-    def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        """Return memory for state: cut like the parameter if shapes are equal, else as in OptimizerItem."""
-        every = (entry for entries in self._groups() for entry in entries)
-        found = next((e for e in every if path[0] == "state" and path[1] in e.members), None)
-        if found is None:
-            return torch.zeros(shape, dtype=dtype)
-        entry, key = found, path[-1]
-        flat = entry.members[path[1]]
-        if flat is None or shape != flat.unit.shape(flat.index):
-            return self._allocate_for(entry.param, key, shape, dtype)
-        place = (id(entry.param), key)
-        if not entry.is_flat or place not in self._new:
-            local = torch.zeros(entry.local_shape(flat), dtype=dtype, device=flat.unit.local.device)
-            self._new[place] = local
-        return entry.pieces(flat, self._new[place])
+        return self._entries.setdefault(id(param), Entry(param, self._members[id(param)]))
 
 
 def _members(

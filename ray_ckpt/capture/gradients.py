@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ray_ckpt.capture.fsdp1 import fsdp1_modules
-from ray_ckpt.capture.items import Item, local_tensor, parameter_names
+from ray_ckpt.capture.items import Item, is_deepspeed_engine, local_tensor, parameter_names
 from ray_ckpt.capture.overlap_guard import runs_hooks
 from ray_ckpt.capture.torch_private import (
     has_hidden_gradients,
@@ -166,6 +166,8 @@ def check_public(modules: Mapping[str, nn.Module | nn.Parameter]) -> None:
         params = list(owner.parameters()) if isinstance(owner, nn.Module) else [owner]
         if isinstance(owner, nn.Module) and fsdp1_modules(owner):
             _refuse(name, "FullyShardedDataParallel keeps them in its own flat buffer")
+        if is_deepspeed_engine(owner):
+            _refuse(name, "DeepSpeed keeps them in its own buffers")
         if any(map(_is_fsdp2, parts)):
             _refuse(name, "fully_shard keeps unsynchronized ones in its own buffers")
         if any(map(is_updated_in_backward, params)):

@@ -8,7 +8,7 @@ sets only the rest of the tree.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, MutableSequence
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, TypeAlias
@@ -70,6 +70,10 @@ class Item(ABC):
         """Return whether the tensor at `path` is of a kind that only an optimizer's step changes."""
         return self.is_shared(path)
 
+    def is_accumulating(self) -> bool:
+        """Return whether gradients, which the item does not save, wait for an optimizer step."""
+        return False
+
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return memory for a saved leaf that does not exist yet, on the device that the item uses."""
         return torch.zeros(shape, dtype=dtype, device="cpu")
@@ -125,13 +129,19 @@ def clean_name(name: str) -> str:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel or torch.compile."""
+    """Return the module inside DistributedDataParallel, an engine of DeepSpeed or torch.compile."""
     while True:
         is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
-        inner = module.module if is_ddp else compiled_module(module)
+        inner = module.module if is_ddp or is_deepspeed_engine(module) else compiled_module(module)
         if not isinstance(inner, nn.Module):
             return module
         module = inner
+
+
+def is_deepspeed_engine(obj: object) -> bool:
+    """Return whether an object is an engine of DeepSpeed, without importing DeepSpeed."""
+    kinds = ((kind.__module__, kind.__name__) for kind in type(obj).__mro__)
+    return ("deepspeed.runtime.engine", "DeepSpeedEngine") in kinds
 
 
 class ModuleItem(Item):
@@ -252,12 +262,35 @@ class TreeItem(Item):
         return _structure_problems(self._tree, saved, "")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PartitionedOptimizer:
+    """An optimizer over `partitions`, which are in its groups during its steps only."""
+
+    optimizer: torch.optim.Optimizer
+    partitions: tuple[torch.Tensor, ...]
+
+
 class BaseOptimizerItem(Item):
     """An optimizer with state by parameter name: {"state": {name: {...}}, "param_groups": [...]}."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self._name = name
         self.optimizer = optimizer
+
+    @property
+    def kind(self) -> type[torch.optim.Optimizer]:
+        """The class that defines the names in the state: that of the optimizer inside wrappers."""
+        return type(inmost(self.optimizer))
+
+    @property
+    def param_groups(self) -> Sequence[Mapping[str, Any]]:
+        """The groups of the optimizer with the tensors that it optimizes."""
+        return self.optimizer.param_groups
+
+    @property
+    def stepped(self) -> torch.optim.Optimizer | PartitionedOptimizer:
+        """The optimizer whose steps change the tensors of this item."""
+        return self.optimizer
 
     @property
     @abstractmethod
@@ -310,7 +343,7 @@ class BaseOptimizerItem(Item):
         if tuple(param.shape) == shape and key != "step":
             # Not zeroed: the threads that read the saved bytes fill, and first touch, all of the memory.
             return torch.empty_like(param, dtype=dtype, requires_grad=False).detach()
-        group = next(g for g in self.optimizer.param_groups if any(p is param for p in g["params"]))
+        group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
         on_device = key != "step" or group.get("fused") or group.get("capturable")
         return torch.zeros(shape, dtype=dtype, device=param.device if on_device else "cpu")
 
@@ -406,6 +439,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part of a DTensor, or the tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return to_local().detach() if to_local is not None else tensor.detach()
+
+
+def inmost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer inside wrappers, such as those of Accelerate and Lightning."""
+    inner = next((o for o in vars(optimizer).values() if isinstance(o, torch.optim.Optimizer)), None)
+    return optimizer if inner is None or inner.state is not optimizer.state else inmost(inner)
 
 
 def is_extra_state(name: str) -> bool:

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ray_ckpt.capture.items import local_tensor
+from ray_ckpt.capture.items import PartitionedOptimizer, local_tensor
 from ray_ckpt.capture.torch_private import is_updated_in_backward
 from ray_ckpt.capture.walk import LiveSlice
+
+Stepped: TypeAlias = torch.optim.Optimizer | PartitionedOptimizer
+"""An optimizer whose steps run the hook."""
 
 
 class Running:
@@ -64,22 +67,31 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     running.wait()
 
 
-def guarded_storages(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+def guarded_storages(optimizers: Iterable[Stepped]) -> set[int]:
     """Return the addresses of storages that only the `step` of one of these optimizers changes.
 
     Left out: optimizers whose `step` runs no hooks, and parameters that are updated inside backward.
     """
     guarded: set[int] = set()
     refused: set[int] = set()
-    for optimizer in optimizers:
+    for stepped in optimizers:
+        optimizer = stepped.optimizer if isinstance(stepped, PartitionedOptimizer) else stepped
         is_hooked = runs_hooks(optimizer)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                places = guarded if is_hooked and not is_updated_in_backward(param) else refused
-                places.add(storage_of(param))
-                state = optimizer.state.get(param, {}) if param in optimizer.state else {}
-                places.update(storage_of(v) for v in state.values() if isinstance(v, torch.Tensor))
+        for param in optimized(stepped):
+            places = guarded if is_hooked and not is_updated_in_backward(param) else refused
+            places.add(storage_of(param))
+            state = optimizer.state.get(param, {}) if param in optimizer.state else {}
+            places.update(storage_of(v) for v in state.values() if isinstance(v, torch.Tensor))
     return guarded - refused
+
+
+def optimized(stepped: Stepped) -> Iterator[torch.Tensor]:
+    """Yield the tensors that the steps of an optimizer change, its state aside."""
+    if isinstance(stepped, PartitionedOptimizer):
+        yield from stepped.partitions
+        return
+    for group in stepped.param_groups:
+        yield from group["params"]
 
 
 def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -87,10 +99,9 @@ def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(type(optimizer).step, "hooked", False)
 
 
-def hooks_in_backward(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+def hooks_in_backward(optimizers: Iterable[Stepped]) -> int:
     """Return the number of parameters that may be updated inside backward."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return sum(is_updated_in_backward(param) for group in groups for param in group["params"])
+    return sum(is_updated_in_backward(param) for stepped in optimizers for param in optimized(stepped))
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -72,15 +72,17 @@ def predicted_state(
 
 
 def used_keys(
-    optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], settings: Sequence[Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]],
+    kind: type[torch.optim.Optimizer],
+    settings: Sequence[Mapping[str, Any]],
 ) -> dict[int, frozenset[str]]:
     """Return the names in the state of each parameter, by its id, after a step of `kind`.
 
-    `settings`, by group, override the settings of the optimizer. Groups that cannot be predicted are left
+    `settings`, by group, override those of the optimizer's `groups`. Groups that cannot be predicted are left
     out.
     """
     found: dict[int, frozenset[str]] = {}
-    for group, over in zip(optimizer.param_groups, settings, strict=False):
+    for group, over in zip(groups, settings, strict=False):
         alike: dict[int, list[torch.Tensor]] = {}  # by number of dimensions, on which the names depend
         for param in group["params"]:
             alike.setdefault(param.dim(), []).append(param)

@@ -1,4 +1,4 @@
-"""Private names of torch, each behind one function; those of FSDP1 are in `fsdp1.FlatUnit`.
+"""Private names of torch, each behind one function; those of FSDP1 are in `fsdp1.Fsdp1Unit`.
 
 tests/capture/test_torch_private_names.py checks each of them, so that a release of torch that moves a name
 fails there with a sentence about that name.

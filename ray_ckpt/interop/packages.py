@@ -10,6 +10,7 @@ from ray_ckpt.errors import ConfigError
 
 KNOWN = {
     "accelerate": SpecifierSet(">=1.15,<2"),
+    "deepspeed": SpecifierSet(">=0.19.8,<0.20"),
     "lightning": SpecifierSet(">=2.6,<2.7"),
     "peft": SpecifierSet(">=0.21,<1"),
     "transformers": SpecifierSet(">=5.23,<6"),

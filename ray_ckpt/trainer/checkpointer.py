@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from ray_ckpt.capture.adapt import adapt
+from ray_ckpt.capture.engines import parts_of
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import RestoreInfo, SavedState
 from ray_ckpt.config import RunOptions, is_uri
@@ -125,14 +126,24 @@ class Checkpointer:
         _open.add(self)
 
     def add(self, name: str, obj: Any) -> None:
-        """Register one more item. Call this before the restore, which fixes the set of items."""
+        """Register one more item. Call this before the restore, which fixes the set of items.
+
+        An engine of DeepSpeed is several items: `engine=engine` registers `model`, `optimizer` and, if it has
+        one, `scheduler`; `actor=engine` registers `actor`, `actor_optimizer` and `actor_scheduler`.
+        """
+        for part, found in parts_of(name, obj).items():
+            self._add(part, found)
+
+    def _add(self, name: str, obj: Any) -> None:
+        if self._objects.get(name, self) is obj:  # the optimizer of an engine that is registered too
+            return
         if self._session is not None:
             raise ConfigError(f"The item {name!r} comes too late.", hint="Add all items before the restore.")
         if RESERVED_ITEM.fullmatch(name) or name in self._objects or not name.isidentifier():
             raise ConfigError(f"{name!r} cannot be the name of an item.", hint="Use another identifier.")
         self._objects[name] = obj
         if not isinstance(obj, torch.optim.Optimizer):  # its parameters may belong to a later item
-            adapt(name, obj, {})
+            adapt(name, obj, {n: o for n, o in self._objects.items() if isinstance(o, torch.nn.Module)})
 
     def hold(self, items: Mapping[str, Item], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replace all items, also after the restore, by these ready items.
@@ -185,7 +196,7 @@ class Checkpointer:
         checkpoint = restored.checkpoint
         if self._probe is not None:
             self._probe.restored(items.items, checkpoint.step if checkpoint else None, warnings)
-        self._saver = Saver(link, restored.session, items.optimizers, on_wait=self._outcomes.count_wait)
+        self._saver = Saver(link, restored.session, items.stepped, on_wait=self._outcomes.count_wait)
         self._saver.prepare(items.predicted_layout(items.walk()))
         self._rng = items.items["rng"].tree() if info else None
         self._saved_step = info.step if info else 0

@@ -16,7 +16,7 @@ from torch import nn
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.classes import classes_of
 from ray_ckpt.capture.gradients import GradientsItem, Window
-from ray_ckpt.capture.items import Item
+from ray_ckpt.capture.items import BaseOptimizerItem, Item
 from ray_ckpt.capture.predict import with_predictions
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.unregistered import early_iterators, unregistered
@@ -42,12 +42,19 @@ class RankItems:
         owners = {n: o for n, o in objects.items() if isinstance(o, nn.Module | nn.Parameter)}
         self.items: dict[str, Item] = {name: adapt(name, obj, owners) for name, obj in objects.items()}
         self.items["rng"] = RngItem()
-        self.optimizers = [obj for obj in objects.values() if isinstance(obj, torch.optim.Optimizer)]
-        self.window = Window(self.optimizers, [o for o in owners.values() if isinstance(o, nn.Module)])
+        self.stepped = [item.stepped for item in self.items.values() if isinstance(item, BaseOptimizerItem)]
+        plain = [stepped for stepped in self.stepped if isinstance(stepped, torch.optim.Optimizer)]
+        self.window = Window(plain, [o for o in owners.values() if isinstance(o, nn.Module)])
         if partial_grads:
             self.items["gradients"] = GradientsItem(
                 owners, window=self.window, world_size=identity.world_size
             )
+
+    @property
+    def hyperparameter_owners(self) -> dict[str, Any]:
+        """The registered objects, with the optimizer inside that of an engine, by item name."""
+        inner = {n: i.optimizer for n, i in self.items.items() if isinstance(i, BaseOptimizerItem)}
+        return {**self.objects, **inner}
 
     def hold(self, items: Mapping[str, Item]) -> None:
         """Replace the items of the user; those of ray_ckpt itself stay."""
@@ -98,7 +105,8 @@ class RankItems:
 
     def postpone(self) -> bool:
         """Return True if the save that is due now waits for the end of the window."""
-        if "gradients" in self.items or not self.window.is_open():
+        is_open = "gradients" not in self.items and self.window.is_open()
+        if not is_open and not any(item.is_accumulating() for item in self.items.values()):
             self._num_postponed = 0
         else:
             self._num_postponed += 1

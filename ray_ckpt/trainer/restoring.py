@@ -46,7 +46,7 @@ class Restoring:
         self._items = items
         self._options = link.options
         self._is_first = link.identity.rank == 0
-        self._built = Hyperparameters(items.objects)
+        self._built = Hyperparameters(items.hyperparameter_owners)
         self._built.check(link.options.keep)
         self._reader = ItemReader(link, items.items)
 

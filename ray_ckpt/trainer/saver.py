@@ -15,7 +15,13 @@ import torch
 
 from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.dtensors import mesh_text
-from ray_ckpt.capture.overlap_guard import background_slices, guarded_storages, hooks_in_backward
+from ray_ckpt.capture.overlap_guard import (
+    Stepped,
+    background_slices,
+    guarded_storages,
+    hooks_in_backward,
+    optimized,
+)
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 from ray_ckpt.capture.walk import Walked
 from ray_ckpt.errors import ConfigError, InsufficientSpace, Unavailable, text_of
@@ -36,14 +42,14 @@ class Saver:
         self,
         link: SaveLink,
         session: int,
-        optimizers: Iterable[torch.optim.Optimizer],
+        optimizers: Iterable[Stepped],
         *,
         on_wait: Callable[[float], None],
     ) -> None:
         """Call `on_wait` with the seconds of each wait before an optimizer step."""
         self._link = link
         self._session = session
-        self.optimizers = tuple(optimizers)
+        self.optimizers: tuple[Stepped, ...] = tuple(optimizers)
         options = link.options
         self._stall_s: float | None = None  # blocked time of the last save; None: the save still blocks
         self._snapshotter = Snapshotter(
@@ -241,13 +247,12 @@ class Saver:
 
     def _plan_of(self, walked: Walked) -> CopyPlan:
         """Return the plan of the previous save, or a new plan if a tensor has moved or a hook was added."""
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        params = (id(param) for group in groups for param in group["params"])
-        optimized = (hooks_in_backward(self.optimizers), *params)
+        params = (id(param) for stepped in self.optimizers for param in optimized(stepped))
+        found = (hooks_in_backward(self.optimizers), *params)
         plan = self._plan
         if plan is not None and plan.whole is not walked.slices:
             plan = self._plan = plan.followed(walked.slices)
-        if plan is None or plan.optimized != optimized:
+        if plan is None or plan.optimized != found:
             owned = walked.owned(self._link.identity.rank, self._link.identity.node_ranks)
             layout = self._layout_of(frozenset(live.slice for live in owned))
             by_key = walked.by_slice_key
@@ -255,7 +260,7 @@ class Saver:
             background = background_slices(walked.slices, guarded_storages(self.optimizers))
             plan = self._plan = CopyPlan(
                 whole=walked.slices,
-                optimized=optimized,
+                optimized=found,
                 layout=layout,
                 slices=tuple(map(by_key.__getitem__, order)),
                 places={place: index for index, place in enumerate(order)},

@@ -1,7 +1,7 @@
 """Private names of torch, each through the function that uses it, in the torch that is installed.
 
 A failure means that a release of torch has moved or renamed something: change the function in
-`ray_ckpt/capture/torch_private.py`, or `FlatUnit` in `ray_ckpt/capture/fsdp1.py`, and nothing else.
+`ray_ckpt/capture/torch_private.py`, or `Fsdp1Unit` in `ray_ckpt/capture/fsdp1.py`, and nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, Sequen
 from torch.utils.data import DataLoader
 
 from ray_ckpt.capture import torch_private
-from ray_ckpt.capture.fsdp1 import FlatUnit
+from ray_ckpt.capture.fsdp1 import Fsdp1Unit
 
 ON_CPU: dict[str, Any] = {"device_id": torch.device("cpu"), "sharding_strategy": ShardingStrategy.NO_SHARD}
 """For FSDP1 in a world of one rank, where it warns of other strategies."""
@@ -149,7 +149,7 @@ def test_flat_parameters_of_fsdp1(one_rank: None, use_orig_params: bool) -> None
         "_param_extensions _contiguities _shapes _shard_param_infos _is_padding_mask _param_infos "
         "_shared_param_infos _params",
     )
-    unit = FlatUnit("model", wrapped)
+    unit = Fsdp1Unit("model", wrapped)
     wanted = {"0.weight": (2, 3), "0.bias": (2,), "1.weight": (3, 2), "1.bias": (3,)}
     names = {id(inside): prefix for prefix, inside in module.named_modules()}
     owners = [f"{names[id(inside)]}.{name}" for inside, name in unit.owners()]
