@@ -67,9 +67,7 @@ def _connect(config: Any, base_folder: str) -> None:
                 f"Rank {rank} of {world_size} finds no Ray cluster.",
                 hint="Run `ray start --head` on one node and `ray start --address=...` on the others first.",
             ) from error
-    connect(
-        run=run, storage_path=storage_path, rank=rank, world_size=world_size, **_options(config)
-    )
+    connect(run=run, storage_path=storage_path, rank=rank, world_size=world_size, **_options(config))
 
 
 def _options(config: Any) -> dict[str, Any]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import random
 import signal
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torchtitan.tools.utils
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", torch.cpu
@@ -29,6 +28,7 @@ from torchtitan.config import ConfigManager  # noqa: E402
 from ray_ckpt.config import RunOptions  # noqa: E402
 from ray_ckpt.trainer.connection import Connection, set_connection  # noqa: E402
 from tests.capture.local import LocalLink, restored_from  # noqa: E402
+from tests.frameworks.torchtitan.setups import Setup  # noqa: E402
 
 
 class NoMonitor:
@@ -45,41 +45,14 @@ metrics.build_device_memory_monitor = NoMonitor
 torchtitan.trainer.dist_utils.set_pg_timeouts = lambda **_: None  # its barrier names a device of NCCL
 
 
-def make_assets(folder: Path) -> None:
-    """Write a tokenizer of letters, and a data set where torchtitan's `c4_test` looks for it."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    letters = ["<unk>", "<s>", "</s>", *map(chr, range(97, 123))]
-    tokenizer = Tokenizer(models.WordLevel({c: k for k, c in enumerate(letters)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    (folder / "assets").mkdir()
-    tokenizer.save(str(folder / "assets" / "tokenizer.json"))
-    special = {"bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "assets" / "tokenizer_config.json").write_text(json.dumps(special))
-    drawn = random.Random(0)
-    texts = ("".join(map(chr, drawn.choices(range(97, 123), k=drawn.randrange(20, 90)))) for _ in range(100))
-    data = folder / "tests" / "assets" / "c4_test"
-    data.mkdir(parents=True)
-    (data / "data.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-
 def build(flags: list[str]) -> Any:
     """Return the Trainer that `torchtitan.train` builds for these flags."""
     base = ["--module", "tests.frameworks.torchtitan.configs", "--config", "tiny"]
-    return ConfigManager().parse_args([*base, *flags]).build()
-
-
-@dataclass(frozen=True)
-class Setup:
-    """One group of ranks. Without `checkpoints`, the manager connects to a run on Ray by itself."""
-
-    folder: str
-    flags: list[str]
-    checkpoints: str | None = None  # folder of checkpoints, one folder for each step
-    resume: int = 0  # step of the checkpoint to restore
-    saved_ranks: int = 1  # of that checkpoint
-    kill_at: int = 0  # step after which each rank gets SIGKILL
-    options: dict[str, Any] = field(default_factory=dict)  # of the run
+    trainer = ConfigManager().parse_args([*base, *flags]).build()
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo multiplies no gradients while it reduces
+    return trainer
 
 
 def connect(setup: Setup, rank: int, world_size: int) -> LocalLink | None:
