@@ -1,4 +1,7 @@
-"""torchtitan through ray_ckpt: `--override.imports ray_ckpt.torchtitan.manager`; see docs/guides/torchtitan.md."""
+"""torchtitan through ray_ckpt; see docs/guides/torchtitan.md.
+
+`--override.imports ray_ckpt.torchtitan.manager` on its command line replaces the checkpoint manager.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,9 @@ class CheckpointManager(interop.CheckpointManager):
         super().__init__(config, base_folder=base_folder, **objects)
 
 
-@override(target=BaseCheckpointManager.Config, description="checkpoints through ray_ckpt")  # type: ignore[untyped-decorator]
+@override(target=BaseCheckpointManager.Config, description="through ray_ckpt")  # type: ignore[untyped-decorator]
 def manager(config: Any, **options: Any) -> Any:
-    """Return the Config of ray_ckpt's manager with the options of torchtitan's; `options` are those of the run.
+    """Return the Config of ray_ckpt's manager with the options of torchtitan's, and `options` of the run.
 
     Raises ConfigError for the Config of a manager other than torchtitan's default.
     """

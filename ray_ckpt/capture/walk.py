@@ -376,7 +376,7 @@ def _replaced(found: Callable[[TensorRef, tuple[str, ...]], Any], value: Any, pa
         return found(value, path)
     if isinstance(value, TorchDtype):
         return _dtype(value.name)
-    # An inner function that calls itself would be a cycle, and keep the tensors of `found` until it is collected.
+    # An inner function that calls itself would be a cycle, which keeps the tensors of `found` alive.
     return map_leaves(value, partial(_replaced, found), path)
 
 

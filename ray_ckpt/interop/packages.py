@@ -14,7 +14,7 @@ KNOWN = {
     "peft": SpecifierSet(">=0.21,<1"),
     "torchtitan": SpecifierSet(">=0.3,<0.4"),
     "transformers": SpecifierSet(">=5.23,<6"),
-    "vllm": SpecifierSet(">=0.30,<0.34"),
+    "vllm": SpecifierSet(">=0.30,<0.31"),
 }
 
 

@@ -78,7 +78,7 @@ class RayCkptLoader(BaseModelLoader):  # type: ignore[misc]
     open_in_cluster: ClassVar[InCluster]
 
     def __init__(self, load_config: Any) -> None:
-        """Take vLLM's LoadConfig. Raises ConfigError for a version of vLLM that is not known, and as `parse`."""
+        """Take vLLM's LoadConfig. Raises ConfigError for an unknown version of vLLM, and as `parse`."""
         require("vllm", extra="vllm", owner=BaseModelLoader, names=("download_model", "load_weights"))
         super().__init__(load_config)
         self._config = LoaderConfig.parse(load_config.model_loader_extra_config)

@@ -74,7 +74,7 @@ class LoaderItem(Item):
         self._loader.load_state_dict(_with_pickles(tree))
 
     def problems(self, saved: Any) -> list[str]:
-        """Return why the loader cannot continue: it divides data over the ranks that it had, and no others."""
+        """Return why the loader cannot continue: data are divided over the ranks that it had."""
         if _has_bytes(saved):
             return ["has bytes in the checkpoint, which are not taken for a pickle"]
         here, there = _shard(self._loader.state_dict()), _shard(saved)

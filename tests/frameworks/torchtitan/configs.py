@@ -39,7 +39,9 @@ def tiny() -> Any:
         setattr(parent, attribute, NoisyAttention.Config())
     config.training.seq_len, config.training.local_batch_size = 32, 2
     config.training.disable_cuda_graphs = True
-    config.parallelism.spmd_backend = "partial_dtensor"  # the default needs a newer FSDP2 than that of torch 2.13
+    config.parallelism.spmd_backend = (
+        "partial_dtensor"  # the default needs a newer FSDP2 than that of torch 2.13
+    )
     config.hf_assets_path = "assets"
     config.validator.enable = False
     config.checkpoint = CheckpointManager.Config(interval=4, last_save_model_only=False)

@@ -4,5 +4,4 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import tests.frameworks.torchtitan.program
     import torchtitan.models.llama3.config_registry  # noqa: F401

@@ -1,7 +1,8 @@
 """A rank of a training by torchtitan's own Trainer, with the environment that torchrun sets.
 
-`python -m tests.frameworks.torchtitan.program SETUP`, a JSON object of the fields of Setup. torchtitan needs an accelerator. Here its device is the CPU, and its monitor of device memory is replaced, as
-torch.cpu has no statistics; all else is torchtitan's. At each step a line goes to `journal-<rank>.jsonl`.
+`python -m tests.frameworks.torchtitan.program SETUP`, a JSON object of the fields of Setup. torchtitan
+needs an accelerator. Here its device is the CPU, and its monitor of device memory is replaced, as torch.cpu
+has no statistics; all else is torchtitan's. At each step a line goes to `journal-<rank>.jsonl`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from torchtitan.trainer import Trainer
 
 from jobs.demo.free_ports import free_port
 from ray_ckpt.config import RunOptions
-from ray_ckpt.errors import ConfigError, MismatchError, NotConnected, UnsupportedItem
+from ray_ckpt.errors import ConfigError, NotConnected, UnsupportedItem
 from ray_ckpt.interop.torchtitan.items import LoaderItem, ModelItem
 from ray_ckpt.interop.torchtitan.manager import HOOKS, CheckpointManager
 from ray_ckpt.torchtitan import _options, manager
@@ -199,7 +198,9 @@ def test_the_weights_are_the_live_ones_and_not_those_of_hooks(tmp_path: Path) ->
     set_connection(Connection(link=first.resumed(tmp_path, 4)))
     two = build()
     (other,) = two._stock_arguments["model_parts"]
-    assert not torch.equal(other.layers["0"].attention.qkv_linear.wqkv.weight, model.layers["0"].attention.qkv_linear.wqkv.weight)
+    assert not torch.equal(
+        other.layers["0"].attention.qkv_linear.wqkv.weight, model.layers["0"].attention.qkv_linear.wqkv.weight
+    )
     assert two.load()
     for name, param in other.named_parameters():
         assert torch.equal(param, dict(model.named_parameters())[name]), name
@@ -215,7 +216,7 @@ def test_extra_state_is_refused() -> None:
         def get_extra_state(self) -> Any:
             return {"scale": 1}
 
-    with pytest.raises(UnsupportedItem, match="Extra.*has extra state"):
+    with pytest.raises(UnsupportedItem, match=r"Extra.*has extra state"):
         ModelItem(torch.nn.Sequential(Extra(2, 2)))
 
 
@@ -271,7 +272,9 @@ class Hostile:
         (Path("x"), "pathlib"),
     ],
 )
-def test_objects_in_the_state_of_a_loader_are_refused_and_nothing_of_them_runs(state: Any, named: str) -> None:
+def test_objects_in_the_state_of_a_loader_are_refused_and_nothing_of_them_runs(
+    state: Any, named: str
+) -> None:
     with pytest.raises(UnsupportedItem, match=f"cannot be saved without pickle: .*({named})") as caught:
         LoaderItem(loader(Stateful(state))).tree()
     assert "plain values" in str(caught.value.hint) and RAN == []

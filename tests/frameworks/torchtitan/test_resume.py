@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -19,37 +22,45 @@ from tests.frameworks.torchtitan.setups import Setup, make_assets
 ROOT = Path(__file__).parents[3]
 FLAG = ["--checkpoint.enable", "--override.imports", "ray_ckpt.torchtitan.manager"]
 RANKS, AT, TOTAL = 2, 4, 8
-WAIT_S = 600.0
+WAIT_S, PORTS = 600.0, 3
 pytestmark = pytest.mark.timeout(1_800)  # each rank imports torch and torchtitan
 
 
 def run(setup: Setup, world_size: int) -> tuple[list[int], str]:
-    """Run a group as torchrun would; return the exit codes of its ranks and what rank 0 printed."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    """Run a group as torchrun would; return the exit codes of its ranks and what they printed."""
+    for _ in range(PORTS):
+        codes, text = start(setup, world_size)
+        if "EADDRINUSE" not in text:  # between the choice of a port and its use, another process may take it
+            break
+    return codes, text
+
+
+def start(setup: Setup, world_size: int) -> tuple[list[int], str]:
+    group = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = {**os.environ, **group, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", f"{__package__}.program", json.dumps(dataclasses.asdict(setup))]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        texts = [rank.communicate(timeout=WAIT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
+    with TemporaryFile("w+") as out:
+        ranks = [
+            psutil.Popen(
+                command,
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(world_size)
+        ]
+
+        def end_all(ended: Any) -> None:
+            for rank in ranks:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if ended.returncode:  # the others wait for it
+                        rank.kill()
+
+        for rank in psutil.wait_procs(ranks, timeout=WAIT_S, callback=end_all)[1]:
             rank.kill()
-    return [rank.returncode for rank in ranks], texts[0]
+        codes = [rank.wait() for rank in ranks]
+        out.seek(0)
+        return codes, out.read()
 
 
 def train(folder: Path, world_size: int, *, flags: tuple[str, ...] = (), **setup: Any) -> dict[str, Any]:
