@@ -79,4 +79,4 @@ def _options(config: Any) -> dict[str, Any]:
     options |= {"keep_last": config.keep_latest_k} if config.keep_latest_k else {"keep_every": 1}
     if config.load_step >= 0:
         options["resume"] = f"step:{config.load_step}"
-    return options | config.options
+    return {**options, **config.options}

@@ -124,5 +124,5 @@ class RayCkptLoader(BaseModelLoader):  # type: ignore[misc]
 
 def register(open_in_cluster: InCluster) -> None:
     """Register the loader with vLLM; a second call changes nothing but logs a warning of vLLM."""
-    RayCkptLoader.open_in_cluster = staticmethod(open_in_cluster)  # type: ignore[assignment]
+    RayCkptLoader.open_in_cluster = staticmethod(open_in_cluster)
     register_model_loader(LOAD_FORMAT)(RayCkptLoader)

@@ -98,7 +98,9 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         }
         if dataloader is not None:
             self._items[LOADER] = LoaderItem(dataloader)
-        checkpointer = self._checkpointer = Checkpointer(**self._loaded_items())
+        checkpointer = self._checkpointer = Checkpointer()
+        for name, item in self._loaded_items().items():
+            checkpointer.add(name, item)
         _check_options(config, checkpointer.options)
         if dataloader is not None:
             call_at_iteration(dataloader, checkpointer.restore_random_state)

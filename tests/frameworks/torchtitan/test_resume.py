@@ -99,10 +99,10 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_killed_training_resumes_bit_for_bit(tmp_path: Path, broken: Path) -> None:
     make_assets(tmp_path)
-    checkpoints = {"checkpoints": str(tmp_path / "checkpoints"), "flags": ("--training.steps", str(TOTAL))}
-    calm = train(tmp_path, RANKS, **checkpoints)
-    checkpoints["checkpoints"] = str(broken / "checkpoints")
-    resumed = train(broken, RANKS, **checkpoints, resume=AT, saved_ranks=RANKS)
+    setup: dict[str, Any] = {"flags": ("--training.steps", str(TOTAL))}
+    calm = train(tmp_path, RANKS, **setup, checkpoints=str(tmp_path / "checkpoints"))
+    setup |= {"checkpoints": str(broken / "checkpoints"), "resume": AT, "saved_ranks": RANKS}
+    resumed = train(broken, RANKS, **setup)
     assert_equal(resumed, calm)
     for rank in range(RANKS):
         steps = [line[0] for line in journal(broken, rank)]
@@ -112,7 +112,7 @@ def test_a_killed_training_resumes_bit_for_bit(tmp_path: Path, broken: Path) -> 
 
 def test_another_number_of_ranks_has_the_same_weights_and_moments(tmp_path: Path, broken: Path) -> None:
     make_assets(tmp_path)
-    saved = {"checkpoints": str(broken / "checkpoints"), "resume": AT, "saved_ranks": RANKS}
+    saved: dict[str, Any] = {"checkpoints": str(broken / "checkpoints"), "resume": AT, "saved_ranks": RANKS}
     steps = ("--training.steps", str(AT))  # no step is left: the state at the end is the restored one
     anew = ("--checkpoint.exclude_from_loading", "dataloader")
     there, one, three = (
