@@ -119,12 +119,12 @@ def whole(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: (v.full_tensor() if isinstance(v, DTensor) else v).detach() for name, v in found.items()}
 
 
-def main(setup: Setup) -> None:
+def main(setup: Setup, flags: list[str]) -> None:
     os.chdir(setup.folder)
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     link = connect(setup, rank, world_size)
-    trainer = build(setup.flags)
+    trainer = build([*setup.flags, *flags])
     watch(trainer, setup, link, rank)
     try:
         trainer.train()
@@ -137,4 +137,4 @@ def main(setup: Setup) -> None:
 
 
 if __name__ == "__main__":
-    main(Setup(**json.loads(sys.argv[1])))
+    main(Setup(**json.loads(sys.argv[1])), sys.argv[2:])
