@@ -29,6 +29,8 @@ INTEGRATIONS = (
     "deepspeed",
     "huggingface",
     "lightning",
+    "torchtitan",
+    "vllm",
 )  # of other trainers, which bring many packages
 DISTRIBUTIONS = {"google": "google-auth", "grpc": "grpcio"}  # others have the name of their module
 FSSPEC = {"backend": "fsspec"}

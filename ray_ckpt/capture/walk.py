@@ -6,6 +6,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, TypeAlias
@@ -367,15 +368,16 @@ def _same_kind(value: Any, mapped: dict[Any, Any]) -> Any:
 
 def replace_refs(tree: Any, found: Callable[[TensorRef, tuple[str, ...]], Any]) -> Any:
     """Rebuild a saved tree with `found(ref, path)` in place of each TensorRef, and with torch's dtypes."""
+    return _replaced(found, tree, ())
 
-    def visit(value: Any, path: tuple[str, ...]) -> Any:
-        if isinstance(value, TensorRef):
-            return found(value, path)
-        if isinstance(value, TorchDtype):
-            return _dtype(value.name)
-        return map_leaves(value, visit, path)
 
-    return visit(tree, ())
+def _replaced(found: Callable[[TensorRef, tuple[str, ...]], Any], value: Any, path: tuple[str, ...]) -> Any:
+    if isinstance(value, TensorRef):
+        return found(value, path)
+    if isinstance(value, TorchDtype):
+        return _dtype(value.name)
+    # An inner function that calls itself would be a cycle, which keeps the tensors of `found` alive.
+    return map_leaves(value, partial(_replaced, found), path)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -13,7 +13,9 @@ KNOWN = {
     "deepspeed": SpecifierSet(">=0.19.8,<0.20"),
     "lightning": SpecifierSet(">=2.6,<2.7"),
     "peft": SpecifierSet(">=0.21,<1"),
+    "torchtitan": SpecifierSet(">=0.3,<0.4"),
     "transformers": SpecifierSet(">=5.23,<6"),
+    "vllm": SpecifierSet(">=0.30,<0.31"),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.names import shard_file, state_file
+from ray_ckpt.format.names import make_attempt, shard_file, state_file
 from ray_ckpt.format.tree import decode_tree
 from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
@@ -30,7 +30,6 @@ from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard
 from ray_ckpt.types import (
     AttemptId,
     CheckpointInfo,
-    Fragment,
     Level,
     ManifestRow,
     RankRestore,
@@ -187,6 +186,11 @@ class LocalLink:
 
     def resumed(self, folder: Path, step: int, options: RunOptions | None = None) -> LocalLink:
         """Return this rank in a new group, which restores the checkpoint of `step` from `folder`."""
+        rows = self.write(folder, step)
+        return restored_from(folder, step, rows, options or self.options)
+
+    def write(self, folder: Path, step: int) -> tuple[ManifestRow, ...]:
+        """Write the files of this rank's part of the checkpoint of `step`; return their rows."""
         sealed = next(s for s in self.sealed if s.attempt.step == step)
         layout = next(s.layout for s in reversed(self.sealed) if s.layout is not None)
         shard, state = shard_file(self.rank, self.world_size), state_file(self.rank, self.world_size)
@@ -199,34 +203,10 @@ class LocalLink:
             found = digest(data[file][at : at + nbytes])
             return ManifestRow(kind=kind, file=file, byte_offset=at, nbytes=nbytes, digest=found, slice=part)
 
-        fragment = Fragment(
-            attempt=sealed.attempt,
-            node_index=0,
-            num_nodes=1,
-            world_size=self.world_size,
-            ranks=(self.rank,),
-            files=(),
-            rows=(
-                row(state, 0, len(sealed.state)),
-                *(row(shard, placed.byte_offset, placed.nbytes, placed.slice) for placed in layout.slices),
-            ),
+        return (
+            row(state, 0, len(sealed.state)),
+            *(row(shard, placed.byte_offset, placed.nbytes, placed.slice) for placed in layout.slices),
         )
-        info = CheckpointInfo(
-            id=sealed.attempt,
-            seq=1,
-            level=Level.LOCAL,
-            world_size=self.world_size,
-            num_nodes=1,
-            size_bytes=1,
-            root_digest="",
-            committed_at_s=0.0,
-            metrics={},
-        )
-        sources = {file: (FileSource(tier="local", where="node", path=str(folder / file)),) for file in data}
-        ticket = RestoreTicket(
-            session=2, epoch=1, checkpoint=info, manifest=ListedRows(fragment.rows), sources=sources
-        )
-        return LocalLink(options=options or self.options, given=ticket)
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Return the tensors of the checkpoint of a step, by key."""
@@ -237,6 +217,37 @@ class LocalLink:
         """Return the state of the checkpoint of a step without its tensors."""
         tree: dict[str, object] = decode_tree(next(s.state for s in self.sealed if s.attempt.step == step))
         return tree
+
+
+def restored_from(
+    folder: Path,
+    step: int,
+    rows: Sequence[ManifestRow],
+    options: RunOptions,
+    *,
+    saved_ranks: int = 1,
+    rank: int = 0,
+    world_size: int = 1,
+) -> LocalLink:
+    """Return a rank of a new group, which restores the checkpoint that `saved_ranks` wrote to `folder`."""
+    attempt = make_attempt(run_uid="0" * 32, epoch=1, session=1, step=step, attempt=0)
+    info = CheckpointInfo(
+        id=attempt,
+        seq=1,
+        level=Level.LOCAL,
+        world_size=saved_ranks,
+        num_nodes=1,
+        size_bytes=1,
+        root_digest="",
+        committed_at_s=0.0,
+        metrics={},
+    )
+    files = {row.file for row in rows}
+    sources = {file: (FileSource(tier="local", where="node", path=str(folder / file)),) for file in files}
+    ticket = RestoreTicket(
+        session=2, epoch=1, checkpoint=info, manifest=ListedRows(tuple(rows)), sources=sources
+    )
+    return LocalLink(options=options, rank=rank, world_size=world_size, given=ticket)
 
 
 def _done(value: T) -> Future[T]:

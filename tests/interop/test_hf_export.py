@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from transformers import core_model_loading
 
 import ray_ckpt
 from ray_ckpt.capture.adapt import adapt
+from ray_ckpt.catalog.load import OpenedCheckpoint
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.interop.huggingface.files import FilesItem
 from tests.catalog.test_export import export
@@ -51,7 +55,21 @@ def mixture() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
-MODELS = {"tied": gpt2, "untied": untied, "mixture": mixture}
+def qwen() -> Any:
+    config = transformers.Qwen3Config(
+        **SMALL,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
+MODELS = {"tied": gpt2, "untied": untied, "mixture": mixture, "tied, with norms of heads": qwen}
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +174,42 @@ def test_tensors_come_in_the_order_of_layers_and_memory_holds_one_layer(
     total = sum(tensor.nbytes for tensor in found.values())
     assert 0 < max(held) < total / 2.5, "one of three layers at a time"
     assert sum(held) < 1.01 * total, "no tensor is read twice"
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_memory_holds_the_tensors_of_one_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[], Any]
+) -> None:
+    model = build()
+    run = saved(tmp_path, model)
+    live, peak = 0, 0
+    load = OpenedCheckpoint.load
+
+    def released(nbytes: int) -> None:
+        nonlocal live
+        live -= nbytes
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal live, peak
+        found = load(self, *args, **kwargs)
+        for tensor in found.values():
+            live += tensor.nbytes
+            weakref.finalize(tensor.untyped_storage(), released, tensor.nbytes)
+        peak = max(peak, live)
+        return found
+
+    monkeypatch.setattr(OpenedCheckpoint, "load", counting)
+    gc.collect()
+    gc.disable()  # tensors in a cycle would stay
+    try:
+        for _ in ray_ckpt.huggingface.tensors(run):
+            pass
+    finally:
+        gc.enable()
+    layers: dict[str, int] = defaultdict(int)
+    for name, tensor in model.state_dict().items():
+        layers[name.split(".")[2] if ".layers." in name else name] += tensor.nbytes
+    assert 0 < peak <= max(layers.values()) + max(tensor.nbytes for tensor in model.state_dict().values())
 
 
 def test_a_configuration_may_come_from_another_directory(tmp_path: Path) -> None:

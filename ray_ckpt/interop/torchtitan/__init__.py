@@ -1,0 +1,1 @@
+"""torchtitan: a checkpoint manager, and the items of its Trainer."""
