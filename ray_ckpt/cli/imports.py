@@ -25,6 +25,9 @@ class Form(StrEnum):
     dcp = "dcp"
     hf = "hf"
     pt = "pt"
+    deepspeed = "deepspeed"
+    universal = "universal"
+    verl = "verl"
 
 
 def import_(
