@@ -28,6 +28,7 @@ class Form(StrEnum):
     deepspeed = "deepspeed"
     universal = "universal"
     verl = "verl"
+    torch_dist = "torch_dist"
 
 
 def import_(

@@ -13,11 +13,12 @@ from ray_ckpt.interop.importers.dcp import read_directory
 from ray_ckpt.interop.importers.deepspeed import read_tag
 from ray_ckpt.interop.importers.huggingface import read_folder
 from ray_ckpt.interop.importers.source import Imported
+from ray_ckpt.interop.importers.torch_dist import read_torch_dist
 from ray_ckpt.interop.importers.torch_file import read_file
 from ray_ckpt.interop.importers.universal import read_universal
 from ray_ckpt.interop.importers.verl import read_ranks
 
-Form: TypeAlias = Literal["dcp", "hf", "pt", "deepspeed", "universal", "verl"]
+Form: TypeAlias = Literal["dcp", "hf", "pt", "deepspeed", "universal", "verl", "torch_dist"]
 
 _READERS = {
     "dcp": read_directory,
@@ -26,6 +27,7 @@ _READERS = {
     "deepspeed": read_tag,
     "universal": read_universal,
     "verl": read_ranks,
+    "torch_dist": read_torch_dist,
 }
 
 

@@ -75,10 +75,19 @@ _SHARDED = {
     "torch.distributed._tensor.api.DTensor",  # before torch 2.5
     *_named("torch.distributed._tensor.placement_types.*", "DTensorSpec TensorMeta Shard Replicate"),
 }
+_MEGATRON = {
+    "argparse.Namespace",
+    "_io.BytesIO",
+    *_named("megatron.core.enums.*", "ModelType Fp8Recipe Fp4Recipe"),
+    *_named(
+        "megatron.core.transformer.enums.*", "AttnBackend AttnMaskType AttnType LayerType CudaGraphScope"
+    ),
+}
 ALLOWED = {
     "pt": frozenset(_VALUES),
     "dcp": frozenset(_VALUES | _METADATA),
     "deepspeed": frozenset(_VALUES | _DEEPSPEED),
+    "torch_dist": frozenset(_VALUES | _MEGATRON),
     "verl": frozenset(_VALUES | _SHARDED),
 }
 """The names that a pickle may have, by the format of the import."""

@@ -263,7 +263,7 @@ def ranked_files(source: Path, kind: str) -> list[Path]:
     them is missing.
     """
     found: dict[int, Path] = {}
-    for path in source.iterdir() if source.is_dir() else ():
+    for path in sorted(source.iterdir(), reverse=True) if source.is_dir() else ():
         if path.name.startswith(("layer_", "expp_rank_", "expert_")) or path.name == "offloaded_tensors":
             raise _unsupported(str(path), "pipelines, experts or offload to NVMe")
         match = _RANKED.fullmatch(path.name)
