@@ -31,7 +31,8 @@ def held_by(value: Foreign, path: tuple[str, ...]) -> tuple[tuple[int, ...], lis
     Raise UnsupportedLeaf for a placement that does not show the box, ValueError if the local tensor has
     another shape than its placements.
     """
-    fields = value.args[3]
+    attributes, slots = value.args[3] if type(value.args[3]) is tuple else (value.args[3], None)
+    fields = {**(attributes or {}), **(slots or {})}
     spec, local = fields["_spec"].state, tensor_of(fields["_local_tensor"], path)
     shape = sizes(spec["tensor_meta"].args[0])
     cuts = list(_cuts(spec, path))

@@ -127,6 +127,8 @@ def _trees(values: RankValues, paths: Mapping[str, Path]) -> Iterator[tuple[str,
         optimizer = TorchArchive(paths["optim"], form="verl")
         with interpreting(str(paths["optim"])):
             state = _dict(optimizer.value())
+            if not state:  # SkyRL without an optimizer
+                return
             if not {"state", "param_groups"} <= state.keys():
                 raise ValueError("it is no state dict of one optimizer of torch")
             yield OPTIMIZER, values.take(state, optimizer, (OPTIMIZER,))
@@ -136,7 +138,7 @@ def _extra(values: Values, path: Path) -> Iterator[tuple[str, Any]]:
     archive = TorchArchive(path, form="verl")
     with interpreting(str(path)):
         state = _dict(archive.value())
-        if state.get("lr_scheduler") is not None:
+        if state.get("lr_scheduler"):
             yield SCHEDULER, values.take(state["lr_scheduler"], archive, (SCHEDULER,))
         others = {key: value for key, value in state.items() if key not in ("lr_scheduler", _RANDOM)}
         if any(value is not None for value in others.values()):

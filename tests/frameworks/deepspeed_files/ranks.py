@@ -17,7 +17,12 @@ TRAIN = "tests.frameworks.deepspeed_files.train"
 def environment(**more: object) -> dict[str, str]:
     """Return the environment of a process with DeepSpeed on CPUs; the compiler finds ninja on its PATH."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    fixed = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path}
+    fixed = {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PATH": path,
+        "TORCH_EXTENSIONS_DIR": f"{sys.prefix}/torch_extensions",  # else environments build over each other
+    }
     return {**os.environ, **fixed, **{name: str(value) for name, value in more.items()}}
 
 
