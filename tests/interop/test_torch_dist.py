@@ -72,7 +72,7 @@ def test_megatron_reads_the_export(run: Path, tmp_path: Path) -> None:
 
 def test_megatron_reads_a_plain_training(tmp_path: Path) -> None:
     model, optimizer = trained()
-    names = {param: name for name, param in model.named_parameters()}
+    names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
     state = {names[param]: values for param, values in optimizer.state.items()}
     plain = {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
