@@ -1,13 +1,14 @@
 """`python -m tests.hostile.foreign --seeds 0:500`: imports of damaged and hostile directories.
 
-For each seed one file of a small directory of each format is mutated and imported in a forked child, which
-has to end within 20 s and 500 MB above the interpreter, start no process, and give an error that names the
-file, or the tensors of the undamaged directory.
+For each seed one file of a small directory of each format is mutated and read in a forked child, which has to
+end within 20 s and 500 MB above the interpreter, start no process, and give an error that names the file, or
+the tensors of the undamaged directory. Every tenth seed runs the whole command, into a run that is loaded.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import json
 import os
@@ -24,6 +25,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,17 @@ import torch
 import ray_ckpt
 from ray_ckpt.cli import main as command
 from ray_ckpt.errors import CheckpointError
+from ray_ckpt.format.manifest import check_coverage
+from ray_ckpt.format.tree import encode_tree
+from ray_ckpt.interop.importers import Form, open_source
+from ray_ckpt.types import ManifestRow
 from tests.hostile.mutations import MUTATIONS
 from tests.hostile.play import MAX_GROWN_BYTES
 from tests.hostile.readers import MAX_S, _digest, _reset_peak, _status_bytes, _surroundings
 from tests.hostile.samples import SAMPLES, source_of
 
 SHOWN_EACH = 100  # seeds
+WHOLE_OF = 10  # every so many seeds the command itself runs
 FOLDER = "gpt"  # of the directory, whose name a mutation looks for
 TRACE = "executed"  # the file that exists after hostile code ran
 FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect", "pty.spawn")
@@ -163,9 +170,9 @@ def mutate(folder: Path, seed: int) -> Mutation:
 # An import in a child
 
 
-def outcome_of(form: str, source: Path, run: Path) -> Outcome:
-    """Return the result of an import, in a process of its own."""
-    file = run.parent / "outcome"
+def outcome_of(form: Form, source: Path, run: Path | None) -> Outcome:
+    """Return the result of reading, or of an import into `run`, in a process of its own."""
+    file = source.parent / "outcome"
     file.unlink(missing_ok=True)
     if (child := os.fork()) == 0:
         try:
@@ -179,7 +186,7 @@ def outcome_of(form: str, source: Path, run: Path) -> Outcome:
     return Outcome(**json.loads(file.read_text()))
 
 
-def _outcome(form: str, source: Path, run: Path) -> Outcome:
+def _outcome(form: Form, source: Path, run: Path | None) -> Outcome:
     forbidden: list[str] = []
     sys.addaudithook(lambda event, _: forbidden.append(event) if event in FORBIDDEN else None)
     before, start_s, code, problem = _reset_peak(), time.monotonic(), 0, ""
@@ -187,14 +194,13 @@ def _outcome(form: str, source: Path, run: Path) -> Outcome:
     out, err = io.StringIO(), io.StringIO()
     with _surroundings(out, err):
         try:
-            command(["import", form, str(source), str(run), "--step", "7", "--json"])
+            tensors = _read(form, source) if run is None else _imported(form, source, run)
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
         except BaseException as error:
             code, problem = 1, "" if isinstance(error, CheckpointError) else _trace(error)
+            err.write(str(error))
     grown = _status_bytes("VmHWM") - before
-    if not code and not problem:
-        tensors = dict(_digests(ray_ckpt.open(run).load()))
     if forbidden:
         problem = f"it called {forbidden}"
     if code not in (0, 1, 2):
@@ -202,6 +208,30 @@ def _outcome(form: str, source: Path, run: Path) -> Outcome:
     text = out.getvalue() + err.getvalue()
     seconds = time.monotonic() - start_s
     return Outcome(code=code, text=text, tensors=tensors, problem=problem, seconds=seconds, grown_bytes=grown)
+
+
+def _read(form: Form, source: Path) -> dict[str, str]:
+    """Return digests of all slices, as the command would write them."""
+    found = open_source(form, source)
+    made = partial(ManifestRow, kind="slice", file="", byte_offset=0, nbytes=0, digest="")
+    check_coverage(made(slice=part) for part in found.tensors)
+    encode_tree({"items": found.items})
+    digests = {}
+    for part, read in found.tensors.items():
+        hashed = hashlib.sha256(repr((part.dtype, part.shape, part.global_shape)).encode())
+        for block in read():
+            hashed.update(block)
+        digests[f"{part.key} at {part.offset}"] = hashed.hexdigest()
+    return digests
+
+
+def _imported(form: Form, source: Path, run: Path) -> dict[str, str]:
+    try:
+        command(["import", form, str(source), str(run), "--step", "7", "--json"])
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    return dict(_digests(ray_ckpt.open(run).load()))
 
 
 def _trace(error: BaseException) -> str:
@@ -228,17 +258,17 @@ class Player:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._whole: dict[str, dict[str, str]] = {}
+        self._whole: dict[tuple[str, bool], dict[str, str]] = {}
         self.num_errors = self.num_answers = 0
         self.slowest_s, self.largest_bytes = 0.0, 0
 
     def play(self, seed: int, name: str) -> str:
         """Mutate the sample `name` by a seed and import it; return the problem, "" if there is none."""
-        form = SAMPLES[name][0]
-        known = self._known(name)
+        form, is_whole = SAMPLES[name][0], seed % WHOLE_OF == 0
+        known = self._known(name, is_whole)
         source = self._fresh(name)
         mutation = mutate(source if source.is_dir() else source.parent, seed)
-        found = outcome_of(form, source, self._folder / "runs/imported")
+        found = outcome_of(form, source, self._run(is_whole))
         self.num_answers += 1
         self.num_errors += found.code != 0
         self.slowest_s = max(self.slowest_s, found.seconds)
@@ -260,12 +290,16 @@ class Player:
         shutil.copytree(kept, self._folder / FOLDER, dirs_exist_ok=True)
         return source_of(name, self._folder / FOLDER)
 
-    def _known(self, name: str) -> dict[str, str]:
-        if name not in self._whole:
-            found = outcome_of(SAMPLES[name][0], self._fresh(name), self._folder / "runs/imported")
+    def _run(self, is_whole: bool) -> Path | None:
+        return self._folder / "runs/imported" if is_whole else None
+
+    def _known(self, name: str, is_whole: bool) -> dict[str, str]:
+        key = (name, is_whole)
+        if key not in self._whole:
+            found = outcome_of(SAMPLES[name][0], self._fresh(name), self._run(is_whole))
             assert not found.code and found.tensors, found
-            self._whole[name] = found.tensors
-        return self._whole[name]
+            self._whole[key] = found.tensors
+        return self._whole[key]
 
 
 def _problem(found: Outcome, known: dict[str, str], mutation: Mutation, source: Path) -> str:

@@ -1,4 +1,4 @@
-"""Small directories of other trainers for mutations: written by torch, or unpacked from `tests/golden/foreign`.
+"""Small directories of other trainers for mutations: made by torch, or unpacked from `tests/golden/foreign`.
 
 The archives there are directories that DeepSpeed 0.19.8 and Megatron-core 0.16.1 wrote, on two ranks.
 """
@@ -19,6 +19,7 @@ from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from ray_ckpt.interop.importers import Form
 from tests.capture.ranks import on_ranks
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
@@ -94,7 +95,7 @@ def _golden(name: str) -> Callable[[Path], None]:
     return unpack
 
 
-SAMPLES: Mapping[str, tuple[str, Callable[[Path], None]]] = {
+SAMPLES: Mapping[str, tuple[Form, Callable[[Path], None]]] = {
     "dcp": ("dcp", _dcp),
     "hf": ("hf", _hf),
     "pt": ("pt", _pt),
