@@ -47,7 +47,10 @@ def read_tag(source: Path) -> Imported:
         with interpreting(file.where):
             found = entries(file.entries["optimizer_state_dict"])
             _check(found, stage, len(optimizers), file.where)
-            (_take_cut if stage == 3 else _take_ranges)(model, found, file, rank, len(optimizers))
+            if stage == 3:
+                _take_cut(model, found, file, rank, len(optimizers))
+            else:
+                _take_ranges(model, found, file)
     with interpreting(optimizers[0].where):
         groups, others = _base(first, stage)["param_groups"], described(first)
     model.add(imported, groups, others)
@@ -74,9 +77,7 @@ def _base(optimizer: Mapping[Any, Any], stage: int) -> dict[Any, Any]:
     return entries(optimizer["optimizer_state_dict" if stage == 3 else "base_optimizer_state"])
 
 
-def _take_ranges(
-    model: ModelStates, optimizer: Mapping[Any, Any], file: PickledDict, rank: int, world_size: int
-) -> None:
+def _take_ranges(model: ModelStates, optimizer: Mapping[Any, Any], file: PickledDict) -> None:
     """Add a partition of ZeRO 1 or 2, whose parts follow those of lower ranks."""
     masters, state = optimizer["single_partition_of_fp32_groups"], entries(_base(optimizer, 1)["state"])
     for index, mapping in enumerate(optimizer["param_slice_mappings"]):

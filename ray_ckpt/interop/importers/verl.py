@@ -38,12 +38,9 @@ _RANDOM = "rng"
 class RankValues(Values):
     """Reader of the values of one rank; all ranks put their boxes into the same `found`."""
 
-    def __init__(
-        self, imported: Imported, found: defaultdict[str, dict[Slice, ReadSlice]], *, world_size: int
-    ) -> None:
+    def __init__(self, imported: Imported, found: defaultdict[str, dict[Slice, ReadSlice]]) -> None:
         super().__init__(imported)
         self._found = found
-        self._world_size = world_size
 
     def _tensor(self, value: Foreign, path: tuple[str, ...], archive: TorchArchive) -> TensorRef:
         if is_dtensor(value):
@@ -79,7 +76,7 @@ def read_ranks(source: Path) -> Imported:
     if "optim" in files and _fsdp_version(source) == 1:
         raise _flat((OPTIMIZER,))
     found: defaultdict[str, dict[Slice, ReadSlice]] = defaultdict(dict)
-    values = RankValues(imported, found, world_size=world_size)
+    values = RankValues(imported, found)
     for rank in range(world_size):
         trees = dict(_trees(values, {kind: paths[rank] for kind, paths in files.items()}))
         if not rank:
