@@ -15,6 +15,8 @@ from ray_ckpt.types import Slice
 ReadSlice: TypeAlias = Callable[[], Iterator[memoryview]]
 """Function that yields the bytes of a slice in row-major order; each block is valid until the next one."""
 
+MAX_CONFIG_BYTES = 64 << 10  # of a file that names a format: some fields
+
 _STEP = re.compile(r"(\d+)(\.(pt|pth|ckpt|tar|bin|safetensors))*\Z")
 _PARENT = re.compile(r"global_step_?(\d+)")
 

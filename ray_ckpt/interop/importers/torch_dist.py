@@ -19,14 +19,13 @@ from ray_ckpt.interop.importers.archive import TorchArchive
 from ray_ckpt.interop.importers.dcp import METADATA_FILE, Content, add_tensor, read_content
 from ray_ckpt.interop.importers.flat import float32
 from ray_ckpt.interop.importers.huggingface import MODEL
-from ray_ckpt.interop.importers.source import Imported, file_size, read_bytes
+from ray_ckpt.interop.importers.source import MAX_CONFIG_BYTES, Imported, file_size, read_bytes
 from ray_ckpt.interop.importers.unpickler import interpreting
 from ray_ckpt.interop.importers.values import Values
 from ray_ckpt.types import Slice
 
 OPTIMIZER, OBJECTS, COMMON = "optimizer", "objects", "common"
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
-MAX_CONFIG_BYTES = 1 << 16
 STATE = re.compile(r"optimizer\.state\.([^.]+)\.(.+)")
 STEP = "step"
 _OPTIMIZERS = ("optimizer.", "chained_")  # beginnings of keys

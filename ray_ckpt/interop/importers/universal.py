@@ -46,6 +46,7 @@ def read_universal(source: Path) -> Imported:
     optimizer = PickledDict.read(source / FOLDER / OPTIMIZER_FILE)
     for name, param in model.params.items():
         _take_files(param, name, source / FOLDER / name)
+    _check_complete(model, source / FOLDER)
     with interpreting(optimizer.where):
         if stage_of(optimizer.entries) == 3:
             _take_steps(model, optimizer)
@@ -75,6 +76,16 @@ def _take_files(param: Param, name: str, folder: Path) -> None:
             if len(state.flats[MASTER]) != prod(param.shape):
                 raise ValueError(f"it has {len(state.flats[MASTER])} elements, not {prod(param.shape)}")
             param.parts[path.stem] = [state.flats[MASTER]]
+
+
+def _check_complete(model: ModelStates, folder: Path) -> None:
+    """Raise CorruptionError if a parameter has some of the files of others; one without state has none."""
+    keys = {name: {*param.parts, *param.values} for name, param in model.params.items()}
+    every = set().union(*keys.values())
+    for name, own in keys.items():
+        if own != {MASTER} and own != every:
+            path = folder / name / f"{min(every - own)}.pt"
+            raise CorruptionError(f"{path} is missing.", hint="Copy the whole checkpoint.", file=str(path))
 
 
 def _tensor(value: Any, path: Path) -> Any:

@@ -22,7 +22,7 @@ from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.interop.importers.archive import TorchArchive
 from ray_ckpt.interop.importers.huggingface import FILES, MODEL, add_small_files
 from ray_ckpt.interop.importers.sharded import Held, held_by, is_dtensor
-from ray_ckpt.interop.importers.source import Imported, ReadSlice, file_size, read_bytes
+from ray_ckpt.interop.importers.source import MAX_CONFIG_BYTES, Imported, ReadSlice, file_size, read_bytes
 from ray_ckpt.interop.importers.tensors import tensor_of
 from ray_ckpt.interop.importers.unpickler import Foreign, interpreting
 from ray_ckpt.interop.importers.values import Values, entries_of
@@ -30,7 +30,6 @@ from ray_ckpt.types import Slice
 
 OPTIMIZER, SCHEDULER, EXTRA = "optimizer", "scheduler", "extra"
 CONFIG_FILE = "fsdp_config.json"
-MAX_CONFIG_BYTES = 1 << 16
 _FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
 _RANDOM = "rng"
 
