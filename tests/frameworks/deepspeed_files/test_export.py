@@ -15,6 +15,8 @@ from tests.frameworks.deepspeed_files.saved import STEPS, TAG, Saved
 from tests.frameworks.deepspeed_files.train import make_model
 from tests.interop.imports import imported
 
+pytestmark = pytest.mark.timeout(1200)  # the first training compiles for 90 s of one core
+
 OTHERS = {1: (3, 3), 2: (3, 1), 3: (1, 1)}  # stage and number of ranks, by the stage that saved
 
 

@@ -16,6 +16,8 @@ from tests.frameworks.deepspeed_files.saved import STEPS, Saved, assert_equal
 from tests.frameworks.deepspeed_files.train import Net, groups_of, make_model
 from tests.interop.imports import restore
 
+pytestmark = pytest.mark.timeout(1200)  # the first training compiles for 90 s of one core
+
 
 def test_weights_are_those_of_zero_to_fp32(saved: Saved) -> None:
     model = ray_ckpt.open(saved.runs / "deepspeed").load("model")

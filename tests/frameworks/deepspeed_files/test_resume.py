@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from ray_ckpt.catalog.catalog import Catalog
@@ -15,6 +16,8 @@ from tests.frameworks.deepspeed_files.resumed import step
 from tests.frameworks.deepspeed_files.saved import STEPS, Saved
 from tests.frameworks.deepspeed_files.train import groups_of, make_model
 from tests.interop.imports import restore
+
+pytestmark = pytest.mark.timeout(1200)  # the first training compiles for 90 s of one core
 
 SCRIPT = "tests.frameworks.deepspeed_files.resumed"
 
@@ -25,6 +28,7 @@ def run_on(storage: Path, total: int, kill_at: int, out: Path) -> int:
     return subprocess.run(words, env=environment(), timeout=TIMEOUT_S).returncode
 
 
+@pytest.mark.parametrize("saved", [3], indirect=True)
 def test_a_killed_training_resumes_bit_for_bit(saved: Saved, tmp_path: Path) -> None:
     storage, out = tmp_path / "runs", tmp_path / "out.pt"
     storage.mkdir()
