@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Protocol
 
 import typer
 
-from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.catalog.export import export_safetensors, export_torch, write_safetensors
+from ray_ckpt.catalog.lazy_tensor import LazyTensor
 from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
 from ray_ckpt.cli.options import (
     EXIT_DAMAGED,
@@ -26,10 +29,7 @@ from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.errors import ConfigError, RestoreError
 from ray_ckpt.texts import printable
-from ray_ckpt.types import Level
-
-if TYPE_CHECKING:
-    from ray_ckpt.interop.huggingface.hub import HubModel
+from ray_ckpt.types import Level, ProgressCallback
 
 
 class Form(StrEnum):
@@ -37,6 +37,32 @@ class Form(StrEnum):
     torch = "torch"
     hf = "hf"
     dcp = "dcp"
+    universal = "universal"
+    torch_dist = "torch_dist"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One checkpoint and the options of the command."""
+
+    catalog: Catalog
+    view: CheckpointView
+    out: Path
+    item: str | None
+    only: tuple[str, ...]
+    max_file_bytes: int
+    dtype: str | None
+    like: Path | None
+    force: bool
+
+    @property
+    def opened(self) -> OpenedCheckpoint:
+        return OpenedRun(self.catalog).at(self.view.info.id)
+
+    def check_whole(self, what: str) -> None:
+        """Raise ConfigError if patterns choose some tensors."""
+        if self.only:
+            raise ConfigError(f"{what}.", hint="Leave out --only.")
 
 
 def export(
@@ -75,7 +101,8 @@ def export(
     for `torch.load(weights_only=True)`, which includes plain values, and needs as much memory as the state.
     `hf` writes the model directory that `save_pretrained` would write, for `from_pretrained` and vLLM: names
     of the hub, tied weights once, `config.json` and the tokenizer; memory holds one layer. `dcp` writes a
-    directory for `torch.distributed.checkpoint.load`; memory holds one saved slice.
+    directory for `torch.distributed.checkpoint.load`, `torch_dist` one for Megatron-core; memory holds one
+    saved slice. `universal` writes a Universal Checkpoint of DeepSpeed; memory holds one parameter.
     Exits with 1, and leaves no files, if the checkpoint is damaged.
 
     Example: `ray-ckpt export /shared/runs/gpt gpt-3000 --step 3000 --item model`
@@ -84,61 +111,124 @@ def export(
     view = catalog[step] if step is not None else catalog.newest(Level.DURABLE)
     if view is None:
         raise ConfigError(f"Run {catalog.run_name} has no durable checkpoint.", hint="See `ray-ckpt ls`.")
-    patterns, limit = tuple(only or ()), size(max_file, option="--max-file")
+    request = Request(
+        catalog=catalog,
+        view=view,
+        out=out,
+        item=item,
+        only=tuple(only or ()),
+        max_file_bytes=size(max_file, option="--max-file"),
+        dtype=dtype,
+        like=like,
+        force=force,
+    )
     try:
-        if to is Form.torch:
-            files = export_torch(catalog, view, out, item=item, only=patterns, force=force)
-        elif to is Form.hf:
-            model = _hub_model(OpenedRun(catalog).at(view.info.id), item, patterns, dtype, like)
-            with byte_bar("exporting") as bar:
-                shards = model.shards(limit)
-                files = write_safetensors(
-                    shards, out, stem=model.stem, files=model.files, force=force, progress=bar.advance
-                )
-        elif to is Form.dcp:
-            if patterns:
-                raise ConfigError("A DCP directory has whole items.", hint="Leave out --only.")
-            from ray_ckpt.interop.dcp.export import export_dcp
-
-            with byte_bar("exporting") as bar:
-                opened, tensors = OpenedRun(catalog).at(view.info.id), view.tensors()
-                files = export_dcp(opened, tensors, out, item=item, force=force, progress=bar.advance)
-        else:
-            with byte_bar("exporting") as bar:
-                files = export_safetensors(
-                    view,
-                    out,
-                    item=item,
-                    only=patterns,
-                    max_file_bytes=limit,
-                    force=force,
-                    progress=bar.advance,
-                )
+        with byte_bar("exporting") as bar:
+            files = _EXPORTERS[to](request, bar.advance)
     except RestoreError as error:
         print(f"ray-ckpt: {printable(str(error))}", file=sys.stderr)
         raise typer.Exit(EXIT_DAMAGED) from error
-    sizes = [file.stat().st_size for file in files]
+    _print(request, files, as_json=as_json)
+
+
+def _print(request: Request, files: Sequence[Path], *, as_json: bool) -> None:
     if as_json:
-        rows = [{"file": str(f), "size_bytes": size} for f, size in zip(files, sizes, strict=True)]
-        print_json({"run_name": catalog.run_name, "step": view.info.step, "files": rows})
-    else:
-        for file in files:
-            stdout().print_line(str(file))
+        rows = [{"file": str(file), "size_bytes": file.stat().st_size} for file in files]
+        print_json({"run_name": request.catalog.run_name, "step": request.view.info.step, "files": rows})
+        return
+    for file in files:
+        stdout().print_line(str(file))
 
 
-def _hub_model(
-    checkpoint: OpenedCheckpoint,
-    item: str | None,
-    only: tuple[str, ...],
-    dtype: str | None,
-    like: Path | None,
-) -> HubModel:
+# The formats
+
+
+def _safetensors(request: Request, progress: ProgressCallback) -> Sequence[Path]:
+    return export_safetensors(
+        request.view,
+        request.out,
+        item=request.item,
+        only=request.only,
+        max_file_bytes=request.max_file_bytes,
+        force=request.force,
+        progress=progress,
+    )
+
+
+def _torch(request: Request, progress: ProgressCallback) -> Sequence[Path]:
+    return export_torch(
+        request.catalog,
+        request.view,
+        request.out,
+        item=request.item,
+        only=request.only,
+        force=request.force,
+    )
+
+
+def _hf(request: Request, progress: ProgressCallback) -> Sequence[Path]:
     from ray_ckpt.interop.packages import require
 
     require("transformers", extra="huggingface")  # before the import of what needs it
     from ray_ckpt.interop.huggingface.hub import HubModel, parse_dtype
 
-    if only:
-        raise ConfigError("A model directory has the whole model.", hint="Leave out --only.")
-    wanted = parse_dtype(dtype) if dtype is not None else None
-    return HubModel(checkpoint, item=item or "model", dtype=wanted, like=like)
+    request.check_whole("A model directory has the whole model")
+    wanted = parse_dtype(request.dtype) if request.dtype is not None else None
+    model = HubModel(request.opened, item=request.item or "model", dtype=wanted, like=request.like)
+    return write_safetensors(
+        model.shards(request.max_file_bytes),
+        request.out,
+        stem=model.stem,
+        files=model.files,
+        force=request.force,
+        progress=progress,
+    )
+
+
+class _DirectoryExporter(Protocol):
+    """An exporter of whole items to a folder."""
+
+    def __call__(
+        self,
+        checkpoint: OpenedCheckpoint,
+        tensors: Mapping[str, LazyTensor],
+        out: Path,
+        *,
+        item: str | None,
+        force: bool,
+        progress: ProgressCallback | None,
+    ) -> tuple[Path, ...]: ...
+
+
+def _directory(request: Request, export_to: _DirectoryExporter, progress: ProgressCallback) -> Sequence[Path]:
+    request.check_whole("The directory has whole items")
+    tensors, force = request.view.tensors(), request.force
+    return export_to(request.opened, tensors, request.out, item=request.item, force=force, progress=progress)
+
+
+def _dcp(request: Request, progress: ProgressCallback) -> Sequence[Path]:
+    from ray_ckpt.interop.dcp.export import export_dcp
+
+    return _directory(request, export_dcp, progress)
+
+
+def _universal(request: Request, progress: ProgressCallback) -> Sequence[Path]:
+    from ray_ckpt.interop.exporters.universal import export_universal
+
+    return _directory(request, export_universal, progress)
+
+
+def _torch_dist(request: Request, progress: ProgressCallback) -> Sequence[Path]:
+    from ray_ckpt.interop.exporters.torch_dist import export_torch_dist
+
+    return _directory(request, export_torch_dist, progress)
+
+
+_EXPORTERS: Mapping[Form, Callable[[Request, ProgressCallback], Sequence[Path]]] = {
+    Form.safetensors: _safetensors,
+    Form.torch: _torch,
+    Form.hf: _hf,
+    Form.dcp: _dcp,
+    Form.universal: _universal,
+    Form.torch_dist: _torch_dist,
+}

@@ -25,13 +25,15 @@ class Form(StrEnum):
     dcp = "dcp"
     hf = "hf"
     pt = "pt"
+    deepspeed = "deepspeed"
+    universal = "universal"
+    verl = "verl"
+    torch_dist = "torch_dist"
 
 
 def import_(
-    form: Annotated[Form, typer.Argument(metavar="FORMAT", help="dcp, hf or pt.", show_default=False)],
-    source: Annotated[
-        Path, argument("SRC", "A folder of dcp or hf, or a file of torch.save, on this machine.")
-    ],
+    form: Annotated[Form, typer.Argument(metavar="FORMAT", help=f"{', '.join(Form)}.", show_default=False)],
+    source: Annotated[Path, argument("SRC", "A folder, or for pt a file of torch.save, on this machine.")],
     run: Annotated[str, argument("RUN", "The run, new or not: `<storage_path>/<run name>`.")],
     step: Annotated[
         int | None, option("--step", "The completed steps; else the number at the end of SRC's name.")
@@ -45,8 +47,10 @@ def import_(
     """Write a checkpoint of another format into a run, from which the next training continues.
 
     `dcp` is a folder of torch.distributed.checkpoint, `hf` a model folder of Hugging Face with safetensors,
-    `pt` a file of torch.save. No code in the files runs: names outside a fixed list are refused. Memory does
-    not grow with the tensors. In a run with checkpoints, those of this step and later ones leave the lineage.
+    `pt` a file of torch.save. `deepspeed` is the folder of a tag of ZeRO, `universal` a Universal Checkpoint
+    of DeepSpeed, `verl` the folder of one model of verl or SkyRL, `torch_dist` one of Megatron-core. No code
+    in the files runs: names outside a fixed list are refused. Memory does not grow with the tensors. In a run
+    with checkpoints, those of this step and later ones leave the lineage.
 
     Example: `ray-ckpt import hf checkpoints/checkpoint-3000 /shared/runs/gpt`
     """

@@ -1,4 +1,4 @@
-"""A directory of stock DCP, imported, from which a training on real nodes goes on."""
+"""Directories of other trainers, imported, from which a training on real nodes goes on."""
 
 from __future__ import annotations
 
@@ -55,21 +55,31 @@ def train_loop(config: dict[str, Any]) -> None:
         torch.save(weights[0], Path(config["out"], "weights.pt"))
 
 
+def save_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    weights, moments = get_state_dict(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is no process group
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=True)
+
+
+def save_verl(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    folder.mkdir()
+    for kind, value in (("model", model), ("optim", optimizer)):
+        torch.save(value.state_dict(), folder / f"{kind}_world_size_1_rank_0.pt")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(("form", "save"), [("dcp", save_dcp), ("verl", save_verl)])
 def test_a_training_goes_on_from_an_imported_directory(
-    cluster: LocalCluster, storage: str, tmp_path: Path
+    form: str, save: Any, cluster: LocalCluster, storage: str, tmp_path: Path
 ) -> None:
     model, optimizer = build()
     for number in range(1, TOTAL + 1):
         step(model, optimizer, number)
         if number == AT:
-            weights, moments = get_state_dict(model, optimizer)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that there is no process group
-                state = {"model": weights, "optimizer": moments}
-                dcp.save(state, checkpoint_id=tmp_path / f"step-{AT}", no_dist=True)
+            save(model, optimizer, tmp_path / f"step-{AT}")
     Path(storage).mkdir()
-    call = ["import", "dcp", str(tmp_path / f"step-{AT}"), f"{storage}/gpt"]
+    call = ["import", form, str(tmp_path / f"step-{AT}"), f"{storage}/gpt"]
     result = CliRunner().invoke(app, call, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     TorchTrainer(

@@ -56,16 +56,31 @@ def export_dcp(
     damage, OSError if `out` cannot be written.
     """
     entries, paths = flat(_state(checkpoint, item))
-    writing = _Writing(tensors, progress or (lambda nbytes: None))
     with export_folder(out, force=force) as folder:
-        with (folder / DATA).open("wb") as file:
-            for name, value in entries.items():
-                writing.add(file, name, value)
-            _sync(file)
-        with (folder / METADATA).open("wb") as file:
-            pickle.dump(writing.metadata(paths), file)
-            _sync(file)
+        write_entries(folder, tensors, entries, paths, progress=progress)
     return out / DATA, out / METADATA
+
+
+def write_entries(
+    folder: Path,
+    tensors: Mapping[str, LazyTensor],
+    entries: Mapping[str, Any],
+    paths: Mapping[str, Any] | None,
+    *,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Write the two files of a directory. A TensorRef among the entries is one of `tensors`.
+
+    `paths` are the keys of nested entries, None if names are no paths. Raise the errors of `export_dcp`.
+    """
+    writing = _Writing(tensors, progress or (lambda nbytes: None))
+    with (folder / DATA).open("wb") as file:
+        for name, value in entries.items():
+            writing.add(file, name, value)
+        _sync(file)
+    with (folder / METADATA).open("wb") as file:
+        pickle.dump(writing.metadata(paths), file)
+        _sync(file)
 
 
 class _Writing:
@@ -108,10 +123,10 @@ class _Writing:
             self._places[place] = _place(start, file)
             self._progress(lazy.itemsize * chunk.sizes.numel())
 
-    def metadata(self, paths: Mapping[str, Any]) -> Metadata:
+    def metadata(self, paths: Mapping[str, Any] | None) -> Metadata:
         return Metadata(
             state_dict_metadata=self._described,
-            planner_data=dict(paths),
+            planner_data=None if paths is None else dict(paths),
             storage_data=self._places,
             storage_meta=StorageMeta(),
             version=filesystem.CURRENT_DCP_VERSION,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from struct import unpack
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from ray_ckpt.errors import ConfigError, CorruptionError
-from ray_ckpt.interop.importers.source import cut_short, file_size, read_bytes
+from ray_ckpt.interop.importers.source import cut_short, file_size, read_bytes, read_range
 from ray_ckpt.interop.importers.unpickler import damaged, unpickle
 
 MAX_DATA_BYTES = 64 << 20  # of `data.pkl`, all values but tensors
@@ -79,6 +81,7 @@ class TorchArchive:
         self._form = form
         self.offset = offset
         self._length = file_size(path) - offset if length is None else length
+        self._checked_keys: set[str] = set()
         self._check_kind()
         self._records = self._list()
         self._root = next((name[:-8] for name in self._records if name.endswith("data.pkl")), "")
@@ -90,9 +93,44 @@ class TorchArchive:
         """Return the saved value, with Foreign objects; see `unpickle`."""
         return unpickle(self._small("data.pkl", MAX_DATA_BYTES), form=self._form, where=str(self.path))
 
-    def storage(self, key: str) -> tuple[int, int]:
-        """Return the position of a storage in the file, and its size in bytes."""
-        return self._place(f"data/{key}")
+    def storage(self, key: str) -> int:
+        """Return the size of a storage in bytes. Raise CorruptionError if it is not in the file."""
+        return self._place(f"data/{key}")[1]
+
+    def read(self, key: str, start: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield bytes of a storage from `start` on, in blocks of some MB, each valid until the next one.
+
+        Raise CorruptionError if the storage differs from its checksum. If a part is wanted, the whole
+        storage is read first, once.
+        """
+        if (start, nbytes) == (0, self.storage(key)):
+            yield from self._checked(key)
+            return
+        self.check(key)
+        yield from read_range(self.path, self._place(f"data/{key}")[0] + start, nbytes)
+
+    def check(self, key: str) -> None:
+        """Raise CorruptionError if a storage differs from its checksum. Files may be without checksums."""
+        if key not in self._checked_keys and self._crc(f"data/{key}"):
+            for _ in self._checked(key):
+                pass
+        self._checked_keys.add(key)
+
+    def _checked(self, key: str) -> Iterator[memoryview]:
+        at, nbytes = self._place(f"data/{key}")
+        found = 0
+        for block in read_range(self.path, at, nbytes):
+            found = zlib.crc32(block, found)
+            yield block
+        self._compare(f"data/{key}", found)
+
+    def _crc(self, name: str) -> int:
+        """Return the checksum of a record; 0 without one, see torch.serialization.set_crc32_options."""
+        return self._records[f"{self._root}{name}"].CRC
+
+    def _compare(self, name: str, found: int) -> None:
+        if self._crc(name) not in (0, found):
+            raise damaged(str(self.path), f"{name} differs from its checksum")
 
     def _check_kind(self) -> None:
         if self._length < 4:
@@ -133,7 +171,9 @@ class TorchArchive:
                 f"{name} of {self.path} has {nbytes} bytes; at most {max_bytes} are read.",
                 hint="Keep large arrays as tensors.",
             )
-        return read_bytes(self.path, offset, nbytes)
+        data = read_bytes(self.path, offset, nbytes)
+        self._compare(name, zlib.crc32(data))
+        return data
 
     def _place(self, name: str) -> tuple[int, int]:
         """Return the position in the file of the bytes of a record, and their number."""

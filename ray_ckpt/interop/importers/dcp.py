@@ -19,7 +19,7 @@ from ray_ckpt.errors import ConfigError, CorruptionError
 from ray_ckpt.format import jsontext
 from ray_ckpt.format.manifest import MAX_ROWS
 from ray_ckpt.format.short import key_text
-from ray_ckpt.format.tree import MAX_DEPTH
+from ray_ckpt.format.tree import MAX_DEPTH, TensorRef
 from ray_ckpt.interop.dcp.state import WHOLE, divides
 from ray_ckpt.interop.importers.archive import TorchArchive
 from ray_ckpt.interop.importers.source import Imported, cut_short, file_size, read_bytes
@@ -49,8 +49,8 @@ class Place:
     offset: int
     length: int
 
-    def archive(self) -> TorchArchive:
-        return TorchArchive(self.path, form="pt", offset=self.offset, length=self.length)
+    def archive(self, form: str = "pt") -> TorchArchive:
+        return TorchArchive(self.path, form=form, offset=self.offset, length=self.length)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,15 +134,21 @@ def read_directory(source: Path) -> Imported:
     UnsupportedLeaf for a value that a checkpoint cannot hold; CorruptionError if a file is missing, damaged
     or too short.
     """
+    content = read_content(source)
+    imported = Imported(format="dcp", source=source, version=content.version)
+    imported.items.update(_trees(content, imported))
+    return imported
+
+
+def read_content(source: Path) -> Content:
+    """Return the entries in the metadata files of a folder. Raise the errors of `read_directory`."""
     content = Content(source)
     for path in _metadata_files(source):
         size = file_size(path)
         if size > MAX_PICKLE_BYTES:
             raise ConfigError(f"{path} has {size} bytes; at most {MAX_PICKLE_BYTES} are read.")
         content.add(unpickle(read_bytes(path, 0, size), form="dcp", where=str(path)), str(path))
-    imported = Imported(format="dcp", source=source, version=content.version)
-    imported.items.update(_trees(content, imported))
-    return imported
+    return content
 
 
 def _metadata_files(source: Path) -> list[Path]:
@@ -165,7 +171,7 @@ def _trees(content: Content, imported: Imported) -> dict[str, Any]:
         paths = {name: (WHOLE, *path) for name, path in paths.items()}
     trees = _Node()
     for name, chunks in content.tensors.items():
-        _put(trees, paths[name], _add_tensor(values, _names(paths[name]), chunks))
+        _put(trees, paths[name], add_tensor(values, _names(paths[name]), chunks))
     for name, place in content.objects.items():
         archive = place.archive()
         _put(trees, paths[name], values.take(archive.value(), archive, _names(paths[name])))
@@ -176,7 +182,8 @@ def _names(path: KeyPath) -> tuple[str, ...]:
     return tuple(map(key_text, path))
 
 
-def _add_tensor(values: Values, path: tuple[str, ...], chunks: Chunks) -> Any:
+def add_tensor(values: Values, path: tuple[str, ...], chunks: Chunks) -> TensorRef:
+    """Add the chunks of a tensor as slices under the name of `path`. Raise UnsupportedLeaf without chunks."""
     made = [
         (
             Slice(

@@ -49,8 +49,8 @@ def read_folder(source: Path) -> Imported:
         raise ConfigError(f"{source} is no folder.", hint="Give the folder of a model.")
     imported = Imported(format="hf", source=source)
     imported.items[MODEL] = _add_model(imported, _model_tensors(source))
-    if files := list(_small_files(source)):
-        imported.items[FILES] = _add_files(imported, files)
+    if files := add_small_files(imported, source):
+        imported.items[FILES] = files
     return imported
 
 
@@ -154,6 +154,11 @@ def _slice(part: StoredTensor, global_shape: tuple[int, ...]) -> Slice:
 
 
 # The small files
+
+
+def add_small_files(imported: Imported, source: Path) -> dict[str, TensorRef]:
+    """Add the configuration and the tokenizer in a folder to `imported`; return the tree."""
+    return _add_files(imported, _small_files(source))
 
 
 def _small_files(source: Path) -> Iterator[tuple[Path, int]]:

@@ -15,7 +15,10 @@ from ray_ckpt.types import Slice
 ReadSlice: TypeAlias = Callable[[], Iterator[memoryview]]
 """Function that yields the bytes of a slice in row-major order; each block is valid until the next one."""
 
+MAX_CONFIG_BYTES = 64 << 10  # of a file that names a format: some fields
+
 _STEP = re.compile(r"(\d+)(\.(pt|pth|ckpt|tar|bin|safetensors))*\Z")
+_PARENT = re.compile(r"global_step_?(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +41,11 @@ class Imported:
 
 
 def step_of(source: Path) -> int:
-    """Return the number at the end of the name of `source`, as in `checkpoint-3000` or `step_3000.pt`."""
-    found = _STEP.search(source.name)
+    """Return the number at the end of the name of `source`, as in `checkpoint-3000` or `step_3000.pt`.
+
+    The models of a training with several are in folders of one step, as in `global_step_3000/actor`.
+    """
+    found = _STEP.search(source.name) or _PARENT.fullmatch(source.parent.name)
     if found is None:
         raise ConfigError(f"{source.name} does not end in the number of a step.", hint="Give --step N.")
     return int(found[1])

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format import jsontext
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.interop.importers.archive import TorchArchive
-from ray_ckpt.interop.importers.source import ReadSlice, read_bytes, read_range
+from ray_ckpt.interop.importers.source import ReadSlice
 from ray_ckpt.interop.importers.unpickler import STORAGE, Foreign, damaged, kind_of
 
 MAX_COPIED_BYTES = 16 << 30  # of one tensor that is not contiguous, which is copied in memory
@@ -71,24 +70,27 @@ class StridedTensor:
 
     def reader(self, archive: TorchArchive) -> ReadSlice:
         """Return the function that reads the tensor. Raise CorruptionError if its storage is too small."""
-        at, storage_bytes = archive.storage(self.storage)
+        storage_bytes = archive.storage(self.storage)
         if 0 in self.shape:
             return partial(iter, ())
         itemsize = ITEMSIZE[self.dtype]
         last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
         if (self.start + last + 1) * itemsize > storage_bytes:
             raise damaged(str(archive.path), "a tensor is larger than its storage")
-        at, nbytes = at + self.start * itemsize, (last + 1) * itemsize
+        at, nbytes = self.start * itemsize, (last + 1) * itemsize
         if self.is_contiguous:
-            return partial(read_range, archive.path, at, nbytes)
+            return partial(archive.read, self.storage, at, nbytes)
         if max(prod(self.shape) * itemsize, nbytes) > MAX_COPIED_BYTES:
             raise ValueError(f"a tensor of the shape {list(self.shape)} is not contiguous")
-        return partial(self._copied, archive.path, at, nbytes)
+        return partial(self._copied, archive, at, nbytes)
 
-    def _copied(self, path: Path, at: int, nbytes: int) -> Iterator[memoryview]:
+    def _copied(self, archive: TorchArchive, at: int, nbytes: int) -> Iterator[memoryview]:
         """Yield the bytes of a tensor that is not contiguous, in row-major order."""
         itemsize = ITEMSIZE[self.dtype]
-        raw = np.frombuffer(read_bytes(path, at, nbytes), np.dtype((np.void, itemsize)))
+        data = bytearray()
+        for block in archive.read(self.storage, at, nbytes):
+            data += block
+        raw = np.frombuffer(data, np.dtype((np.void, itemsize)))
         view = as_strided(raw, self.shape, [n * itemsize for n in self.strides], writeable=False)
         yield np.ascontiguousarray(view).reshape(-1).view(np.uint8).data
 

@@ -12,9 +12,7 @@ from ray_ckpt.interop.importers.archive import TorchArchive
 from ray_ckpt.interop.importers.huggingface import MODEL
 from ray_ckpt.interop.importers.source import Imported
 from ray_ckpt.interop.importers.unpickler import kind_of
-from ray_ckpt.interop.importers.values import Values
-
-_MAPPINGS = ("collections.OrderedDict", "collections.defaultdict")
+from ray_ckpt.interop.importers.values import Values, entries_of
 
 
 def read_file(source: Path) -> Imported:
@@ -35,18 +33,11 @@ def read_file(source: Path) -> Imported:
 
 
 def _items(value: Any) -> Mapping[str, Any]:
-    entries = _entries(value)
+    entries = entries_of(value)
     if entries is None:
         return {WHOLE: value}
-    has_states = any(_entries(each) is not None for each in entries.values())
+    has_states = any(entries_of(each) is not None for each in entries.values())
     if has_states and all(type(key) is str for key in entries) and divides(entries):
         return entries
     is_model = bool(entries) and all("_rebuild_" in kind_of(each) for each in entries.values())
     return {MODEL if is_model else WHOLE: value}
-
-
-def _entries(value: Any) -> dict[Any, Any] | None:
-    """Return the entries of a dict, None for other values."""
-    if type(value) is dict:
-        return value
-    return dict(value.entries) if kind_of(value) in _MAPPINGS and not isinstance(value, type) else None

@@ -61,7 +61,35 @@ _METADATA = {
     ),
     *_named("megatron.core.dist_checkpointing.strategies.torch.*", "MCoreMetadata MCoreSavePlan"),
 }
-ALLOWED = {"pt": frozenset(_VALUES), "dcp": frozenset(_VALUES | _METADATA)}
+_DEEPSPEED = {
+    *_named("deepspeed.runtime.fp16.loss_scaler.*", "LossScaler DynamicLossScaler"),
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+_SHARDED = {
+    "torch.distributed.tensor.DTensor",
+    *_named("torch.distributed.tensor._dtensor_spec.*", "DTensorSpec TensorMeta ShardOrderEntry"),
+    *_named("torch.distributed.tensor.placement_types.*", "Shard Replicate _StridedShard"),
+    "torch.distributed.device_mesh.DeviceMesh",
+    *_named("torch.distributed._mesh_layout.*", "_MeshLayout _FlatLayout"),
+    "torch.distributed._tensor.api.DTensor",  # before torch 2.5
+    *_named("torch.distributed._tensor.placement_types.*", "DTensorSpec TensorMeta Shard Replicate"),
+}
+_MEGATRON = {
+    "argparse.Namespace",
+    "_io.BytesIO",
+    *_named("megatron.core.enums.*", "ModelType Fp8Recipe Fp4Recipe"),
+    *_named(
+        "megatron.core.transformer.enums.*", "AttnBackend AttnMaskType AttnType LayerType CudaGraphScope"
+    ),
+}
+ALLOWED = {
+    "pt": frozenset(_VALUES),
+    "dcp": frozenset(_VALUES | _METADATA),
+    "deepspeed": frozenset(_VALUES | _DEEPSPEED),
+    "torch_dist": frozenset(_VALUES | _MEGATRON),
+    "verl": frozenset(_VALUES | _SHARDED),
+}
 """The names that a pickle may have, by the format of the import."""
 
 

@@ -30,12 +30,28 @@ _FACTORIES: Mapping[str, Callable[[], Any]] = {
     f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, set, str, tuple)
 }
 
+_MAPPINGS = ("collections.OrderedDict", "collections.defaultdict")
+
+
+def entries_of(value: Any) -> dict[Any, Any] | None:
+    """Return the entries of an unpickled dict, None for other values."""
+    if type(value) is dict:
+        return value
+    return dict(value.entries) if kind_of(value) in _MAPPINGS and not isinstance(value, type) else None
+
 
 class Values:
     """Reader of the values of archives into one Imported."""
 
-    def __init__(self, imported: Imported) -> None:
+    def __init__(
+        self,
+        imported: Imported,
+        *,
+        convert: Callable[[tuple[Slice, ReadSlice]], tuple[Slice, ReadSlice]] = lambda found: found,
+    ) -> None:
+        """`convert` gets each tensor that a value has, and may give it another dtype."""
         self._imported = imported
+        self._convert = convert
         self._count = 0
         self._nbytes = 0
         self._refs: dict[tuple[str, TorchArchive, StridedTensor], TensorRef] = {}  # by item and memory
@@ -118,7 +134,7 @@ class Values:
                 offset=(0,) * len(tensor.shape),
                 shape=tensor.shape,
             )
-            self._refs[memory] = self.add([(part, tensor.reader(archive))])
+            self._refs[memory] = self.add([self._convert((part, tensor.reader(archive)))])
         return self._refs[memory]
 
 

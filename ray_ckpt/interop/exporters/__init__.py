@@ -1,0 +1,1 @@
+"""Checkpoints as the directories of other trainers."""

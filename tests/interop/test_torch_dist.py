@@ -1,0 +1,134 @@
+"""`ray-ckpt import torch_dist` and `export --to torch_dist`, with Megatron-core on the other side."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ray_ckpt
+from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError
+from tests.catalog.test_export import export
+from tests.interop.imports import imported, restore
+from tests.interop.megatron import STACKED, STEPS, load, make, save, step, trained, weights
+
+ITEMS = ["model", "optimizer", "objects", "common"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("megatron") / f"iter_{STEPS:07}"
+    save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(source: Path) -> Path:
+    run = source.parent / "runs/gpt"
+    found = imported("torch_dist", source, run)
+    assert (found["step"], found["items"]) == (STEPS, ITEMS)
+    return run
+
+
+def test_a_plain_training_goes_on_from_it(run: Path) -> None:
+    (model, optimizer), (mine, other) = trained(), make(1)
+    held = torch.nn.ModuleDict({"layers": torch.nn.Module()})
+    held.update(dict(mine.named_children()))
+    held["layers"].w = torch.nn.Parameter(torch.zeros(2, 3, 4))
+    restore(run, model=held, optimizer=other)
+    assert torch.equal(held["layers"].w, STACKED)
+    for _ in range(2):
+        for a, b in zip(model.parameters(), mine.parameters(), strict=True):
+            assert torch.equal(a, b)
+            assert all(torch.equal(optimizer.state[a][k], v) for k, v in other.state[b].items())
+        step(model, optimizer)
+        step(mine, other)
+
+
+def test_objects_and_arguments_are_plain_values(run: Path) -> None:
+    state = ray_ckpt.open(run).load()
+    assert state["objects"] == {"layers._extra_state/shard_0_1": [{"amax": [0]}]}
+    assert state["common"]["args"] == {"hidden": 6, "backend": 1, "kind": 1}
+    assert state["common"]["iteration"] == STEPS
+    assert state["optimizer"]["param_groups"][0]["params"] == [0, 1, 2, 3]
+
+
+def test_megatron_reads_the_export(run: Path, tmp_path: Path) -> None:
+    assert export(run, tmp_path / "out", "--to", "torch_dist") == 0
+    tensors = weights(*trained())
+    loaded = load(tmp_path / "out", tensors)
+    assert all(torch.equal(loaded["model"][key], tensor) for key, tensor in tensors.items())
+    assert loaded["iteration"] == STEPS and loaded["args"]["hidden"] == 6
+    imported("torch_dist", tmp_path / "out", tmp_path / "again", "--step", STEPS)
+    one, two = (ray_ckpt.open(path).load() for path in (run, tmp_path / "again"))
+    assert torch.equal(one["model"]["layers.w"], two["model"]["layers.w"])
+    assert one["objects"] == two["objects"] and one["common"] == two["common"]
+
+
+def test_megatron_reads_a_plain_training(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
+    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    state = {names[param]: values for param, values in optimizer.state.items()}
+    plain = {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
+    torch.save(plain, tmp_path / f"step_{STEPS}.pt")
+    imported("pt", tmp_path / f"step_{STEPS}.pt", tmp_path / "gpt")
+    assert export(tmp_path / "gpt", tmp_path / "out", "--to", "torch_dist") == 0
+    tensors = weights(model, optimizer)
+    loaded = load(tmp_path / "out", tensors)
+    assert all(torch.equal(loaded["model"][key], tensor) for key, tensor in tensors.items())
+    assert loaded["optimizer"]["optimizer"]["state"] == {"common_step": STEPS}
+
+
+@pytest.mark.slow
+def test_two_ranks_of_megatron_become_one(tmp_path: Path) -> None:
+    folder = tmp_path / "iter_7"
+    words = [sys.executable, "-m", "tests.interop.megatron", str(folder)]
+    ranks = [subprocess.Popen([*words, str(rank), "2"]) for rank in range(2)]
+    assert [rank.wait(200) for rank in ranks] == [0, 0]
+    imported("torch_dist", folder, tmp_path / "gpt")
+    state = ray_ckpt.open(tmp_path / "gpt").load()
+    for key, tensor in trained()[0].state_dict().items():
+        assert torch.equal(state["model"][key], tensor), key
+    assert torch.equal(state["model"]["layers.w"], STACKED)
+    assert sorted(state["objects"]) == [f"layers._extra_state/shard_{rank}_2" for rank in range(2)]
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit(3)",)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] = {
+    "no config": (lambda d: (d / "metadata.json").unlink(), ConfigError, "it has no metadata.json"),
+    "another format": (
+        lambda d: (d / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+        ConfigError,
+        "names the format 'zarr'",
+    ),
+    "no common": (lambda d: (d / "common.pt").unlink(), CorruptionError, "common.pt is missing"),
+    "hostile": (
+        lambda d: torch.save({"a": Evil()}, d / "common.pt"),
+        ConfigError,
+        "common.pt has builtins.exec",
+    ),
+    "another kind": (lambda d: torch.save([1], d / "common.pt"), CorruptionError, "common.pt is damaged"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_is_incomplete_or_hostile_is_refused(name: str, source: Path, tmp_path: Path) -> None:
+    damage, kind, message = DAMAGES[name]
+    folder = tmp_path / "iter_1"
+    folder.mkdir()
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    damage(folder)
+    with pytest.raises(kind, match=message):
+        imported("torch_dist", folder, tmp_path / "gpt")
+    assert not (tmp_path / "gpt").exists()
