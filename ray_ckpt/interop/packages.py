@@ -11,6 +11,7 @@ from ray_ckpt.errors import ConfigError
 KNOWN = {
     "accelerate": SpecifierSet(">=1.15,<2"),
     "lightning": SpecifierSet(">=2.6,<2.7"),
+    "megatron-core": SpecifierSet(">=0.15,<0.17"),
     "peft": SpecifierSet(">=0.21,<1"),
     "transformers": SpecifierSet(">=5.23,<6"),
 }
