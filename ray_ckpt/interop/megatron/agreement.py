@@ -21,34 +21,38 @@ Boxes: TypeAlias = Mapping[str, Mapping[str, BoxedTensor]]
 Names: TypeAlias = Mapping[str, tuple[str, ...]]
 """Names of the tensors of all ranks, by item."""
 
-_known: tuple[tuple[str, ...], Names] = ((), {})  # digests of each rank's names, and the names together
 
+class Agreement:
+    """The agreement of the saves of one strategy."""
 
-def agree(prepare: Callable[[], tuple[Boxes, bytes]]) -> tuple[Boxes, Names, bytes]:
-    """Return what `prepare` returns on this rank, the names of all ranks, and the second result of rank 0.
+    def __init__(self) -> None:
+        self._digests: tuple[str, ...] = ()  # of the names of each rank, at the last save
+        self._names: Names = {}
 
-    Raises the first CheckpointError of any rank on all ranks.
-    """
-    boxes: Boxes = {}
-    data, error = b"", None
-    try:
-        boxes, data = prepare()
-    except CheckpointError as found:
-        error = found
-    mine = {item: sorted(found) for item, found in boxes.items()}
-    everyone = _gathered((error, digest(json.dumps(mine).encode()), data if dist.get_rank() == 0 else b""))
-    if errors := [found for found, _, _ in everyone if found is not None]:
-        raise errors[0]
-    return boxes, _names(mine, tuple(found for _, found, _ in everyone)), everyone[0][2]
+    def agree(self, prepare: Callable[[], tuple[Boxes, bytes]]) -> tuple[Boxes, Names, bytes]:
+        """Return what `prepare` returns on this rank, the names of all ranks, and the bytes of rank 0.
 
+        Raises the first CheckpointError of any rank on all ranks.
+        """
+        boxes: Boxes = {}
+        data, error = b"", None
+        try:
+            boxes, data = prepare()
+        except CheckpointError as found:
+            error = found
+        mine = {item: sorted(found) for item, found in boxes.items()}
+        own = digest(json.dumps(mine).encode())
+        everyone = _gathered((error, own, data if dist.get_rank() == 0 else b""))
+        if errors := [found for found, _, _ in everyone if found is not None]:
+            raise errors[0]
+        return boxes, self._together(mine, tuple(found for _, found, _ in everyone)), everyone[0][2]
 
-def _names(mine: Mapping[str, list[str]], digests: tuple[str, ...]) -> Names:
-    global _known
-    if _known[0] != digests:  # on all ranks alike
-        everyone = _gathered(mine)
-        together = {item: dict.fromkeys(n for names in everyone for n in names[item]) for item in mine}
-        _known = digests, {item: tuple(sorted(names)) for item, names in together.items()}
-    return _known[1]
+    def _together(self, mine: Mapping[str, list[str]], digests: tuple[str, ...]) -> Names:
+        if self._digests != digests:  # on all ranks alike
+            everyone = _gathered(mine)
+            union = {item: {name for names in everyone for name in names[item]} for item in mine}
+            self._digests, self._names = digests, {item: tuple(sorted(n)) for item, n in union.items()}
+        return self._names
 
 
 def _gathered(value: Any) -> list[Any]:

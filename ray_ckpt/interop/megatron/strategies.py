@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.interop.dcp.session import Session, current
 from ray_ckpt.interop.megatron import values
-from ray_ckpt.interop.megatron.agreement import agree
+from ray_ckpt.interop.megatron.agreement import Agreement
 from ray_ckpt.interop.megatron.folder import (
     BACKEND,
     VERSION,
@@ -75,6 +75,7 @@ class SaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         if level not in LEVELS:
             raise ConfigError(f"{level!r} is not a level.", hint=f"Use one of {', '.join(LEVELS)}.")
         self._level, self._timeout_s = LEVELS[level], timeout_s
+        self._agreement = Agreement()
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Folder) -> None:
         """Capture the state and wait for the level.
@@ -106,7 +107,7 @@ class SaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
     def _capture(self, session: Session, state: Any, folder: Folder) -> Callable[[], None]:
         step = step_of(folder)
-        boxes, names, data = agree(lambda: (saved_boxes(state), _common(folder)))
+        boxes, names, data = self._agreement.agree(lambda: (saved_boxes(state), _common(folder)))
         check_formats(values.decode(data))
         waiter = session.save_items(step, items_to_save(boxes, names, values.plain(data)))
         return lambda: waiter(self._level, self._timeout_s)

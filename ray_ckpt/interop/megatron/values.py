@@ -93,6 +93,8 @@ def _made(value: Any) -> Any:
             return _MAKERS[value[MARK]](value)
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             raise FormatError(f"A value of Megatron's state cannot be made: {error}.") from error
+    if isinstance(value, torch.dtype):
+        return value
     return map_leaves(value, lambda child, _: _made(child), ())
 
 

@@ -1,4 +1,4 @@
-"""One node that the tests share."""
+"""One node and groups of ranks that the tests share: each process takes long to import Megatron."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jobs.demo.local_cluster import LocalCluster
+from tests.cluster.ranks import RankGroup
 
 
 @pytest.fixture(scope="package")
@@ -17,6 +18,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     cluster.shutdown()
 
 
+@pytest.fixture(scope="package")
+def pair(cluster: LocalCluster) -> Iterator[RankGroup]:
+    """Two ranks that no test ends."""
+    group = RankGroup([cluster.nodes["node-a"].node_id] * 2)
+    yield group
+    group.stop()
+
+
+@pytest.fixture(scope="package")
+def single(cluster: LocalCluster) -> Iterator[RankGroup]:
+    """One rank that no test ends."""
+    group = RankGroup([cluster.nodes["node-a"].node_id])
+    yield group
+    group.stop()
+
+
 @pytest.fixture
 def storage(tmp_path: Path) -> str:
     return str(tmp_path / "storage")
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> str:
+    """The folder in which Megatron looks for folders of checkpoints."""
+    return str(tmp_path / "folders")
