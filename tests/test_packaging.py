@@ -24,8 +24,10 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 OPTIONAL = ("fsspec", "pandas", "plot", "zstd")
-INTEGRATIONS = ("accelerate", "huggingface", "lightning")  # of other trainers, which bring many packages
-DISTRIBUTIONS = {"google": "google-auth", "grpc": "grpcio"}  # others have the name of their module
+# Extras of other trainers, which bring many packages
+INTEGRATIONS = ("accelerate", "huggingface", "lightning", "megatron")
+# Others have the name of their module
+DISTRIBUTIONS = {"google": "google-auth", "grpc": "grpcio", "megatron": "megatron-core"}
 FSSPEC = {"backend": "fsspec"}
 OWN = {"ray_ckpt", "actors", "jobs", "tests"}
 

@@ -1,4 +1,4 @@
-"""Agreement of all ranks before a save: errors, common state, and the names of all tensors.
+"""Agreement of all ranks before a save or a load: errors, common state, and the names of all tensors.
 
 A rank holds a part of the names, as with pipeline parallelism. Each rank's tree has them all, so that any
 rank can describe and load a checkpoint alone. Names are exchanged at the first save and when they change.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
@@ -20,6 +20,10 @@ Boxes: TypeAlias = Mapping[str, Mapping[str, BoxedTensor]]
 """Boxes of this rank by item and name."""
 Names: TypeAlias = Mapping[str, tuple[str, ...]]
 """Names of the tensors of all ranks, by item."""
+
+
+Result = TypeVar("Result")
+Note = TypeVar("Note")
 
 
 class Agreement:
@@ -34,18 +38,13 @@ class Agreement:
 
         Raises the first CheckpointError of any rank on all ranks.
         """
-        boxes: Boxes = {}
-        data, error = b"", None
-        try:
-            boxes, data = prepare()
-        except CheckpointError as found:
-            error = found
-        mine = {item: sorted(found) for item, found in boxes.items()}
-        own = digest(json.dumps(mine).encode())
-        everyone = _gathered((error, own, data if dist.get_rank() == 0 else b""))
-        if errors := [found for found, _, _ in everyone if found is not None]:
-            raise errors[0]
-        return boxes, self._together(mine, tuple(found for _, found, _ in everyone)), everyone[0][2]
+
+        def notes(prepared: tuple[Boxes, bytes]) -> tuple[str, bytes]:
+            own = digest(json.dumps(_sorted(prepared[0])).encode())
+            return own, prepared[1] if dist.get_rank() == 0 else b""
+
+        (boxes, _), everyone = together(prepare, notes)
+        return boxes, self._together(_sorted(boxes), tuple(own for own, _ in everyone)), everyone[0][1]
 
     def _together(self, mine: Mapping[str, list[str]], digests: tuple[str, ...]) -> Names:
         if self._digests != digests:  # on all ranks alike
@@ -53,6 +52,31 @@ class Agreement:
             union = {item: {name for names in everyone for name in names[item]} for item in mine}
             self._digests, self._names = digests, {item: tuple(sorted(n)) for item, n in union.items()}
         return self._names
+
+
+def together(prepare: Callable[[], Result], note: Callable[[Result], Note]) -> tuple[Result, list[Note]]:
+    """Return what `prepare` returns on this rank, and the notes of all ranks on their results.
+
+    Raises the first CheckpointError of any rank on all ranks, so that none waits for one that has failed.
+    """
+    try:
+        result = prepare()
+    except CheckpointError as error:
+        _raise_first(_gathered((error, None)))
+        raise
+    everyone = _gathered((None, note(result)))
+    _raise_first(everyone)
+    return result, [found for _, found in everyone]
+
+
+def _raise_first(everyone: list[tuple[CheckpointError | None, Any]]) -> None:
+    for error, _ in everyone:
+        if error is not None:
+            raise error
+
+
+def _sorted(boxes: Boxes) -> dict[str, list[str]]:
+    return {item: sorted(found) for item, found in boxes.items()}
 
 
 def _gathered(value: Any) -> list[Any]:

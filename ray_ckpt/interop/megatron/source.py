@@ -34,6 +34,7 @@ class _OfSession:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.step = session.step
+        self.uri = f"{session.where}@{self.step}"
         self._saved: SavedState | None = None
 
     def saved(self) -> SavedState:
@@ -43,7 +44,13 @@ class _OfSession:
         return self._saved
 
     def load(self, items: Mapping[str, Item]) -> None:
-        """Fill the tensors of `items`, once. RestoreError if only an older checkpoint is intact."""
+        """Fill the tensors of `items`. RestoreError if only an older checkpoint is intact.
+
+        A second load reads the checkpoint as that of any other run.
+        """
+        if self.session.is_begun:
+            _OfUri(self.uri).load(items)
+            return
         info = self.session.load(items)
         if info is not None and info.step != self.step:
             raise RestoreError(

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.interop.dcp.session import Session, current
 from ray_ckpt.interop.megatron import values
-from ray_ckpt.interop.megatron.agreement import Agreement
+from ray_ckpt.interop.megatron.agreement import Agreement, together
 from ray_ckpt.interop.megatron.folder import (
     BACKEND,
     VERSION,
@@ -44,7 +44,7 @@ from ray_ckpt.interop.megatron.items import (
     saved_boxes,
 )
 from ray_ckpt.interop.megatron.pending import Pending, wait_for_end
-from ray_ckpt.interop.megatron.source import source_of
+from ray_ckpt.interop.megatron.source import Source, source_of
 from ray_ckpt.interop.packages import require
 from ray_ckpt.trainer.checkpointer import LEVELS, LevelName
 
@@ -142,15 +142,15 @@ class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
         Raises MismatchError with all differences, ConfigError for a folder that is not the one to load.
         """
-        if any(isinstance(key, tuple) for key in sharded_state_dict):
-            raise ConfigError(
-                "FullyParallelLoadStrategyWrapper divides a load into two, which ray_ckpt refuses.",
-                hint="Leave the wrapper out (--ckpt-fully-parallel-load): the ranks of a node share their "
-                "reads already.",
-            )
-        source = source_of(checkpoint_dir)
-        wanted = Wanted.of(sharded_state_dict, source.saved())
-        source.load(wanted.items)
+
+        def prepare() -> tuple[Source, Wanted]:
+            _refuse_wrapper(sharded_state_dict)
+            source = source_of(checkpoint_dir)
+            return source, Wanted.of(sharded_state_dict, source.saved())
+
+        (source, wanted), sizes = together(prepare, lambda _: len(sharded_state_dict))
+        if any(sizes):  # otherwise the wrapper that is refused asks for objects, of which there are none
+            source.load(wanted.items)
         return wanted.loaded(sharded_state_dict)
 
     def load_tensors_metadata(self, checkpoint_dir: Folder, metadata: Any = None) -> Any:
@@ -177,6 +177,14 @@ class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
                 f"The folder has a checkpoint of the format {loaded_backend!r}, not of ray_ckpt.",
                 hint="Load it with Megatron's own strategy: leave out `sharded_strategy`.",
             )
+
+
+def _refuse_wrapper(state: Any) -> None:
+    if any(isinstance(key, tuple) for key in state):
+        raise ConfigError(
+            "FullyParallelLoadStrategyWrapper divides a load into two, which ray_ckpt refuses.",
+            hint="Leave the wrapper out (--ckpt-fully-parallel-load): the ranks of a node share their reads.",
+        )
 
 
 class CommonLoadStrategy(TorchCommonLoadStrategy):  # type: ignore[misc]

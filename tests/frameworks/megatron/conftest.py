@@ -9,6 +9,7 @@ import pytest
 
 from jobs.demo.local_cluster import LocalCluster
 from tests.cluster.ranks import RankGroup
+from tests.frameworks.megatron import program
 
 
 @pytest.fixture(scope="package")
@@ -22,6 +23,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def pair(cluster: LocalCluster) -> Iterator[RankGroup]:
     """Two ranks that no test ends."""
     group = RankGroup([cluster.nodes["node-a"].node_id] * 2)
+    group.run(program.set_tensor_parallelism, 1)  # a call has a limit of time, which imports take a part of
     yield group
     group.stop()
 
@@ -30,6 +32,7 @@ def pair(cluster: LocalCluster) -> Iterator[RankGroup]:
 def single(cluster: LocalCluster) -> Iterator[RankGroup]:
     """One rank that no test ends."""
     group = RankGroup([cluster.nodes["node-a"].node_id])
+    group.run(program.set_tensor_parallelism, 1)
     yield group
     group.stop()
 

@@ -22,9 +22,10 @@ from ray_ckpt.format.manifest import check_coverage
 from ray_ckpt.format.tree import encode_tree
 from ray_ckpt.restore.manifest import ListedRows
 from tests.capture.ranks import Files, on_ranks
-from tests.frameworks.megatron.program import ShardedObject, ShardedTensor, quiet
+from tests.frameworks.megatron.program import quiet
 
 with quiet():
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
     from megatron.core.rerun_state_machine import RerunMode
 
     from ray_ckpt.interop.megatron import folder, items, values
@@ -35,7 +36,7 @@ WHOLE = torch.arange(1.0, 61.0).view(10, 6)
 
 
 def test_values_of_megatron_are_stored_without_pickle() -> None:
-    value = {
+    value: dict[str, Any] = {
         "args": Namespace(lr=0.1, dtype=torch.bfloat16, mode=RerunMode.DISABLED, inner=SimpleNamespace(x=1)),
         "rng": [(3, b"x"), np.arange(3, dtype=np.uint32), torch.arange(3, dtype=torch.uint8)],
         "extra": io.BytesIO(b"data"),
@@ -168,7 +169,8 @@ def _ignore(result: object) -> None: ...
 def test_another_process_waits_until_the_save_has_ended(method: str) -> None:
     event = threading.Event()
     pending = Pending(lambda: _ignore(event.wait(60)))
-    process = multiprocessing.get_context(method).Process(target=wait_for_end, args=(pending.path,))
+    context: Any = multiprocessing.get_context(method)
+    process = context.Process(target=wait_for_end, args=(pending.path,))
     process.start()
     process.join(1.0)
     assert process.is_alive()

@@ -50,6 +50,7 @@ def test_a_killed_run_goes_on_exactly_also_with_other_tensor_parallelism(
 ) -> None:
     calm, broken = str(tmp_path / "calm"), str(tmp_path / "broken")
     doomed = RankGroup([cluster.nodes["node-a"].node_id] * 2)
+    doomed.run(program.set_tensor_parallelism, 2)
     with pytest.raises(ray.exceptions.RayActorError):
         doomed.run(program.die_in_a_save, "broken", storage, broken, OPTIONS)
     doomed.stop()
@@ -60,7 +61,7 @@ def test_a_killed_run_goes_on_exactly_also_with_other_tensor_parallelism(
         assert seen["folder"].endswith("broken/iter_0000004")
         assert seen["files"] == {"metadata.json", "ray_ckpt.json"}, "no pickle is left"
         assert isinstance(seen["args"], Namespace) and seen["args"].dtype is torch.bfloat16
-        assert seen["args"].backend is program.AttnBackend.auto and seen["args"].betas == (0.9, 0.99)
+        assert seen["args"].backend.name == "auto" and seen["args"].betas == (0.9, 0.99)
         assert seen["local"] == f"of rank {rank}"
         assert seen["rng_state"][0]["rank"] == rank and seen["rng_state"][0]["pair"] == (rank, b"x")
         assert seen["content_metadata"] == {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -68,7 +69,7 @@ def test_a_killed_run_goes_on_exactly_also_with_other_tensor_parallelism(
     assert alone["step"] == 7 and alone["rng_state"] is None
     pair.run(program.train, "calm", storage, calm, 2, 8, OPTIONS)
     expected, found = (program.whole(f"{storage}/{run}", 8) for run in ("calm", "broken"))
-    assert expected.keys() == found.keys() and len(expected) == 33
+    assert expected.keys() == found.keys() and len(expected) == 39
     for name, tensor in expected.items():
         assert torch.equal(tensor, found[name]), name
     check_plain(ray_ckpt.open(f"{storage}/broken").load("model", step=7))
@@ -84,7 +85,7 @@ def check_plain(state: dict[str, torch.Tensor]) -> None:
         else:
             weights |= {f"{name}.{layer}.weight": tensor for layer, tensor in enumerate(state[key])}
     plain.load_state_dict(weights)  # strict: all names and shapes fit
-    assert torch.equal(plain.fc2[1].weight, state[PLAIN["fc2"]][1])
+    assert torch.equal(plain.state_dict()["fc2.1.weight"], state[PLAIN["fc2"]][1])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,6 @@ def test_misuse_is_named_on_all_ranks(pair: RankGroup, storage: str, folders: st
         assert "is of step 2, and the run continues from step 4" in errors["older"]
         assert "FullyParallelLoadStrategyWrapper" in errors["wrapped load"]
         assert "lacks 1 keys, such as other" in errors["missing"]
-        assert "has loaded already" in errors["twice"]
         assert "cannot be changed" in errors["removal"]
         assert "does not end with a step" in errors["unnumbered"]
         assert "'fully_sharded_model_space'" in errors["format"] and "UnsupportedItem" in errors["format"]
