@@ -1,7 +1,7 @@
 """Agreement of all ranks before a save or a load: errors, common state, and the names of all tensors.
 
 A rank holds a part of the names, as with pipeline parallelism. Each rank's tree has them all, so that any
-rank can describe and load a checkpoint alone. Names are exchanged at the first save and when they change.
+rank can describe and load a checkpoint alone. Paths are exchanged at the first save and when they change.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from ray_ckpt.capture.items import BoxedTensor
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.digest import digest
 
-Boxes: TypeAlias = Mapping[str, Mapping[str, BoxedTensor]]
-"""Boxes of this rank by item and name."""
-Names: TypeAlias = Mapping[str, tuple[str, ...]]
-"""Names of the tensors of all ranks, by item."""
+Path: TypeAlias = tuple[str, ...]
+"""Keys that lead to a tensor in the tree of an item."""
+Boxes: TypeAlias = Mapping[str, Mapping[Path, BoxedTensor]]
+"""Boxes of this rank by item and path."""
+Paths: TypeAlias = Mapping[str, tuple[Path, ...]]
+"""Paths of the tensors of all ranks, by item."""
 
 
 Result = TypeVar("Result")
@@ -30,11 +32,11 @@ class Agreement:
     """The agreement of the saves of one strategy."""
 
     def __init__(self) -> None:
-        self._digests: tuple[str, ...] = ()  # of the names of each rank, at the last save
-        self._names: Names = {}
+        self._digests: tuple[str, ...] = ()  # of the paths of each rank, at the last save
+        self._paths: Paths = {}
 
-    def agree(self, prepare: Callable[[], tuple[Boxes, bytes]]) -> tuple[Boxes, Names, bytes]:
-        """Return what `prepare` returns on this rank, the names of all ranks, and the bytes of rank 0.
+    def agree(self, prepare: Callable[[], tuple[Boxes, bytes]]) -> tuple[Boxes, Paths, bytes]:
+        """Return what `prepare` returns on this rank, the paths of all ranks, and the bytes of rank 0.
 
         Raises the first CheckpointError of any rank on all ranks.
         """
@@ -46,12 +48,15 @@ class Agreement:
         (boxes, _), everyone = together(prepare, notes)
         return boxes, self._together(_sorted(boxes), tuple(own for own, _ in everyone)), everyone[0][1]
 
-    def _together(self, mine: Mapping[str, list[str]], digests: tuple[str, ...]) -> Names:
+    def _together(self, mine: Mapping[str, list[Path]], digests: tuple[str, ...]) -> Paths:
         if self._digests != digests:  # on all ranks alike
             everyone = _gathered(mine)
-            union = {item: {name for names in everyone for name in names[item]} for item in mine}
-            self._digests, self._names = digests, {item: tuple(sorted(n)) for item, n in union.items()}
-        return self._names
+            union = {item: {path for paths in everyone for path in paths[item]} for item in mine}
+            self._digests, self._paths = (
+                digests,
+                {item: tuple(sorted(paths)) for item, paths in union.items()},
+            )
+        return self._paths
 
 
 def together(prepare: Callable[[], Result], note: Callable[[Result], Note]) -> tuple[Result, list[Note]]:
@@ -75,7 +80,7 @@ def _raise_first(everyone: list[tuple[CheckpointError | None, Any]]) -> None:
             raise error
 
 
-def _sorted(boxes: Boxes) -> dict[str, list[str]]:
+def _sorted(boxes: Boxes) -> dict[str, list[Path]]:
     return {item: sorted(found) for item, found in boxes.items()}
 
 

@@ -24,7 +24,7 @@ from ray_ckpt.interop.dcp.session import current
 BACKEND, VERSION = "ray_ckpt", 1  # in metadata.json
 REFERENCE = "ray_ckpt.json"
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron's training loop
-MAX_REFERENCE_BYTES = 64 << 10
+MAX_REFERENCE_BYTES = 64 << 10  # a URI and a number take less than 1 KiB
 _STEP = re.compile(r"(\d+)/*\Z")
 
 

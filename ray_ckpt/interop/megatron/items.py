@@ -1,15 +1,17 @@
 """Sharded state dicts of Megatron-core as items of a checkpoint.
 
-Names are the keys of the ShardedTensors, which do not depend on the layout: `optimizer.<...>` and
-`chained_<k>.<...>` belong to the item `optimizer`, all other tensors to `model`. A ShardedObject is stored
-as the bytes of its plain form in the item `objects`, by its unique key, so that any rank can load it; the
-common state, which is the same on all ranks, is the item `common`.
+Names are the keys of the ShardedTensors, which do not depend on the layout. Keys `optimizer.<...>` and
+`chained_<k>.<...>` belong to the item `optimizer`, all others to `model`; of these,
+`optimizer.state.<entry>.<key of a weight>` is the state of that weight, as of an optimizer of torch. A
+ShardedObject is stored as the bytes of its plain form in the item `objects`, by its unique key, so that any
+rank can load it; an import has objects as plain values. Common state, which is the same on all ranks, is the
+item `common`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,37 +25,52 @@ from megatron.core.dist_checkpointing.mapping import (
 
 from ray_ckpt.capture.boxes import boxed
 from ray_ckpt.capture.items import BoxedTensor, Item
-from ray_ckpt.capture.load import SavedState
-from ray_ckpt.capture.walk import DTYPES
+from ray_ckpt.capture.load import SavedState, tensor_refs
+from ray_ckpt.capture.walk import DTYPES, replace_refs
 from ray_ckpt.errors import MismatchError, UnsupportedItem
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.interop.megatron import values
-from ray_ckpt.interop.megatron.agreement import Boxes, Names
+from ray_ckpt.interop.megatron.agreement import Boxes, Path, Paths
 
 MODEL, OPTIMIZER, OBJECTS, COMMON = "model", "optimizer", "objects", "common"
-_CHAINED = re.compile(r"chained_\d+\.")
+_STATE = re.compile(r"optimizer\.state\.([^.]+)\.(.+)")
+_OF_OPTIMIZER = re.compile(r"optimizer\.|chained_\d+\.")
 
 
 class TensorsItem(Item):
-    """Tensors of one item by name, as boxes in live memory."""
+    """Tensors of one item by their paths in it, as boxes in live memory."""
 
     is_partial = True
 
-    def __init__(self, name: str, boxes: Mapping[str, BoxedTensor]) -> None:
+    def __init__(self, name: str, boxes: Mapping[Path, BoxedTensor]) -> None:
         self._name, self._boxes = name, boxes
 
     def tree(self) -> Any:
-        return dict(self._boxes)
+        return _nested(self._boxes)
 
     def load(self, tree: Any) -> None:
         """Do nothing: the boxes have been filled."""
 
     def wanted(self, saved: Any) -> Any:
         """Return the tensors that this rank wants, also those that the rank which saved `saved` had not."""
-        return {name: TensorRef(f"{self._name}.{name}") for name in self._boxes}
+        return _nested({path: TensorRef(_full_name(self._name, path)) for path in self._boxes})
 
-    def changes_in_step(self, path: tuple[str, ...]) -> bool:
+    def changes_in_step(self, path: Path) -> bool:
         return True  # the optimizers of the process show which tensors do
+
+
+def _nested(entries: Mapping[Path, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for (*above, last), value in entries.items():
+        inner = tree
+        for key in above:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return tree
+
+
+def _full_name(item: str, path: Path) -> str:
+    return ".".join((item, *path))
 
 
 class CommonItem(Item):
@@ -73,11 +90,14 @@ class CommonItem(Item):
 
 def leaves(state: Any) -> Iterator[Any]:
     """Yield the values in nested dicts and lists."""
-    if isinstance(state, dict | list):
-        for child in state.values() if isinstance(state, dict) else state:
-            yield from leaves(child)
-    else:
+    if not isinstance(state, dict | list):
         yield state
+    for child in _children(state):
+        yield from leaves(child)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def filled(state: Any, value_of: Callable[[Any], Any]) -> Any:
@@ -89,36 +109,36 @@ def filled(state: Any, value_of: Callable[[Any], Any]) -> Any:
     return value_of(state)
 
 
-def place_of(key: str) -> tuple[str, str]:
-    """Return the item of a ShardedTensor's key, and its name there."""
-    if key.startswith(f"{OPTIMIZER}."):
-        return OPTIMIZER, key.removeprefix(f"{OPTIMIZER}.")
-    return (OPTIMIZER if _CHAINED.match(key) else MODEL), key
+def places_of(key: str) -> list[tuple[str, Path]]:
+    """Return the item and the path of a ShardedTensor's key, and after it another one that an import has."""
+    if match := _STATE.fullmatch(key):
+        return [(OPTIMIZER, ("state", match[2], match[1])), (OPTIMIZER, (key,))]
+    return [(OPTIMIZER if _OF_OPTIMIZER.match(key) else MODEL, (key,))]
 
 
-def key_of(item: str, name: str) -> str:
-    """Return the key at a place of `place_of`."""
-    return f"{OPTIMIZER}.{name}" if item == OPTIMIZER and not _CHAINED.match(name) else name
+def key_of(path: Path) -> str:
+    """Return the key at a path of `places_of`."""
+    return path[0] if len(path) == 1 else f"optimizer.state.{path[2]}.{path[1]}"
 
 
 # Saving
 
 
-def saved_boxes(state: Any) -> dict[str, dict[str, BoxedTensor]]:
-    """Return what this rank saves of a sharded state dict, by item and name.
+def saved_boxes(state: Any) -> Boxes:
+    """Return what this rank saves of a sharded state dict, by item and path.
 
     Raises UnsupportedLeaf for a tensor or an object that cannot be stored.
     """
-    found: dict[str, dict[str, BoxedTensor]] = {MODEL: {}, OPTIMIZER: {}, OBJECTS: {}}
+    found: dict[str, dict[Path, BoxedTensor]] = {MODEL: {}, OPTIMIZER: {}, OBJECTS: {}}
     for leaf in leaves(state):
         if isinstance(leaf, ShardedObject):
-            found[OBJECTS].setdefault(leaf.unique_key, _no_parts((1,), torch.uint8))
+            found[OBJECTS].setdefault((leaf.unique_key,), _absent())
             if is_main_replica(leaf.replica_id):
                 data = bytearray(values.encode(leaf.data, leaf.key))
-                found[OBJECTS][leaf.unique_key] = _box_of(torch.frombuffer(data, dtype=torch.uint8))
+                found[OBJECTS][leaf.unique_key,] = _box_of(torch.frombuffer(data, dtype=torch.uint8))
         else:
-            item, name = place_of(leaf.key)
-            found[item][name] = _joined(found[item].get(name), _mine(leaf))
+            item, path = places_of(leaf.key)[0]
+            found[item][path] = _joined(found[item].get(path), _mine(leaf))
     return found
 
 
@@ -143,22 +163,22 @@ def _region(part: tuple[tuple[int, ...], torch.Tensor]) -> tuple[Any, ...]:
 
 
 def _box_of(tensor: torch.Tensor) -> BoxedTensor:
-    """Return the box of bytes that this rank holds."""
-    parts = (((0,), tensor),)
+    """Return the box of a whole tensor that this rank holds."""
+    parts = (((0,) * tensor.dim(), tensor),)
     return BoxedTensor(
         shape=tuple(tensor.shape), dtype=tensor.dtype, base=tensor, parts=parts, ranks=(dist.get_rank(),)
     )
 
 
-def _no_parts(shape: tuple[int, ...], dtype: torch.dtype) -> BoxedTensor:
-    return BoxedTensor(shape=shape, dtype=dtype)
+def _absent() -> BoxedTensor:
+    """Return a tensor of which other ranks save all; the trees of all ranks have all names."""
+    return BoxedTensor(shape=(1,), dtype=torch.uint8)
 
 
-def items_to_save(mine: Boxes, names: Names, common: Any) -> dict[str, Item]:
-    """Return the items of a save: each rank's tree has the names of all ranks."""
-    absent = _no_parts((1,), torch.uint8)
+def items_to_save(mine: Boxes, paths: Paths, common: Any) -> dict[str, Item]:
+    """Return the items of a save with the paths of all ranks."""
     items: dict[str, Item] = {
-        item: TensorsItem(item, {name: mine[item].get(name, absent) for name in names[item]})
+        item: TensorsItem(item, {path: mine[item].get(path) or _absent() for path in paths[item]})
         for item in (MODEL, OPTIMIZER, OBJECTS)
     }
     return {**items, COMMON: CommonItem(common)}
@@ -169,10 +189,11 @@ def items_to_save(mine: Boxes, names: Names, common: Any) -> dict[str, Item]:
 
 @dataclass(slots=True)
 class Wanted:
-    """Boxes and bytes that a load fills for a sharded state dict."""
+    """Boxes and values that a load fills for a sharded state dict."""
 
-    boxes: dict[str, dict[str, BoxedTensor]]
-    objects: dict[str, torch.Tensor] = field(default_factory=dict)
+    boxes: dict[str, dict[Path, BoxedTensor]]
+    _bytes: dict[str, torch.Tensor] = field(default_factory=dict)  # of objects, by unique key
+    _plain: dict[str, Any] = field(default_factory=dict)  # objects of an import
     _twins: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (filled, equal to it)
 
     @classmethod
@@ -182,7 +203,11 @@ class Wanted:
         Raises MismatchError if the checkpoint lacks a key.
         """
         wanted = cls({item: {} for item in (MODEL, OPTIMIZER, OBJECTS) if item in saved.trees})
-        missing = [leaf.key for leaf in leaves(state) if not wanted._add(leaf, saved)]
+        missing = [
+            leaf.key
+            for leaf in leaves(state)
+            if not (wanted._add_object if isinstance(leaf, ShardedObject) else wanted._add)(leaf, saved)
+        ]
         if missing:
             raise MismatchError(
                 f"The checkpoint lacks {len(missing)} keys, such as {', '.join(missing[:5])}.",
@@ -196,20 +221,32 @@ class Wanted:
     def items(self) -> dict[str, Item]:
         return {item: TensorsItem(item, boxes) for item, boxes in self.boxes.items()}
 
-    def _add(self, leaf: Any, saved: SavedState) -> bool:
-        """Add a leaf of the state dict; return whether the checkpoint has it."""
-        is_object = isinstance(leaf, ShardedObject)
-        item, name = (OBJECTS, leaf.unique_key) if is_object else place_of(leaf.key)
-        found = saved.slices.get(f"{item}.{name}")
-        if found is None or item not in self.boxes:
-            return False
-        known = self.boxes[item].get(name)
-        if not is_object:
-            self.boxes[item][name] = self._joined(known, _to_fill(leaf, found.global_shape))
-        elif known is None:
-            tensor = self.objects[name] = torch.empty(found.global_shape, dtype=torch.uint8)
-            self.boxes[item][name] = _box_of(tensor)
-        return True
+    def _add(self, tensor: ShardedTensor, saved: SavedState) -> bool:
+        """Add a tensor of the state dict; return whether the checkpoint has it."""
+        for item, path in places_of(tensor.key):
+            part = saved.slices.get(_full_name(item, path))
+            if part is not None and item in self.boxes:
+                boxes = self.boxes[item]
+                boxes[path] = self._joined(boxes.get(path), _to_fill(tensor, part.global_shape))
+                return True
+        return False
+
+    def _add_object(self, obj: ShardedObject, saved: SavedState) -> bool:
+        """Add an object of the state dict; return whether the checkpoint has it."""
+        name = obj.unique_key
+        found = saved.trees.get(OBJECTS, {}).get(name)
+
+        def memory(ref: TensorRef, path: Path) -> torch.Tensor:
+            part = saved.slices[ref.key]
+            tensor = torch.empty(part.global_shape, dtype=DTYPES[part.dtype])
+            self.boxes[OBJECTS][name, *path] = _box_of(tensor)
+            return tensor
+
+        if isinstance(found, TensorRef):
+            self._bytes[name] = memory(found, ())
+        elif isinstance(found, list) and len(found) == 1 and name not in self._plain:
+            (self._plain[name],) = replace_refs(found, memory)
+        return name in self._bytes or name in self._plain
 
     def _joined(self, one: BoxedTensor | None, other: BoxedTensor) -> BoxedTensor:
         """Return the boxes of both; a box that is there already is filled from the first, after the load."""
@@ -225,9 +262,11 @@ class Wanted:
         return filled(state, self._value)
 
     def _value(self, leaf: Any) -> Any:
-        if isinstance(leaf, ShardedObject):
-            return values.decode(self.objects[leaf.unique_key].numpy().tobytes())
-        return leaf.data
+        if not isinstance(leaf, ShardedObject):
+            return leaf.data
+        if leaf.unique_key in self._plain:
+            return self._plain[leaf.unique_key]
+        return values.decode(self._bytes[leaf.unique_key].numpy().tobytes())
 
 
 def _to_fill(tensor: ShardedTensor, shape: tuple[int, ...]) -> BoxedTensor:
@@ -256,33 +295,31 @@ def _within(
 def described(saved: SavedState, *, with_objects: bool) -> dict[str, Any]:
     """Return Megatron's description of a checkpoint: a ShardedTensor without data for each key."""
     found: dict[str, Any] = {}
-    for item in (MODEL, OPTIMIZER, OBJECTS):
-        for name in saved.trees.get(item, {}):
-            part = saved.slices.get(f"{item}.{name}")
-            if part is None:
-                continue
-            if item != OBJECTS:
-                key = key_of(item, name)
+    for item in (MODEL, OPTIMIZER):
+        for path, ref in tensor_refs(saved.trees.get(item, {})).items():
+            part = saved.slices.get(ref.key)
+            if part is not None and len(path) in (1, 3):
+                key = key_of(path)
                 meta = torch.empty(part.global_shape, dtype=DTYPES[part.dtype], device="meta")
                 found[key] = ShardedTensor.from_rank_offsets(key, meta).without_data()
-            elif with_objects:
-                found[name] = ShardedObject.empty_from_unique_key(name)
-    return found
+    names = saved.trees.get(OBJECTS, {}) if with_objects else ()
+    return found | {name: ShardedObject.empty_from_unique_key(name) for name in names}
 
 
 RESHARDABLE = ("dp_reshardable", "fully_reshardable")
+_FORMAT_KEYS = ("param_state_sharding_type", "distrib_optim_sharding_type")
 
 
 def check_formats(common: Any) -> None:
     """Raise UnsupportedItem if common state names an optimizer format that cannot be resharded."""
-    found = common.get("param_state_sharding_type") if isinstance(common, dict) else None
-    if isinstance(found, str) and found not in RESHARDABLE:
-        raise UnsupportedItem(
-            f"The optimizer state has the format {found!r}, which cannot be resharded.",
-            hint='Use metadata={"distrib_optim_sharding_type": ...} with fully_reshardable, or with '
-            "dp_reshardable, for which tensor and pipeline parallelism stay as they are.",
-            item=OPTIMIZER,
-        )
-    if isinstance(common, dict | list):
-        for child in common.values() if isinstance(common, dict) else common:
-            check_formats(child)
+    if isinstance(common, dict):
+        found = [common[key] for key in _FORMAT_KEYS if isinstance(common.get(key), str)]
+        if bad := [name for name in found if name not in RESHARDABLE]:
+            raise UnsupportedItem(
+                f"The optimizer state has the format {bad[0]!r}, which ray_ckpt does not save.",
+                hint='Use metadata={"distrib_optim_sharding_type": ...} with fully_reshardable, or with '
+                "dp_reshardable, for which tensor and pipeline parallelism stay as they are.",
+                item=OPTIMIZER,
+            )
+    for child in _children(common):
+        check_formats(child)

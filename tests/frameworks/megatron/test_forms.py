@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ray_ckpt.capture.items import TreeItem
 from ray_ckpt.capture.load import SavedState, wanted_trees
 from ray_ckpt.errors import ConfigError, FormatError, MismatchError, UnsupportedLeaf
 from ray_ckpt.format.manifest import check_coverage
@@ -102,6 +103,7 @@ def test_stages_of_a_pipeline_are_loaded_by_one_rank(tmp_path: Path) -> None:
                 "w", block, block.dtype, tuple(block.shape), (10, 6), (rows.start, 0), None
             ),
             f"stage{rank}": ShardedTensor.from_rank_offsets(f"optimizer.stage{rank}", layer.clone()),
+            f"state{rank}": ShardedTensor.from_rank_offsets(f"optimizer.state.exp.w{rank}", layer - 5),
             "layers": [
                 ShardedTensor.from_rank_offsets(
                     "layers", layer + 10 * k, (0, 2 * k + rank, 4), prepend_axis_num=1
@@ -134,6 +136,7 @@ def test_stages_of_a_pipeline_are_loaded_by_one_rank(tmp_path: Path) -> None:
         assert torch.equal(loaded["twice"], WHOLE[7:]), "a box that two tensors name fills both"
         for k in (0, 1):
             assert torch.equal(loaded[str(k)][f"stage{k}"], torch.full((4,), k + 1.0))
+            assert torch.equal(loaded[str(k)][f"state{k}"], torch.full((4,), k - 4.0))
             assert [t[0].item() for t in loaded[str(k)]["layers"]] == [k + 1.0, k + 11.0]
             assert torch.equal(loaded[str(k)]["same"], torch.ones(4)), "of the first replica"
             assert loaded[str(k)]["of rank"] == {"rank": k}
@@ -142,8 +145,40 @@ def test_stages_of_a_pipeline_are_loaded_by_one_rank(tmp_path: Path) -> None:
 
     on_ranks(1, load)
     described = items.described(saved, with_objects=True)
+    assert described["optimizer.state.exp.w1"].global_shape == (4,)
+    assert "optimizer.state.w1.exp" in {row.slice.key for row in files.rows if row.slice is not None}
     assert described["optimizer.stage0"].global_shape == (4,) and described["layers"].global_shape == (4, 4)
     assert described["of_rank/shard_1_2"].global_shape == (2,)
+
+
+def test_objects_of_an_import_are_plain_values_with_tensors(tmp_path: Path) -> None:
+    """An import has Megatron's list of one object, and optimizer state under Megatron's own key."""
+    files = Files(tmp_path, 1)
+    key, draws = "optimizer.state.exp.w", torch.arange(4.0)
+    imported = {
+        "model": {},
+        "optimizer": {key: torch.ones(4)},
+        "objects": {"rng/shard_0_1": [{"draws": [draws], "seed": 3}], "none/shard_0_1": [None]},
+        "common": {"step": 3},
+    }
+    on_ranks(1, lambda rank: files.save({name: TreeItem(tree) for name, tree in imported.items()}, rank))
+    saved = SavedState.of(files.states[0]["items"], ListedRows(files.rows))
+
+    def load(rank: int) -> None:
+        state = {
+            "w": ShardedTensor.from_rank_offsets(key, torch.zeros(2), (0, 1, 2)),
+            "rng": ShardedObject("rng", None, (1,), (0,)),
+            "none": ShardedObject("none", None, (1,), (0,)),
+        }
+        wanted = items.Wanted.of(state, saved)
+        files.states[0]["items"] = wanted_trees(wanted.items, files.states[0]["items"])
+        files.load(wanted.items, rank, 1)
+        loaded = wanted.loaded(state)
+        assert torch.equal(loaded["w"], torch.ones(2)) and loaded["none"] is None
+        assert torch.equal(loaded["rng"]["draws"][0], draws) and loaded["rng"]["seed"] == 3
+
+    on_ranks(1, load)
+    assert items.described(saved, with_objects=False)[key].global_shape == (4,)
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
@@ -155,7 +190,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
             agreement[rank].agree(lambda: (items.saved_boxes(state), b""))
         good = {f"x{rank}": ShardedTensor.from_rank_offsets(f"x{rank}", torch.ones(1))}
         _, names, data = agreement[rank].agree(lambda: (items.saved_boxes(good), str(rank).encode()))
-        assert names["model"] == ("x0", "x1") and data == b"0"
+        assert names["model"] == (("x0",), ("x1",)) and data == b"0"
         assert agreement[rank].agree(lambda: (items.saved_boxes(good), b""))[1] is names, "names are kept"
         return str(dist.get_rank())
 
