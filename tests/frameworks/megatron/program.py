@@ -49,6 +49,7 @@ with quiet():
         get_param_id_to_sharded_param_map,
         optim_state_to_sharding_state,
     )
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from megatron.core.dist_checkpointing.strategies.fully_parallel import (
         FullyParallelLoadStrategyWrapper,
@@ -261,8 +262,8 @@ def misuse(run: str, storage: str, folders: str, options: dict[str, Any]) -> dic
     note("unnumbered", lambda: save_with({}, "newest"))
     old_format = {"optimizer": {"param_state_sharding_type": "fully_sharded_model_space"}}
     note("format", lambda: save_with(old_format))
-    bad = ShardedObject("bad", object(), (2,), (training.rank,))
-    note("object", lambda: save_with({"bad": bad} if training.rank == 1 else {}))
+    bad = ShardedObject("bad", object() if training.rank == 1 else "good", (2,), (training.rank,))
+    note("object", lambda: save_with({"bad": bad}))
     note("common", lambda: save_with({"x": {"made": torch.nn.Identity}}))
     return errors
 
@@ -277,7 +278,7 @@ def wrap_and_describe(run: str, storage: str, folders: str, options: dict[str, A
     training.step(1)
     save(training, folders, 1, strategy)
     folder = str(Path(folders, "iter_0000001"))
-    described = dist_checkpointing.load_sharded_metadata(folder)
+    described = load_sharded_metadata(folder)
     tensors = dist_checkpointing.load_plain_tensors(folder)
     state = {"model": training.model.sharded_state_dict()}
     _, missing, unexpected = dist_checkpointing.load(state, folder, strict="return_all")
