@@ -33,6 +33,10 @@ INTEGRATIONS = (
     "vllm",
 )  # of other trainers, which bring many packages
 DISTRIBUTIONS = {"google": "google-auth", "grpc": "grpcio"}  # others have the name of their module
+# Extras of other trainers, which bring many packages
+INTEGRATIONS = ("accelerate", "huggingface", "lightning", "megatron")
+# Others have the name of their module
+DISTRIBUTIONS = {"google": "google-auth", "grpc": "grpcio", "megatron": "megatron-core"}
 FSSPEC = {"backend": "fsspec"}
 OWN = {"ray_ckpt", "actors", "jobs", "tests"}
 

@@ -12,6 +12,7 @@ KNOWN = {
     "accelerate": SpecifierSet(">=1.15,<2"),
     "deepspeed": SpecifierSet(">=0.19.8,<0.20"),
     "lightning": SpecifierSet(">=2.6,<2.7"),
+    "megatron-core": SpecifierSet(">=0.15,<0.17"),
     "peft": SpecifierSet(">=0.21,<1"),
     "torchtitan": SpecifierSet(">=0.3,<0.4"),
     "transformers": SpecifierSet(">=5.23,<6"),

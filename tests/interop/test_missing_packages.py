@@ -27,6 +27,7 @@ ray_ckpt.{name}
         ("huggingface", "transformers", ".prepare_trainer"),
         ("lightning", "lightning", ".CheckpointCallback"),
         ("accelerate", "accelerate", ".items(None)"),
+        ("megatron", "megatron-core", ".SaveStrategy()"),
     ],
 )
 def test_the_package_and_the_extra_are_named(name: str, package: str, use: str) -> None:

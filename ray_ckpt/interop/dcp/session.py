@@ -1,4 +1,4 @@
-"""The session of this rank, shared by the Writers and Readers of this process."""
+"""The session of this rank, shared by all that save and load state dicts in this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ray_ckpt.capture.items import Item
-from ray_ckpt.capture.load import SavedState
+from ray_ckpt.capture.load import RestoreInfo, SavedState
 from ray_ckpt.capture.unregistered import live_optimizers
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.interop.dcp.state import items_of
@@ -32,6 +32,16 @@ class Session:
         """The step that a load restores, or has restored; 0 in a new run."""
         return self._checkpointer.resume_step()
 
+    @property
+    def where(self) -> str:
+        """The URI of the run."""
+        return self._checkpointer.where
+
+    @property
+    def is_begun(self) -> bool:
+        """True after the load, or after the first save."""
+        return self._is_begun
+
     def saved(self) -> SavedState | None:
         """Return the saved items that a load restores, without their tensors; None in a new run.
 
@@ -40,38 +50,44 @@ class Session:
         self._refuse_second_load()
         return self._checkpointer.saved()
 
-    def load(self, items: Mapping[str, Item]) -> None:
+    def load(self, items: Mapping[str, Item]) -> RestoreInfo | None:
         """Fill the tensors of `items` with those of the checkpoint to resume from, and begin the session.
 
-        Raises the errors of `Checkpointer.restore`.
+        Returns None in a new run. Raises the errors of `Checkpointer.restore`.
         """
         self._refuse_second_load()
         self._is_begun = True
         self._checkpointer.hold(items, ())
-        self._checkpointer.restore()
+        return self._checkpointer.restore()
 
     def _refuse_second_load(self) -> None:
         if self._is_begun:
             raise ConfigError(
                 "This group has begun to save, or has loaded already.",
-                hint="Load everything in one call before the first save; to read another checkpoint later, "
-                'use Reader("<storage path>/<run>@<step>").',
+                hint="Load everything in one call before the first save; another checkpoint is read by its "
+                'URI, as with ray_ckpt.dcp.Reader("<storage path>/<run>@<step>").',
             )
 
     def save(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any] | None, per_rank: Sequence[str]
     ) -> Callable[[Level, float], None]:
-        """Capture a nested state dict; return a function that waits for a level, as `Checkpointer.waiter`.
+        """Capture a nested state dict, as `save_items`."""
+        return self.save_items(step, items_of(state, per_rank=per_rank), metrics)
+
+    def save_items(
+        self, step: int, items: Mapping[str, Item], metrics: Mapping[str, Any] | None = None
+    ) -> Callable[[Level, float], None]:
+        """Capture ready items; return a function that waits for a level, as `Checkpointer.waiter`.
 
         Raises ConfigError if the run has a checkpoint that was not loaded.
         """
-        items = items_of(state, per_rank=per_rank)
         if not self._is_begun:
             if step_to_load := self.step:
                 raise ConfigError(
                     f"The run has a checkpoint of step {step_to_load}, which was not loaded.",
-                    hint="Call dcp.load(state, storage_reader=ray_ckpt.dcp.Reader()) before the first save, "
-                    'or start another run name, or use the option resume="never".',
+                    hint="Load it before the first save, as the guide of your framework shows, such as "
+                    "dcp.load(state, storage_reader=ray_ckpt.dcp.Reader()); or start another run name, or "
+                    'use the option resume="never".',
                 )
             self.load(items)
         if self._optimizers is None:
