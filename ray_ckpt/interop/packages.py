@@ -12,6 +12,7 @@ KNOWN = {
     "accelerate": SpecifierSet(">=1.15,<2"),
     "lightning": SpecifierSet(">=2.6,<2.7"),
     "peft": SpecifierSet(">=0.21,<1"),
+    "torchft": SpecifierSet(">=0.2,<0.3"),
     "transformers": SpecifierSet(">=5.23,<6"),
 }
 
