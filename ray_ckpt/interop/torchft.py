@@ -111,8 +111,8 @@ class ReplicaCheckpointer:
         """
         manager = self._manager
         is_first = manager.participating_rank() == 0  # waits for the quorum, so it comes first
+        restored = manager.current_step() == 0 and self._begin(is_first)
         self._before, self._takes_over = manager.current_step(), False
-        restored = self._before == 0 and self._begin(is_first)
         if self._checkpointer is not None:
             with self._checkpointer.lock():  # the commit may load a peer's state
                 pass
@@ -127,18 +127,19 @@ class ReplicaCheckpointer:
         self._takes_over = is_first and not self.saves and not any(flag & SAVES for flag in flags)
         self._positions.note(rows)
 
-    def step(self, metrics: Mapping[str, Any] | None = None) -> None:
+    def step(self, metrics: Mapping[str, Any] | None = None) -> bool:
         """Call this after the step of torchft's optimizer, on every rank; save if a save is due.
 
-        Does nothing after a step that torchft did not commit. The number of a step is the manager's.
+        Returns False, and does nothing, if torchft did not commit the step. The number of a step is the
+        manager's.
         """
         step = self._manager.current_step()
         if step <= self._before:
-            return
-        if self._takes_over and self._take_over(step):
-            return
-        if self._checkpointer is not None:
+            return False
+        restored = self._takes_over and self._take_over(step)
+        if self._checkpointer is not None and not restored:
             self._checkpointer.step(step, metrics)
+        return True
 
     def finish(self) -> None:
         """Save the last step unless it is saved, and wait until the save is committed: training is over."""
