@@ -207,15 +207,17 @@ class _Positions(Item):
         self.data = data
         self.is_moved = False  # since the last iterator of `data` was made
         self._group = str(group)
+        self._begun = None if data is None else data.state_dict()
         self._states: dict[str, Any] = {}
 
     def tree(self) -> Any:
         return dict(self._states)
 
     def load(self, tree: Mapping[str, Any]) -> None:
+        """Set all positions; batches of this group that counted nowhere are its next ones again."""
         self._states = dict(tree)
-        if self.data is not None and self._group in tree:
-            self.data.load_state_dict(tree[self._group])
+        if self.data is not None:
+            self.data.load_state_dict(tree.get(self._group, self._begun))
             self.is_moved = True
 
     def encoded(self) -> bytes:

@@ -122,7 +122,7 @@ def test_a_group_dies_the_other_saves_on_and_the_whole_job_restarts(tmp_path: Pa
     saved, total = end - 2, end + 6
     before = {group: lines(first, group) for group in (0, 1)}
     other = {entry["step"]: entry for entry in before[1 - dead]}
-    assert list(other) == list(range(1, end + 1)), "the other group goes on at once"
+    assert list(other) == list(range(min(other), end + 1)) and min(other) < 6, "the other goes on at once"
     assert [step for step in other if other[step]["saves"]] == list(range(7, end + 1)), "and takes over"
     again = [entry for entry in before[dead] if entry["step"] > 6]
     assert again and not any(entry["saves"] for entry in again), "the group that comes back does not save"
