@@ -19,14 +19,20 @@ set -euo pipefail
 : "${RAY_ARGS:=}"                            # more arguments for each ray start
 export RAY_CKPT_STAGING
 
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-address=$(srun --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" hostname --ip-address | awk '{print $1}')
-export RAY_ADDRESS="$address:$PORT"
+on() { # runs a command on a node, as a step of the job
+    srun --nodes=1 --ntasks=1 --overlap --nodelist="$1" "${@:2}"
+}
+
+address_of() { on "$1" hostname --ip-address | awk '{print $1}'; }
 
 start() { # a Ray node, which lives as long as its step
     # shellcheck disable=SC2086
-    srun --nodes=1 --ntasks=1 --overlap --nodelist="$1" ray start --block --disable-usage-stats $RAY_ARGS "${@:2}" &
+    on "$1" ray start --block --disable-usage-stats --node-ip-address="$(address_of "$1")" $RAY_ARGS "${@:2}" &
 }
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+RAY_ADDRESS="$(address_of "${nodes[0]}"):$PORT"
+export RAY_ADDRESS
 
 newest() { # prints the step of the newest durable checkpoint, or 0
     ray-ckpt ls "$RUN" --json 2>/dev/null | python -c '
@@ -49,7 +55,7 @@ save() { # announce the end to Ray, and wait until a checkpoint from after that 
 
 is_over=0
 trap 'is_over=1' USR1 TERM
-start "${nodes[0]}" --head --node-ip-address="$address" --port="$PORT"
+start "${nodes[0]}" --head --port="$PORT"
 until ray health-check --address "$RAY_ADDRESS" >/dev/null 2>&1; do sleep 1; done
 for node in "${nodes[@]:1}"; do start "$node" --address="$RAY_ADDRESS"; done
 

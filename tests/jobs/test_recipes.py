@@ -16,6 +16,7 @@ from typing import Any
 import jsonschema
 import psutil
 import pytest
+import ray
 import yaml
 
 from jobs.demo.free_ports import free_port
@@ -108,7 +109,7 @@ at = next(k for k, arg in enumerate(sys.argv) if k and not arg.startswith("--"))
 node = next(o.partition("=")[2] for o in options if o.startswith("--nodelist="))
 command = sys.argv[at:]
 if command[0] == "hostname":
-    print("127.0.0.1")
+    print("{address}")
     sys.exit()
 os.environ["RAY_CKPT_STAGING"] = "{folder}/staging/" + node
 os.execvp(command[0], command)
@@ -129,10 +130,11 @@ class Slurm:
         self.folder = folder
         programs = folder / "bin"
         programs.mkdir()
+        here = {"python": sys.executable, "folder": folder, "address": ray.util.get_node_ip_address()}
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-            (programs / name).write_text(
-                text.replace("{python}", sys.executable).replace("{folder}", str(folder))
-            )
+            for key, value in here.items():
+                text = text.replace("{" + key + "}", str(value))
+            (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         self.env = {
             **os.environ,
