@@ -112,6 +112,12 @@ if command[0] == "hostname":
     print("{address}")
     sys.exit()
 os.environ["RAY_CKPT_STAGING"] = "{folder}/staging/" + node
+if command[:2] == ["ray", "start"]:  # the nodes share a machine, which is slow to choose ports
+    sys.path.insert(0, "{root}")
+    from jobs.demo.free_ports import free_port
+    for port in ("metrics-export", "dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent"):
+        command.append(f"--{port}-port={free_port()}")
+    command += ["--include-dashboard=false"] * ("--head" in command)
 os.execvp(command[0], command)
 """
 SCONTROL = """#!/bin/sh
@@ -130,7 +136,12 @@ class Slurm:
         self.folder = folder
         programs = folder / "bin"
         programs.mkdir()
-        here = {"python": sys.executable, "folder": folder, "address": ray.util.get_node_ip_address()}
+        here = {
+            "python": sys.executable,
+            "folder": folder,
+            "root": ROOT,
+            "address": ray.util.get_node_ip_address(),
+        }
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
             for key, value in here.items():
                 text = text.replace("{" + key + "}", str(value))
