@@ -25,9 +25,13 @@ on() { # runs a command on a node, as a step of the job
 
 address_of() { on "$1" hostname --ip-address | awk '{print $1}'; }
 
-start() { # a Ray node, which lives as long as its step
-    # shellcheck disable=SC2086
-    on "$1" ray start --block --disable-usage-stats --node-ip-address="$(address_of "$1")" $RAY_ARGS "${@:2}" &
+start() { # a Ray node, which lives as long as its step; a node that fails is started again, twice
+    local address
+    address=$(address_of "$1")
+    for _ in 1 2 3; do
+        # shellcheck disable=SC2086
+        on "$1" ray start --block --disable-usage-stats --node-ip-address="$address" $RAY_ARGS "${@:2}" && return
+    done
 }
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -55,9 +59,9 @@ save() { # announce the end to Ray, and wait until a checkpoint from after that 
 
 is_over=0
 trap 'is_over=1' USR1 TERM
-start "${nodes[0]}" --head --port="$PORT"
-until ray health-check --address "$RAY_ADDRESS" >/dev/null 2>&1; do sleep 1; done
-for node in "${nodes[@]:1}"; do start "$node" --address="$RAY_ADDRESS"; done
+start "${nodes[0]}" --head --port="$PORT" &
+until ray health-check --address "$RAY_ADDRESS" >/dev/null 2>&1; do kill -0 $! && sleep 1; done
+for node in "${nodes[@]:1}"; do start "$node" --address="$RAY_ADDRESS" & done
 
 "$@" &
 driver=$!

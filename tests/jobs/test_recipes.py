@@ -126,7 +126,7 @@ show) printf 'node-a\\nnode-b\\n' ;;
 requeue) echo "$2" > {folder}/requeued ;;
 esac
 """
-WAIT_S = 100.0
+WAIT_S = 200.0  # a calm machine needs a tenth
 
 
 class Slurm:
@@ -188,7 +188,7 @@ def history(path: Path) -> list[int]:
 
 @pytest.mark.cluster
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_job_saves_at_the_signal_is_requeued_and_goes_on(slurm: Slurm) -> None:
     storage, done = slurm.folder / "storage", slurm.folder / "history.jsonl"
     small = "--layers 1 --width 16 --heads 2 --context 16 --parallel ddp --workers 2 --step-time-s 0.2"
