@@ -329,7 +329,9 @@ def _check_pip(args: Sequence[str]) -> None:
 # Programs that are not ours and that not every machine has: nothing of them can be checked here.
 FOREIGN = {
     "aws": "Amazon's; a package of its own",
+    "kubectl": "Kubernetes'; tests/jobs/test_recipes.py checks the manifest",
     "prometheus": "a program of the system",
+    "sbatch": "Slurm's; tests/jobs/test_recipes.py plays the script",
 }
 
 

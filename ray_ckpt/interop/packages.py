@@ -15,6 +15,7 @@ KNOWN = {
     "megatron-core": SpecifierSet(">=0.15,<0.17"),
     "peft": SpecifierSet(">=0.21,<1"),
     "torchtitan": SpecifierSet(">=0.3,<0.4"),
+    "torchft": SpecifierSet(">=0.2,<0.3"),
     "transformers": SpecifierSet(">=5.23,<6"),
     "vllm": SpecifierSet(">=0.30,<0.31"),
 }

@@ -32,6 +32,7 @@ from ray_ckpt.train.ray_compat import (
     WorkerCallback,
     WorkerGroupCallback,
     has_failed,
+    has_groups,
     has_validation,
 )
 from ray_ckpt.train.report import PointerReporter
@@ -102,6 +103,8 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             if self._is_passive:
                 log.warning("a CheckpointCallback of this trainer does nothing: another one comes before it")
                 return
+            if has_groups(train_run_context):
+                raise _groups_refused()
             if self._storage_path is None and config.storage_filesystem is not None:
                 raise ConfigError(
                     "RunConfig(storage_filesystem=...) may hold credentials, so the nodes do not get it.",
@@ -125,10 +128,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             spec = self._open()
             ranks = sorted(workers, key=lambda w: w.distributed_context.world_rank)
             if any(w.distributed_context.world_size != len(ranks) for w in ranks):
-                raise ConfigError(
-                    "Ray Train replaces single workers of a group here, as it does for torchft.",
-                    hint="Train without torchft: a group of workers restores and saves as a whole.",
-                )
+                raise _groups_refused()
             self._joined = open_group(spec, [w.metadata.node_id for w in ranks], owner=self._owner)
             # `resume` chooses among this run's own checkpoints for the first group only; later groups
             # continue from the newest.
@@ -201,6 +201,13 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             if self._term_signal is not None:
                 self._term_signal.uninstall()
         set_connection(Connection())
+
+
+def _groups_refused() -> ConfigError:
+    return ConfigError(
+        "Ray Train replaces single workers of a group here, as it does for torchft.",
+        hint="Leave CheckpointCallback out; use ray_ckpt.torchft.ReplicaCheckpointer in the training loop.",
+    )
 
 
 @contextmanager

@@ -7,6 +7,8 @@ DeveloperAPI, but can only be imported from `_internal`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ray.train.v2._internal.execution.callback import (
     ControllerCallback,
     WorkerCallback,
@@ -15,7 +17,14 @@ from ray.train.v2._internal.execution.callback import (
 from ray.train.v2._internal.execution.context import get_train_context
 from ray.train.v2._internal.execution.controller.state import ErroredState, ShuttingDownState
 
-__all__ = ["ControllerCallback", "WorkerCallback", "WorkerGroupCallback", "has_failed", "has_validation"]
+__all__ = [
+    "ControllerCallback",
+    "WorkerCallback",
+    "WorkerGroupCallback",
+    "has_failed",
+    "has_groups",
+    "has_validation",
+]
 
 
 def has_failed(state: object) -> bool:
@@ -26,3 +35,9 @@ def has_failed(state: object) -> bool:
 def has_validation() -> bool:
     """Return True if this worker's trainer has a ValidationConfig, without which `report` cannot validate."""
     return bool(get_train_context().has_validation_fn)
+
+
+def has_groups(train_run_context: Any) -> bool:
+    """Return True if Ray Train runs replica groups and replaces single ones, as for torchft; Ray 2.60 can."""
+    backend = getattr(train_run_context, "backend_config", None)
+    return bool(getattr(getattr(backend, "backend_cls", None), "has_replica_groups", False))

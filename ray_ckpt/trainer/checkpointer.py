@@ -168,13 +168,16 @@ class Checkpointer:
 
     # -- restore -------------------------------------------------------------------------------------
 
-    def restore(self) -> RestoreInfo | None:
+    def restore(self, *, live_step: int | None = None) -> RestoreInfo | None:
         """Restore every item from the newest intact checkpoint of the run, the same on all ranks.
 
         Returns None if there is none. A run without a checkpoint begins with the checkpoint that `resume=URI`
         or `init_from` names; then the step is the step of that other checkpoint, or 0. Hyperparameters that
         differ from the values that the objects were built with are logged and listed in the result; those
         named in the option `keep` stay as built.
+
+        With `live_step` nothing is loaded: saves go on from the live state, which is that after this step, as
+        in a replica after the loss of the one that saved. ConfigError if the newest checkpoint is later.
 
         Raises MismatchError (each difference listed) if the checkpoint does not fit, RestoreError if
         there are checkpoints but none intact, InsufficientSpace if saves would not fit on this node.
@@ -190,7 +193,7 @@ class Checkpointer:
         restoring = Restoring(link, items)
         ticket = link.ticket()
         self._session = ticket.session
-        restored = restoring.run(ticket)
+        restored = restoring.run(ticket) if live_step is None else restoring.keep(ticket, live_step)
         self._session, self._epoch = restored.session, restored.epoch
         info = restored.info
         checkpoint = restored.checkpoint
@@ -199,7 +202,7 @@ class Checkpointer:
         self._saver = Saver(link, restored.session, items.stepped, on_wait=self._outcomes.count_wait)
         self._saver.prepare(items.predicted_layout(items.walk()))
         self._rng = items.items["rng"].tree() if info else None
-        self._saved_step = info.step if info else 0
+        self._saved_step = info.step if info else live_step or 0
         self._count.restore(self._saved_step)
         self._outcomes.begin(restored.session, checkpoint)
         self._reports.begin(restored.session, self._saved_step)

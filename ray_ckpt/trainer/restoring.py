@@ -15,7 +15,7 @@ from ray_ckpt.capture.hyperparameters import Changed, Hyperparameters
 from ray_ckpt.capture.load import Load, RestoreInfo
 from ray_ckpt.config import is_uri
 from ray_ckpt.data import is_bound_to_world_size
-from ray_ckpt.errors import RestoreError
+from ray_ckpt.errors import ConfigError, RestoreError
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.texts import tiers_text
 from ray_ckpt.trainer.item_reader import ItemReader
@@ -72,6 +72,22 @@ class Restoring:
             self._log(info)
         return RestoreResult(
             session=ticket.session, epoch=ticket.epoch, checkpoint=ticket.checkpoint, info=info
+        )
+
+    def keep(self, ticket: RestoreTicket, step: int) -> RestoreResult:
+        """Begin the session of `ticket` and load nothing: the live state is that after `step`.
+
+        Raises ConfigError if the checkpoint of `ticket` has a later step.
+        """
+        if step_of(ticket) > step:
+            raise ConfigError(
+                f"The live state is that of step {step}, and the run has a checkpoint of {step_of(ticket)}.",
+                hint="Restore that checkpoint.",
+            )
+        answer = self._link.restored(ticket.session, RankRestore(rank=self._link.identity.rank))
+        wait_for_restore(answer, self._link, self._options.restore_timeout_s)
+        return RestoreResult(
+            session=ticket.session, epoch=ticket.epoch, checkpoint=ticket.checkpoint, info=None
         )
 
     def _begin_from(self, origin: RestoreTicket) -> tuple[RankRestore, Load]:

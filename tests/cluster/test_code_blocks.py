@@ -37,6 +37,8 @@ FIND_ACTORS = (f"{OPERATIONS}/service.md", 'names.agent_name("<node id>")')
 STATUS = (f"{OPERATIONS}/service.md", "coordinator().status")
 FINISH = (f"{OPERATIONS}/runbook.md", "finish_run(")
 STOP = (f"{OPERATIONS}/service.md", "ray.kill(")
+TUNE = (f"{GUIDES}/tune-rllib.md", "tune.Tuner(")  # test_tune.py runs it
+RLLIB = (f"{GUIDES}/tune-rllib.md", "build_algo()")  # tests/frameworks/rllib runs it
 PARTS = (
     TRAINING,
     RESULT,
@@ -50,6 +52,8 @@ PARTS = (
     STATUS,
     FINISH,
     STOP,
+    TUNE,
+    RLLIB,
 )
 CALL_S = 200.0
 AGAIN = {'ray.init(address="auto")': 'ray.init(address="auto", ignore_reinit_error=True)'}

@@ -165,6 +165,16 @@ def test_a_part_of_a_group_is_refused_before_it_takes_the_run_from_the_rest() ->
         callback.before_init_train_context([alone])
 
 
+def test_replica_groups_are_refused_at_the_start() -> None:
+    from ray.train.v2.torch.torchft_config import TorchftConfig
+
+    context = context_of()
+    context.backend_config = TorchftConfig(lighthouse_kwargs={"min_replicas": 1})
+    with pytest.raises(ConfigError, match="torchft") as error:
+        CheckpointCallback().after_controller_start(context)
+    assert "ReplicaCheckpointer" in str(error.value.hint)
+
+
 def test_a_run_that_could_not_be_opened_is_opened_with_the_next_group() -> None:
     callback = Failing()
     callback.after_controller_start(context_of())

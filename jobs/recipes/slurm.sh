@@ -1,0 +1,76 @@
+#!/bin/bash
+# A training job on Ray in a Slurm allocation, which saves and requeues before its time is over:
+#   sbatch jobs/recipes/slurm.sh python -m jobs.train_gpt --name gpt --storage-path /shared/runs --steps 100000
+# The arguments are the driver; it resumes by its run name. See docs/operations/orchestrators.md.
+#SBATCH --job-name=gpt
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@180
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -euo pipefail
+
+: "${RUN:=/shared/runs/gpt}"                 # <storage path>/<run name> of the driver
+: "${RAY_CKPT_STAGING:=/tmp/ray_ckpt-$UID}"  # a local disk of each node, best NVMe
+: "${SAVE_S:=120}"                           # for the last save; less than --signal has, with some to spare
+: "${PORT:=6379}"
+: "${RAY_ARGS:=}"                            # more arguments for each ray start
+export RAY_CKPT_STAGING
+
+on() { # runs a command on a node, as a step of the job
+    srun --nodes=1 --ntasks=1 --overlap --nodelist="$1" "${@:2}"
+}
+
+address_of() { on "$1" hostname --ip-address | awk '{print $1}'; }
+
+start() { # a Ray node, which lives as long as its step; a node that fails is started again, twice
+    local address
+    address=$(address_of "$1")
+    for _ in 1 2 3; do
+        # shellcheck disable=SC2086
+        on "$1" ray start --block --disable-usage-stats --node-ip-address="$address" $RAY_ARGS "${@:2}" && return
+    done
+}
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+RAY_ADDRESS="$(address_of "${nodes[0]}"):$PORT"
+export RAY_ADDRESS
+
+newest() { # prints the step of the newest durable checkpoint, or 0
+    ray-ckpt ls "$RUN" --json 2>/dev/null | python -c '
+import json, sys
+steps = [each["step"] for each in json.load(sys.stdin)["checkpoints"] if each["level"] == "durable"]
+print(max(steps, default=0))' 2>/dev/null || echo 0
+}
+
+save() { # announce the end to Ray, and wait until a checkpoint from after that is durable
+    local before end=$((SECONDS + SAVE_S))
+    before=$(newest)
+    python -c 'import ray; ray.init(log_to_driver=False); print(*(n["NodeID"] for n in ray.nodes() if n["Alive"]))' |
+        tr ' ' '\n' | while read -r id; do
+        ray drain-node --node-id "$id" --reason DRAIN_NODE_REASON_PREEMPTION \
+            --reason-message "the job's time is over" --deadline-remaining-seconds "$SAVE_S"
+    done
+    while ((SECONDS < end)) && kill -0 "$driver" 2>/dev/null && (($(newest) <= before)); do sleep 1; done
+    echo "before the end: step $(newest) is durable"
+}
+
+is_over=0
+trap 'is_over=1' USR1 TERM
+start "${nodes[0]}" --head --port="$PORT" &
+until ray health-check --address "$RAY_ADDRESS" >/dev/null 2>&1; do kill -0 $! && sleep 1; done
+for node in "${nodes[@]:1}"; do start "$node" --address="$RAY_ADDRESS" & done
+
+"$@" &
+driver=$!
+status=0
+wait "$driver" || status=$? # a trapped signal ends the wait
+if ((is_over)); then
+    save
+    kill -KILL "$driver" 2>/dev/null || true
+    scontrol requeue "$SLURM_JOB_ID" # ends this job, which starts again and resumes
+    exit 0
+fi
+exit "$status" # Slurm ends the steps
