@@ -13,6 +13,7 @@ KNOWN = {
     "lightning": SpecifierSet(">=2.6,<2.7"),
     "peft": SpecifierSet(">=0.21,<1"),
     "transformers": SpecifierSet(">=5.23,<6"),
+    "verl": SpecifierSet(">=0.9.1,<0.10"),
 }
 
 
