@@ -210,10 +210,6 @@ class Driver:
         """End all ranks at once."""
         for worker in {worker for group in self.groups.values() for worker in group.workers}:
             ray.kill(worker)
-        placed = {id(g.resource_pool): g.resource_pool for g in self.groups.values() if g.resource_pool}
-        for pool in placed.values():
-            for each in pool.pgs or ():
-                ray.util.remove_placement_group(each)
 
 
 def same(one: Any, other: Any) -> bool:
