@@ -1,11 +1,10 @@
-"""Worker groups of verl with tiny models, and a driver with the methods by which verl's trainer saves and loads.
+"""Worker groups of verl with tiny models, and a driver that saves and loads by the methods of verl's trainer.
 
 The worker groups, workers, engines and models are those of verl and Transformers, on the CPU.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,11 @@ class TinyWorker(TrainingWorker):  # type: ignore[misc]
     """A worker of verl that trains on samples by number, and shows its state."""
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
-        if not dist.is_initialized():  # verl's own backends are gloo for the CPU and another one for the device
+        if not dist.is_initialized():  # verl names a backend for the CPU and one for the device
             dist.init_process_group("gloo")
         super().__init__(config)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def train(self, sample: int) -> float:
         """Make an optimizer step of the engine on a batch of `sample`; return the loss of this rank."""
         with self.engine.train_mode():
@@ -69,11 +68,13 @@ class TinyWorker(TrainingWorker):  # type: ignore[misc]
         self.engine.lr_scheduler_step()
         return float(output["loss"][0])
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def state(self) -> dict[str, Any]:
         """Return whole tensors of the model and of the optimizer, the learning rate, and a random number."""
         engine = self.engine
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model: Any
+        optimizer: Any
         model, optimizer = get_state_dict(engine.module, engine.optimizer, options=options)
         moments = {
             f"{name}.{kind}": value.clone()
@@ -88,10 +89,6 @@ class TinyWorker(TrainingWorker):  # type: ignore[misc]
             "random": torch.get_rng_state(),
             "manager": type(engine.checkpoint_manager).__module__,
         }
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def pid(self) -> int:
-        return os.getpid()
 
 
 def _batch(sample: int, rank: int) -> Any:
@@ -221,5 +218,3 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
-
-
