@@ -24,7 +24,12 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 OPTIONAL = ("fsspec", "pandas", "plot", "zstd")
-INTEGRATIONS = ("accelerate", "huggingface", "lightning", "verl")  # of other trainers, which bring many packages
+INTEGRATIONS = (
+    "accelerate",
+    "huggingface",
+    "lightning",
+    "verl",
+)  # of other trainers; many packages
 DISTRIBUTIONS = {"google": "google-auth", "grpc": "grpcio"}  # others have the name of their module
 FSSPEC = {"backend": "fsspec"}
 OWN = {"ray_ckpt", "actors", "jobs", "tests"}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ENVIRONMENT = {
-    "RAY_CKPT_VERL": "1",
     "VERL_USE_EXTERNAL_MODULES": "tests.frameworks.verl.cpu_platform",
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",
 }
+SUBMIT = r"""
+    --runtime-env-json '{"env_vars": {"RAY_CKPT_VERL": "1"}}' \
+"""
 os.environ.update(ENVIRONMENT)  # before the tests import verl
 
 
@@ -26,6 +30,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     )
     os.environ["RAY_CKPT_STAGING"] = str(tmp_path_factory.mktemp("staging"))
     os.environ["OMP_NUM_THREADS"] = "1"
-    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=True)
+    runtime_env = json.loads(shlex.split(SUBMIT)[1])
+    ray.init("local", num_cpus=8, include_dashboard=False, runtime_env=runtime_env)
+    os.environ.update(runtime_env["env_vars"])  # the driver of a submitted job has them, too
     yield
     ray.shutdown()

@@ -31,7 +31,7 @@ def run(**environment: str) -> dict[str, str]:
     others = {key: value for key, value in os.environ.items() if key != "RAY_CKPT_VERL"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        env={**others, **{k: v for k, v in ENVIRONMENT.items() if k != "RAY_CKPT_VERL"}, **environment},
+        env={**others, **ENVIRONMENT, **environment},
         capture_output=True,
         text=True,
         timeout=400,
