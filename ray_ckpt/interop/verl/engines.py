@@ -154,9 +154,9 @@ class TrainedEngines:
     def save(self, role: str, folder: StepFolder, max_ckpt_to_keep: int | None) -> None:
         """Save all engines when the last of their roles is called with a step.
 
-        verl's driver writes its tracker file when this returns, unless `checkpoint.async_save` is set. So
-        this waits for the commit, or, with async_save, the tracker is written here once the step is
-        committed. Raises Unavailable if the step for which verl waits is no checkpoint.
+        verl's driver writes its tracker file when this returns, unless the actor's `checkpoint.async_save`
+        is set: so this waits for the commit. With async_save the tracker is written here, later, once the
+        step has committed. Raises Unavailable if the step for which verl waits is no checkpoint.
         """
         if self._checkpointer is None:
             self._start(folder, is_resumed=False)
@@ -177,8 +177,10 @@ class TrainedEngines:
             return
         if not self._is_async(folder):
             checkpointer.wait("local", timeout_s=COMMIT_S)
-        elif dist.get_rank() == 0:
-            self._tracking.submit(self._track, checkpointer.waiter(), folder)
+        if dist.get_rank() == 0:
+            tracked = self._tracking.submit(self._track, checkpointer.waiter(), folder)
+            if not self._is_async(folder):
+                tracked.result()
 
     def _check_save(
         self, checkpointer: Checkpointer, role: str, folder: StepFolder, max_ckpt_to_keep: int | None
@@ -204,10 +206,16 @@ class TrainedEngines:
         self._called.add(role)
 
     def _is_async(self, folder: StepFolder) -> bool:
-        """Return whether verl leaves its tracker file to us; supervised training always writes it."""
-        return bool(folder.role) and any(e.checkpoint_config.async_save for e in self._engines.values())
+        """Return whether verl leaves its tracker file to us, which the ranks of a critic alone cannot know.
+
+        The trainer of supervised training always writes it.
+        """
+        if not folder.role or self._part is not None:
+            return False
+        return bool(self._engines["actor"].checkpoint_config.async_save)
 
     def _track(self, wait: Callable[[Level, float], None], folder: StepFolder) -> None:
+        """Write the tracker once the step has committed; a failure is logged."""
         try:
             wait(Level.LOCAL, COMMIT_S)
             write_tracker(folder.root, folder.step)

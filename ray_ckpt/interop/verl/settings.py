@@ -92,6 +92,7 @@ class StepFolder:
 
 def write_tracker(root: Path, step: int) -> None:
     """Write verl's tracker file, whole or not at all, unless it names `step` already. Raises OSError."""
+    root.mkdir(parents=True, exist_ok=True)
     tracker = root / TRACKER
     if tracker.exists() and tracker.read_text() == str(step):
         return
