@@ -18,6 +18,7 @@ ENVIRONMENT = {
 SUBMIT = r"""
     --runtime-env-json '{"env_vars": {"RAY_CKPT_VERL": "1"}}' \
 """
+STARTS = 5  # Ray gives a node 30 s to start, which a machine at work may exceed
 os.environ.update(ENVIRONMENT)  # before the tests import verl
 
 
@@ -31,7 +32,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ["RAY_CKPT_STAGING"] = str(tmp_path_factory.mktemp("staging"))
     os.environ["OMP_NUM_THREADS"] = "1"
     runtime_env = json.loads(shlex.split(SUBMIT)[1])
-    ray.init("local", num_cpus=8, include_dashboard=False, runtime_env=runtime_env)
+    for attempt in range(1, STARTS + 1):
+        try:
+            ray.init("local", num_cpus=8, include_dashboard=False, runtime_env=runtime_env)
+            break
+        except Exception:
+            ray.shutdown()
+            if attempt == STARTS:
+                raise
     os.environ.update(runtime_env["env_vars"])  # the driver of a submitted job has them, too
     yield
     ray.shutdown()
