@@ -67,7 +67,9 @@ class Ranks:
 
 
 def _serve(pipe: Connection) -> None:
-    import tests.frameworks.verl.program  # noqa: F401  # before the ranks are forked
+    import verl.workers.engine  # noqa: F401  # before the ranks are forked
+
+    import tests.frameworks.verl.program  # noqa: F401
 
     ranks: dict[str, list[tuple[Any, Connection]]] = {}
     while (command := pipe.recv())[0] != "end":

@@ -74,7 +74,7 @@ class Training:
                     environment={"RAY_CKPT_VERL": json.dumps(settings or {})},
                     address=ray.get_runtime_context().gcs_address,
                     model=self._model,
-                    meeting=str(self.folder.parent / f"meet-{self._num_groups}"),
+                    meeting=str(self.folder.parents[1] / f"meet-{self._num_groups}"),
                 )
             )
         for role in reversed(self._roles):
