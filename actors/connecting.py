@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -14,12 +17,16 @@ from ray_ckpt.actors.messages import Joined
 from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.config import RunOptions
 from ray_ckpt.engine.groups import PARTS_WAIT_S
-from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError
+from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable
 from ray_ckpt.preemption.sigterm import TermSignal
 from ray_ckpt.trainer.connection import Connection, get_connection, set_connection
 from ray_ckpt.types import GroupPart, ranks_of
 
 log = logging.getLogger("ray_ckpt")
+
+LATE_PARTS_S = 3600.0  # longest wait of `begin_connect` for parts that a driver starts later
+RETRY_S = 1.0  # after a failed attempt to open a group in the background
+
 _signal: TermSignal | None = None  # SIGTERM handler of this process's connection
 
 
@@ -45,14 +52,72 @@ def connect(
     save the same steps, under items of different names. The call waits at most PARTS_WAIT_S for the other
     parts.
     """
+    _connecting(run, storage_path, rank, world_size, part, parts, options)()
+
+
+def begin_connect(
+    *,
+    run: str,
+    storage_path: str,
+    rank: int = 0,
+    world_size: int = 1,
+    part: str = "",
+    parts: Mapping[str, int] | None = None,
+    **options: Any,
+) -> Callable[[], None]:
+    """Begin to connect this process, as `connect` does, and return the function that completes this.
+
+    For a driver that starts the parts one after the other: no call waits for the other parts before the
+    returned function is called. All ranks of the part call both.
+    """
+    return _connecting(run, storage_path, rank, world_size, part, parts, options, in_background=True)
+
+
+def _connecting(
+    run: str,
+    storage_path: str,
+    rank: int,
+    world_size: int,
+    part: str,
+    parts: Mapping[str, int] | None,
+    options: Mapping[str, Any],
+    *,
+    in_background: bool = False,
+) -> Callable[[], None]:
     run_options = RunOptions.parse(**{"ray_report": False, **options})
     group = _parts_of(part, parts, world_size)
     nodes = _nodes_of(rank, world_size)
-    joined = _open_on_first(
-        rank, world_size, partial(_open, run, storage_path, run_options, nodes, part, group)
-    )
-    first = ranks_of(group, part, world_size).start
-    link = RayLink(joined, first + rank, part)
+    opens: Callable[[], Joined] = partial(_open, run, storage_path, run_options, nodes, part, group)
+    if in_background and rank == 0:
+        opens = _started(opens)
+
+    def complete() -> None:
+        joined = _open_on_first(rank, world_size, opens)
+        _set_link(RayLink(joined, ranks_of(group, part, world_size).start + rank, part))
+
+    return complete
+
+
+def _started(opens: Callable[[], Joined]) -> Callable[[], Joined]:
+    """Call `opens` in a thread, again while other parts are missing; return a function that waits for it."""
+    opened: Future[Joined] = Future()
+
+    def run() -> None:
+        end_s = time.monotonic() + LATE_PARTS_S
+        while not opened.done():
+            try:
+                opened.set_result(opens())
+            except Exception as error:
+                if not isinstance(error, Unavailable) or time.monotonic() > end_s:
+                    opened.set_exception(error)
+                time.sleep(RETRY_S)
+
+    threading.Thread(target=run, name="ray_ckpt-connect", daemon=True).start()
+    return opened.result
+
+
+def _set_link(link: RayLink) -> None:
+    """Make `link` the connection of this process."""
     known = get_connection().link
     if known is not None and known.identity.run_uid != link.identity.run_uid and link.identity.rank == 0:
         log.warning(

@@ -32,6 +32,8 @@ INTEGRATIONS = (
     "torchtitan",
     "vllm",
 )  # of other trainers, which bring many packages
+    "verl",
+)  # of other trainers; many packages
 DISTRIBUTIONS = {"google": "google-auth", "grpc": "grpcio"}  # others have the name of their module
 # Extras of other trainers, which bring many packages
 INTEGRATIONS = ("accelerate", "huggingface", "lightning", "megatron")

@@ -18,6 +18,7 @@ KNOWN = {
     "torchft": SpecifierSet(">=0.2,<0.3"),
     "transformers": SpecifierSet(">=5.23,<6"),
     "vllm": SpecifierSet(">=0.30,<0.31"),
+    "verl": SpecifierSet(">=0.9.1,<0.10"),
 }
 
 

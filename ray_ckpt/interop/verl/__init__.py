@@ -1,0 +1,1 @@
+"""The plug-in of verl: engines that save and restore through ray_ckpt."""

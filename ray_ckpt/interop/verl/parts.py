@@ -1,0 +1,60 @@
+"""A part of a group whose parts are restored one after the other, by a driver that waits for each.
+
+The ranks of a group restore together: none goes on before all have verified their state. verl's driver calls
+the critic when the actor has returned. So the actor goes on when its own state is verified, and the critic,
+which is called last, waits for all. If the service then chooses an older step, the critic raises: the driver
+has chosen its step already, and ends.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+from ray_ckpt.errors import RestoreError
+from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.trainer.link import Link
+from ray_ckpt.types import RankRestore
+
+
+class PartLink:
+    """The link of a part; it differs from `link` in `restored` alone."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._answer: Future[RestoreTicket | None] | None = None
+        self.is_last = link.identity.part == link.identity.parts[-1].name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
+        """Report the restore; only the last part waits for the answer of the group."""
+        self._answer = self._link.restored(session, report)
+        found: Future[RestoreTicket | None] = Future()
+        if self.is_last:
+            self._answer.add_done_callback(lambda _: _settle(found, self.check))
+        else:
+            found.set_result(None)
+        return found
+
+    def check(self) -> None:
+        """Raise RestoreError if the group could not restore the step; wait for no other part."""
+        if self._answer is None or not self._answer.done():
+            return
+        older = self._answer.result()
+        if older is not None:
+            step = older.checkpoint.step if older.checkpoint is not None else 0
+            raise RestoreError(
+                f"No intact copy of a part is left, and step {step} is restored instead.",
+                hint="Start again: the driver then goes on from that step.",
+                step=step,
+            )
+
+
+def _settle(found: Future[RestoreTicket | None], check: Any) -> None:
+    try:
+        check()
+        found.set_result(None)
+    except Exception as error:
+        found.set_exception(error)
