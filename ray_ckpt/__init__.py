@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ray_ckpt import dcp as dcp
     from ray_ckpt import huggingface as huggingface
     from ray_ckpt import lightning as lightning
-    from ray_ckpt import torchtitan as torchtitan
     from ray_ckpt import megatron as megatron
     from ray_ckpt import torchft as torchft
+    from ray_ckpt import torchtitan as torchtitan
     from ray_ckpt.actors.client import annotate, exposure, pin, unpin
     from ray_ckpt.actors.connecting import connect
     from ray_ckpt.actors.live_checkpoint import open_in_cluster
@@ -48,9 +48,9 @@ _MODULES = (
     "dcp",
     "huggingface",
     "lightning",
-    "torchtitan",
     "megatron",
     "torchft",
+    "torchtitan",
 )  # for other trainers; each needs the packages of its trainer
 
 __all__ = [

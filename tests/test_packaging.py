@@ -24,19 +24,18 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 OPTIONAL = ("fsspec", "pandas", "plot", "zstd")
+# Extras of other trainers, which bring many packages
 INTEGRATIONS = (
     "accelerate",
     "deepspeed",
     "huggingface",
     "lightning",
+    "megatron",
+    "torchft",
     "torchtitan",
-    "vllm",
-)  # of other trainers, which bring many packages
     "verl",
-)  # of other trainers; many packages
-DISTRIBUTIONS = {"google": "google-auth", "grpc": "grpcio"}  # others have the name of their module
-# Extras of other trainers, which bring many packages
-INTEGRATIONS = ("accelerate", "huggingface", "lightning", "megatron")
+    "vllm",
+)
 # Others have the name of their module
 DISTRIBUTIONS = {"google": "google-auth", "grpc": "grpcio", "megatron": "megatron-core"}
 FSSPEC = {"backend": "fsspec"}

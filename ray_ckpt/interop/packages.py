@@ -14,11 +14,11 @@ KNOWN = {
     "lightning": SpecifierSet(">=2.6,<2.7"),
     "megatron-core": SpecifierSet(">=0.15,<0.17"),
     "peft": SpecifierSet(">=0.21,<1"),
-    "torchtitan": SpecifierSet(">=0.3,<0.4"),
     "torchft": SpecifierSet(">=0.2,<0.3"),
+    "torchtitan": SpecifierSet(">=0.3,<0.4"),
     "transformers": SpecifierSet(">=5.23,<6"),
-    "vllm": SpecifierSet(">=0.30,<0.31"),
     "verl": SpecifierSet(">=0.9.1,<0.10"),
+    "vllm": SpecifierSet(">=0.30,<0.31"),
 }
 
 
