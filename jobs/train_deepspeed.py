@@ -35,9 +35,10 @@ def build_engine(stage: int) -> Any:
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"  # read at the import
     import deepspeed
+    from deepspeed.ops import __compatible_ops__ as compiled
 
     if not torch.cuda.is_available():
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled for minutes
+        compiled["deepspeed_shm_comm"] = False  # it would be compiled for minutes
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 1))
     config = {
