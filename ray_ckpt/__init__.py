@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ray_ckpt import huggingface as huggingface
     from ray_ckpt import lightning as lightning
     from ray_ckpt import torchtitan as torchtitan
+    from ray_ckpt import vllm as vllm
     from ray_ckpt.actors.client import annotate, exposure, pin, unpin
     from ray_ckpt.actors.connecting import connect
     from ray_ckpt.actors.live_checkpoint import open_in_cluster
@@ -47,6 +48,7 @@ _MODULES = (
     "huggingface",
     "lightning",
     "torchtitan",
+    "vllm",
 )  # for other trainers; each needs the packages of its trainer
 
 __all__ = [
