@@ -182,12 +182,12 @@ class Checkpointer:
         restored = restoring.run(ticket)
         self._session, self._epoch = restored.session, restored.epoch
         info = restored.info
+        self._rng = items.items["rng"].tree() if info else None  # a walk may draw, as for a loader's state
         checkpoint = restored.checkpoint
         if self._probe is not None:
             self._probe.restored(items.items, checkpoint.step if checkpoint else None, warnings)
         self._saver = Saver(link, restored.session, items.optimizers, on_wait=self._outcomes.count_wait)
         self._saver.prepare(items.predicted_layout(items.walk()))
-        self._rng = items.items["rng"].tree() if info else None
         self._saved_step = info.step if info else 0
         self._count.restore(self._saved_step)
         self._outcomes.begin(restored.session, checkpoint)
