@@ -55,14 +55,11 @@ test-oldest: $(OLDEST)/.ready $(SERVERS)/.ready  ## quick tests of the rooms tha
 	    tests/trainer tests/transport tests/verify
 
 # Each framework pins packages that clash with those of the others. Torch comes first, so that no package takes another.
-# no-deps.txt has packages whose declared dependencies clash with ours.
 .venv-frameworks/%/.ready: tests/frameworks/%/requirements.txt pyproject.toml
 	$(PYTHON) -m venv .venv-frameworks/$*
 	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
 	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check \
 	    -r tests/frameworks/$*/requirements.txt --editable . hypothesis pytest pytest-timeout pytest-xdist
-	test ! -f tests/frameworks/$*/no-deps.txt || .venv-frameworks/$*/bin/python -m pip install --quiet \
-	    --disable-pip-version-check --no-deps -r tests/frameworks/$*/no-deps.txt
 	touch $@
 
 .PHONY: $(FRAMEWORKS:%=test-framework-%)

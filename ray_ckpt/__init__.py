@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ray_ckpt import megatron as megatron
     from ray_ckpt import torchft as torchft
     from ray_ckpt import torchtitan as torchtitan
+    from ray_ckpt import vllm as vllm
     from ray_ckpt.actors.client import annotate, exposure, pin, unpin
     from ray_ckpt.actors.connecting import connect
     from ray_ckpt.actors.live_checkpoint import open_in_cluster
@@ -51,6 +52,7 @@ _MODULES = (
     "megatron",
     "torchft",
     "torchtitan",
+    "vllm",
 )  # for other trainers; each needs the packages of its trainer
 
 __all__ = [

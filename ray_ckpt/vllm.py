@@ -6,6 +6,7 @@ vLLM is imported before.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,17 +16,26 @@ if TYPE_CHECKING:
 
 __all__ = ["register", "write_files"]
 
+log = logging.getLogger("ray_ckpt")
+
 _is_registered = False
 
 
 def register() -> None:
-    """Register `load_format="ray_ckpt"` with the vLLM of this process, once."""
-    global _is_registered
-    if not _is_registered:
-        from ray_ckpt.interop import vllm as loader
+    """Register `load_format="ray_ckpt"` with the vLLM of this process, once.
 
-        loader.register(_open_in_cluster)
-        _is_registered = True
+    In a vLLM that has no such registry a warning is logged: engines with other formats must start.
+    """
+    global _is_registered
+    if _is_registered:
+        return
+    try:
+        from ray_ckpt.interop import vllm as loader
+    except ImportError as error:
+        log.warning('load_format="ray_ckpt" is not available: %s', error)
+        return
+    loader.register(_open_in_cluster)
+    _is_registered = True
 
 
 def write_files(

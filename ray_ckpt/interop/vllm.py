@@ -18,7 +18,6 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from ray_ckpt.catalog.load import OpenedCheckpoint
 from ray_ckpt.catalog.uri import CheckpointUri
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.interop.huggingface.hub import FILES_ITEM, HubModel
 from ray_ckpt.interop.packages import require
 from ray_ckpt.texts import did_you_mean
 
@@ -105,6 +104,8 @@ class RayCkptLoader(BaseModelLoader):  # type: ignore[misc]
 
     def weights(self, model_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names on the hub and whole tensors on the CPU, in the dtype in which they were saved."""
+        from ray_ckpt.interop.huggingface.hub import FILES_ITEM, HubModel  # may want another Transformers
+
         opened = self._config.open(type(self).open_in_cluster)
         folder = Path(model_config.model)
         has_files = FILES_ITEM in opened.saved().trees

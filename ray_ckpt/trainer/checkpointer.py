@@ -196,6 +196,7 @@ class Checkpointer:
         restored = restoring.run(ticket) if live_step is None else restoring.keep(ticket, live_step)
         self._session, self._epoch = restored.session, restored.epoch
         info = restored.info
+        self._rng = items.items["rng"].tree() if info else None  # a walk may draw, as for a loader's state
         checkpoint = restored.checkpoint
         if self._probe is not None:
             self._probe.restored(items.items, checkpoint.step if checkpoint else None, warnings)
@@ -203,6 +204,7 @@ class Checkpointer:
         self._saver.prepare(items.predicted_layout(items.walk()))
         self._rng = items.items["rng"].tree() if info else None
         self._saved_step = info.step if info else live_step or 0
+        self._saved_step = info.step if info else 0
         self._count.restore(self._saved_step)
         self._outcomes.begin(restored.session, checkpoint)
         self._reports.begin(restored.session, self._saved_step)

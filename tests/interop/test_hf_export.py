@@ -212,6 +212,13 @@ def test_memory_holds_the_tensors_of_one_layer(
     assert 0 < peak <= max(layers.values()) + max(tensor.nbytes for tensor in model.state_dict().values())
 
 
+def test_the_small_files_are_a_model_for_vllm(tmp_path: Path) -> None:
+    run = saved(tmp_path, mixture())
+    folder = ray_ckpt.vllm.write_files(f"{run}@10", tmp_path / "files")
+    assert transformers.AutoConfig.from_pretrained(folder).num_local_experts == 4
+    assert not list((tmp_path / "files").glob("*.safetensors"))
+
+
 def test_a_configuration_may_come_from_another_directory(tmp_path: Path) -> None:
     model = gpt2()
     save(RunLog(folder=tmp_path / "gpt"), [{"model": adapt("model", model, {})}])
