@@ -32,7 +32,7 @@ config = (
 )
 found = run_python(find(*RLLIB), {"config": config}, {"/shared/runs": storage, "total=100": "total=" + total})
 weights = found["algorithm"].get_module().state_dict()
-lifetime = found["algorithm"].metrics.peek("num_env_steps_sampled_lifetime")
+lifetime = found["algorithm"].metrics.peek(("env_runners", "num_env_steps_sampled_lifetime"))
 iteration = found["algorithm"].training_iteration
 with open(out, "w") as file:
     json.dump({

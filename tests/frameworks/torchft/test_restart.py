@@ -62,7 +62,7 @@ def connect(*, storage_path: str, rank: int, world_size: int, run: str, **option
 
 
 def train(lighthouse: str, port: int, group: int, config: dict[str, Any], out: str) -> None:
-    ray_ckpt.connect = connect  # type: ignore[attr-defined]
+    ray_ckpt.connect = connect  # type: ignore[assignment]
     torch.save(Rank().train(lighthouse, port, group, 0, config), out)
 
 
