@@ -57,8 +57,8 @@ def test_a_trial_that_dies_goes_on_from_its_checkpoint(no_cluster: None, tmp_pat
         results = run_python(find(*TUNE), given, here)["results"]
     assert not results.errors and (tmp_path / "died").exists()
     runs = [Catalog(f"{storage}/search-{result.metrics['trial_id']}") for result in results]
-    assert [run.newest().info.step for run in runs if run.newest()] == [20, 20]
+    newest = [checkpoint.info for run in runs if (checkpoint := run.newest()) is not None]
+    assert [info.step for info in newest] == [20, 20]
     resumed = [[session.resumed_from is not None for session in run.sessions] for run in runs]
     assert sorted(resumed) == [[False], [False, True]], "the trial that died, and no other"
-    losses = {run.newest().info.metrics["loss"] for run in runs if run.newest()}
-    assert len(losses) == 2, "two learning rates"
+    assert len({info.metrics["loss"] for info in newest}) == 2, "two learning rates"

@@ -15,7 +15,7 @@ from tests.support.sample_run import RunLog
 from tests.trainer.test_callbacks import AT, Resumed
 
 
-def checkpointer(tmp_path: Path) -> tuple[ray_ckpt.Checkpointer, torch.nn.Module, Resumed]:
+def checkpointer(tmp_path: Path) -> tuple[ray_ckpt.Checkpointer, torch.nn.Linear, Resumed]:
     torch.manual_seed(0)
     save(RunLog(folder=tmp_path / "gpt"), [items_of(model=torch.nn.Linear(2, 2))], step=AT)
     live = torch.nn.Linear(2, 2)

@@ -113,7 +113,7 @@ def test_a_group_dies_the_other_saves_on_and_the_whole_job_restarts(tmp_path: Pa
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
-    options = {"every_steps": EVERY, "remote_every": 1, "max_block_s": 30.0}
+    options: dict[str, Any] = {"every_steps": EVERY, "remote_every": 1, "max_block_s": 30.0}
     with LocalCluster(tmp_path / "nodes", ["node-a"]):
         journal = Journal(first, writer_dies_at=6, run=run)
         ended = run_groups("run", storage, 10_000, max_failures=1, after_step=journal, **options)
