@@ -43,9 +43,18 @@ class PartLink:
 
         A Checkpointer calls this in a thread of its own.
         """
+        self.wait()
+        return self._link.open_arena(session, size_bytes, named=named)
+
+    @property
+    def is_answered(self) -> bool:
+        """True once all parts have restored."""
+        return self._answer is not None and self._answer.done()
+
+    def wait(self) -> None:
+        """Wait, up to the option `restore_timeout_s`, until all parts have restored. Raises TimeoutError."""
         if self._answer is not None:
             self._answer.exception(self._link.options.restore_timeout_s)
-        return self._link.open_arena(session, size_bytes, named=named)
 
     def check(self) -> None:
         """Raise RestoreError if the group could not restore the step; wait for no other part."""
