@@ -67,8 +67,10 @@ def test_memory_for_saves_is_opened_when_the_group_has_restored() -> None:
     group = GroupAnswer("actor")
     part = part_of(group)
     part.restored(1, REPORT)
+    assert not part.is_answered
     threading.Timer(0.05, group.answer.set_result, (None,)).start()
     assert part.open_arena(1, 64).size_bytes == 64
+    assert part.is_answered
 
 
 def test_the_last_part_waits_for_all() -> None:
