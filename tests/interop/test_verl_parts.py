@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
+from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import RestoreError, Unavailable
 from ray_ckpt.interop.verl.parts import PartLink
 from ray_ckpt.restore.reader import RestoreTicket
-from ray_ckpt.trainer.link import Identity, Link
+from ray_ckpt.trainer.link import ArenaGrant, Identity, Link
 from ray_ckpt.types import GroupPart, RankRestore
 
 REPORT = RankRestore(rank=0)
@@ -35,6 +37,12 @@ class GroupAnswer:
         self.answer: Future[RestoreTicket | None] = Future()
         self.reported: list[Any] = []
 
+    options = RunOptions(restore_timeout_s=30)
+
+    def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+        assert self.answer.done(), "the agents would free it"
+        return ArenaGrant(mode="double", paths=(), size_bytes=size_bytes)
+
     def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
         self.reported.append((session, report))
         return self.answer
@@ -53,6 +61,16 @@ def test_the_first_part_goes_on_and_learns_the_outcome_later() -> None:
     group.answer.set_result(OLDER)
     with pytest.raises(RestoreError, match="step 0 is restored instead"):
         part.check()
+
+
+def test_memory_for_saves_is_opened_when_the_group_has_restored() -> None:
+    group = GroupAnswer("actor")
+    part = part_of(group)
+    part.restored(1, REPORT)
+    assert not part.is_answered
+    threading.Timer(0.05, group.answer.set_result, (None,)).start()
+    assert part.open_arena(1, 64).size_bytes == 64
+    assert part.is_answered
 
 
 def test_the_last_part_waits_for_all() -> None:

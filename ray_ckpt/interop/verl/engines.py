@@ -48,7 +48,7 @@ class TrainedEngines:
         self._restored: int | None = None  # step
         self._step = 0  # of the save for which some roles have been called
         self._called: set[str] = set()
-        self._tracking = ThreadPoolExecutor(1, thread_name_prefix="ray_ckpt-tracker")
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="ray_ckpt-verl")
 
     # -- engines -------------------------------------------------------------------------------------
 
@@ -166,21 +166,35 @@ class TrainedEngines:
         if self._called != self._engines.keys():
             return
         self._called = set()
+        if self._part is not None and not self._part.is_last:
+            if self._part.is_answered:
+                self._capture(checkpointer, folder.step)
+            else:  # in a new run the last part restores in its own call, which waits for this capture
+                self._background.submit(self._capture_later, self._part, checkpointer, folder.step)
+            return
+        self._capture(checkpointer, folder.step)
+        if not self._is_async(folder):
+            checkpointer.wait("local", timeout_s=COMMIT_S)
+        if dist.get_rank() == 0:
+            tracked = self._background.submit(self._track, checkpointer.waiter(), folder)
+            if not self._is_async(folder):
+                tracked.result()
+
+    def _capture(self, checkpointer: Checkpointer, step: int) -> None:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # an engine offloads to the CPU in the background
         if self._part is not None:
             self._part.check()
-        checkpointer.save(folder.step)
+        checkpointer.save(step)
         with checkpointer.lock():  # verl moves and merges weights outside of optimizer steps
             pass
-        if self._part is not None and not self._part.is_last:
-            return
-        if not self._is_async(folder):
-            checkpointer.wait("local", timeout_s=COMMIT_S)
-        if dist.get_rank() == 0:
-            tracked = self._tracking.submit(self._track, checkpointer.waiter(), folder)
-            if not self._is_async(folder):
-                tracked.result()
+
+    def _capture_later(self, part: PartLink, checkpointer: Checkpointer, step: int) -> None:
+        try:
+            part.wait()
+            self._capture(checkpointer, step)
+        except Exception:  # the last part, which waits for the commit, raises
+            log.exception("step %d could not be captured", step)
 
     def _check_save(
         self, checkpointer: Checkpointer, role: str, folder: StepFolder, max_ckpt_to_keep: int | None

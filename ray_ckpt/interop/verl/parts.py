@@ -13,12 +13,12 @@ from typing import Any
 
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.restore.reader import RestoreTicket
-from ray_ckpt.trainer.link import Link
+from ray_ckpt.trainer.link import ArenaGrant, Link
 from ray_ckpt.types import RankRestore
 
 
 class PartLink:
-    """The link of a part; it differs from `link` in `restored` alone."""
+    """The link of a part; it differs from `link` in the wait for the other parts."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -37,6 +37,24 @@ class PartLink:
         else:
             found.set_result(None)
         return found
+
+    def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+        """Open an arena once the group has restored, when agents free the arenas of the group before.
+
+        A Checkpointer calls this in a thread of its own.
+        """
+        self.wait()
+        return self._link.open_arena(session, size_bytes, named=named)
+
+    @property
+    def is_answered(self) -> bool:
+        """True once all parts have restored."""
+        return self._answer is not None and self._answer.done()
+
+    def wait(self) -> None:
+        """Wait, up to the option `restore_timeout_s`, until all parts have restored. Raises TimeoutError."""
+        if self._answer is not None:
+            self._answer.exception(self._link.options.restore_timeout_s)
 
     def check(self) -> None:
         """Raise RestoreError if the group could not restore the step; wait for no other part."""
