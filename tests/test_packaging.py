@@ -38,8 +38,6 @@ INTEGRATIONS = (
 )
 # Others have the name of their module
 DISTRIBUTIONS = {"google": "google-auth", "grpc": "grpcio", "megatron": "megatron-core"}
-INTEGRATIONS = ("accelerate", "huggingface", "lightning", "torchft")  # of other trainers
-DISTRIBUTIONS = {"google": "google-auth", "grpc": "grpcio"}  # others have the name of their module
 FSSPEC = {"backend": "fsspec"}
 OWN = {"ray_ckpt", "actors", "jobs", "tests"}
 

@@ -204,7 +204,6 @@ class Checkpointer:
         self._saver.prepare(items.predicted_layout(items.walk()))
         self._rng = items.items["rng"].tree() if info else None
         self._saved_step = info.step if info else live_step or 0
-        self._saved_step = info.step if info else 0
         self._count.restore(self._saved_step)
         self._outcomes.begin(restored.session, checkpoint)
         self._reports.begin(restored.session, self._saved_step)
