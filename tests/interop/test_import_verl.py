@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -194,10 +195,16 @@ def model_file(folder: Path) -> Path:
     return folder / "model_world_size_3_rank_1.pt"
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save(3, folder := tmp_path_factory.mktemp("verl") / "a")
+    return folder
+
+
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_is_incomplete_or_hostile_is_refused(name: str, tmp_path: Path) -> None:
+def test_what_is_incomplete_or_hostile_is_refused(name: str, whole: Path, tmp_path: Path) -> None:
     damage, kind, message = DAMAGES[name]
-    save(3, tmp_path / "a")
+    shutil.copytree(whole, tmp_path / "a")
     damage(tmp_path / "a")
     with pytest.raises(kind, match=message):
         imported("verl", tmp_path / "a", tmp_path / "gpt", "--step", 1)

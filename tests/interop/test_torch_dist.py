@@ -14,10 +14,14 @@ import torch
 import ray_ckpt
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError
 from tests.catalog.test_export import export
+from tests.hostile.samples import SAMPLES
 from tests.interop.imports import imported, restore
 from tests.interop.megatron import STACKED, STEPS, load, make, save, step, trained, weights
 
 ITEMS = ["model", "optimizer", "objects", "common"]
+
+
+slow = pytest.mark.slow  # the import of Megatron-core takes seconds
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +39,7 @@ def run(source: Path) -> Path:
     return run
 
 
+@slow
 def test_a_plain_training_goes_on_from_it(run: Path) -> None:
     (model, optimizer), (mine, other) = trained(), make(1)
     held = torch.nn.ModuleDict({"layers": torch.nn.Module()})
@@ -50,6 +55,7 @@ def test_a_plain_training_goes_on_from_it(run: Path) -> None:
         step(mine, other)
 
 
+@slow
 def test_objects_and_arguments_are_plain_values(run: Path) -> None:
     state = ray_ckpt.open(run).load()
     assert state["objects"] == {"layers._extra_state/shard_0_1": [{"amax": [0]}]}
@@ -58,6 +64,7 @@ def test_objects_and_arguments_are_plain_values(run: Path) -> None:
     assert state["optimizer"]["param_groups"][0]["params"] == [0, 1, 2, 3]
 
 
+@slow
 def test_megatron_reads_the_export(run: Path, tmp_path: Path) -> None:
     assert export(run, tmp_path / "out", "--to", "torch_dist") == 0
     tensors = weights(*trained())
@@ -70,6 +77,7 @@ def test_megatron_reads_the_export(run: Path, tmp_path: Path) -> None:
     assert one["objects"] == two["objects"] and one["common"] == two["common"]
 
 
+@slow
 def test_megatron_reads_a_plain_training(tmp_path: Path) -> None:
     model, optimizer = trained()
     names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
@@ -85,7 +93,7 @@ def test_megatron_reads_a_plain_training(tmp_path: Path) -> None:
     assert loaded["optimizer"]["optimizer"]["state"] == {"common_step": STEPS}
 
 
-@pytest.mark.slow
+@slow
 def test_two_ranks_of_megatron_become_one(tmp_path: Path) -> None:
     folder = tmp_path / "iter_7"
     words = [sys.executable, "-m", "tests.interop.megatron", str(folder)]
@@ -97,6 +105,16 @@ def test_two_ranks_of_megatron_become_one(tmp_path: Path) -> None:
         assert torch.equal(state["model"][key], tensor), key
     assert torch.equal(state["model"]["layers.w"], STACKED)
     assert sorted(state["objects"]) == [f"layers._extra_state/shard_{rank}_2" for rank in range(2)]
+
+
+def test_a_directory_of_two_ranks_is_read(tmp_path: Path) -> None:
+    SAMPLES["torch_dist"][1](tmp_path / "iter_7")
+    imported("torch_dist", tmp_path / "iter_7", tmp_path / "gpt")
+    state = ray_ckpt.open(tmp_path / "gpt").load()
+    assert torch.equal(state["model"]["w"], torch.arange(1.0, 61.0).view(10, 6))
+    assert torch.equal(state["model"]["layers.x"], torch.tensor([[0.0] * 4, [1.0] * 4]))
+    assert state["optimizer"]["state"]["w"]["step"] == 5 and state["common"]["iteration"] == 7
+    assert state["objects"]["layers._extra_state/shard_1_2"] == [{"a": 1}]
 
 
 class Evil:
@@ -122,12 +140,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] 
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_is_incomplete_or_hostile_is_refused(name: str, source: Path, tmp_path: Path) -> None:
+def test_what_is_incomplete_or_hostile_is_refused(name: str, tmp_path: Path) -> None:
     damage, kind, message = DAMAGES[name]
     folder = tmp_path / "iter_1"
-    folder.mkdir()
-    for path in source.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    SAMPLES["torch_dist"][1](folder)
     damage(folder)
     with pytest.raises(kind, match=message):
         imported("torch_dist", folder, tmp_path / "gpt")
