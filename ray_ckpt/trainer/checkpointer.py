@@ -190,8 +190,7 @@ class Checkpointer:
         for warning in warnings:
             log.warning("%s", warning)
         link.reserve(items.preflight().size_bytes)
-        restoring = Restoring(link, items)
-        ticket = link.ticket()
+        restoring, ticket = Restoring(link, items), link.ticket()
         self._session = ticket.session
         restored = restoring.run(ticket) if live_step is None else restoring.keep(ticket, live_step)
         self._session, self._epoch = restored.session, restored.epoch
@@ -202,7 +201,6 @@ class Checkpointer:
             self._probe.restored(items.items, checkpoint.step if checkpoint else None, warnings)
         self._saver = Saver(link, restored.session, items.stepped, on_wait=self._outcomes.count_wait)
         self._saver.prepare(items.predicted_layout(items.walk()))
-        self._rng = items.items["rng"].tree() if info else None
         self._saved_step = info.step if info else live_step or 0
         self._count.restore(self._saved_step)
         self._outcomes.begin(restored.session, checkpoint)
