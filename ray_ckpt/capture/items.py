@@ -8,7 +8,7 @@ sets only the rest of the tree.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, TypeAlias
@@ -149,15 +149,18 @@ class ModuleItem(Item):
         self._module = module
         self._parameters = {clean_name(n) for n, _ in module.named_parameters(remove_duplicate=False)}
         self._names: tuple[tuple[str, ...], tuple[str, ...]] = (), ()  # full and clean names before
+        self._copies: frozenset[str] = frozenset()  # clean names of tensors that a state_dict hook has made
 
     def tree(self) -> Any:
-        state = self._module.state_dict(keep_vars=True)  # the same objects at each call
+        state = self._module.state_dict(keep_vars=True)  # the same objects at each call, but for copies
         if (names := tuple(state)) != self._names[0]:
             self._names = names, tuple(map(clean_name, names))
+            self._copies = frozenset(map(clean_name, _copies(self._module, state)))
         return dict(zip(self._names[1], state.values(), strict=True))
 
     def load(self, tree: Any) -> None:
-        extra = {k: v for k, v in tree.items() if is_extra_state(k) or not isinstance(v, torch.Tensor)}
+        """Load what was not filled in place, such as tensors that hooks of the module divide and join."""
+        extra = {k: v for k, v in tree.items() if self.is_replaced((k,)) or not isinstance(v, torch.Tensor)}
         if extra:
             names = {clean_name(k): k for k in self._module.state_dict()}
             self._module.load_state_dict({names[k]: v for k, v in extra.items()}, strict=False)
@@ -171,7 +174,17 @@ class ModuleItem(Item):
         return ".".join(path) in self._parameters
 
     def is_replaced(self, path: tuple[str, ...]) -> bool:
-        return is_extra_state(path[0])
+        return is_extra_state(path[0]) or path[0] in self._copies
+
+
+def _copies(module: nn.Module, state: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names in a state_dict of tensors outside of the memory of parameters and buffers."""
+    live = [*module.parameters(), *module.buffers()]
+    known, memory = {id(tensor) for tensor in live}, {storage_of(tensor) for tensor in live} | {0}
+    for name, value in state.items():
+        is_tensor = isinstance(value, torch.Tensor) and not is_extra_state(name)
+        if is_tensor and id(value) not in known and storage_of(value) not in memory:
+            yield name
 
 
 class TensorItem(Item):
@@ -439,6 +452,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part of a DTensor, or the tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return to_local().detach() if to_local is not None else tensor.detach()
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the address of the memory behind this rank's part of a tensor; 0 for an empty one."""
+    return local_tensor(tensor).untyped_storage().data_ptr()
 
 
 def inmost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

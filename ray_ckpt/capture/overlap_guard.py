@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ray_ckpt.capture.items import PartitionedOptimizer, local_tensor
+from ray_ckpt.capture.items import PartitionedOptimizer, storage_of
 from ray_ckpt.capture.torch_private import is_updated_in_backward
 from ray_ckpt.capture.walk import LiveSlice
 
@@ -102,11 +102,6 @@ def runs_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def hooks_in_backward(optimizers: Iterable[Stepped]) -> int:
     """Return the number of parameters that may be updated inside backward."""
     return sum(is_updated_in_backward(param) for stepped in optimizers for param in optimized(stepped))
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return the address of the memory behind this rank's part of a tensor; 0 for an empty one."""
-    return local_tensor(tensor).untyped_storage().data_ptr()
 
 
 def _may_wait(live: LiveSlice) -> bool:

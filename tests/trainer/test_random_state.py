@@ -1,0 +1,39 @@
+"""Random state after a restore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import ray_ckpt
+from ray_ckpt.config import RunOptions
+from tests.capture.local import LocalLink
+
+
+def begun(link: LocalLink, seed: int) -> tuple[ray_ckpt.Checkpointer, StatefulDataLoader]:
+    torch.manual_seed(seed)
+    loader = StatefulDataLoader(list(range(40)), batch_size=2)
+    checkpointer = ray_ckpt.Checkpointer(link=link, model=torch.nn.Linear(2, 2), loader=loader)
+    checkpointer.restore()
+    return checkpointer, loader
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+def test_a_loader_that_draws_a_number_for_its_state_does_not_move_random_state(tmp_path: Path) -> None:
+    link = LocalLink(RunOptions(memory="single", every_steps=100))
+    checkpointer, loader = begun(link, 1)
+    next(iter(loader))
+    checkpointer.step(4)
+    checkpointer.save(4)
+    then = torch.get_rng_state()
+    checkpointer.flush()
+    checkpointer.close()
+
+    restored, loader = begun(link.resumed(tmp_path, 4), 2)
+    iter(loader)
+    restored.restore_random_state()
+    assert torch.equal(torch.get_rng_state(), then)
+    restored.close()
