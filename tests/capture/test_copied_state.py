@@ -19,8 +19,8 @@ class Fused(nn.Module):
         super().__init__()
         self.qk = nn.Parameter(torch.randn(4, 3))
         self.bias = nn.Parameter(torch.randn(4))
-        self.register_state_dict_post_hook(self._divide)
-        self.register_load_state_dict_pre_hook(self._join)
+        self.register_state_dict_post_hook(self._divide)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(self._join)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _divide(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -35,13 +35,14 @@ class Fused(nn.Module):
 
 
 def test_copies_are_restored_by_load_state_dict(tmp_path: Path) -> None:
-    saved = nn.ModuleDict({"attention": Fused(), "out": nn.Linear(3, 2)})
+    attention = Fused()
+    saved = nn.ModuleDict({"attention": attention, "out": nn.Linear(3, 2)})
     link = LocalLink()
     checkpointer = ray_ckpt.Checkpointer(link=link, model=saved)
     checkpointer.restore()
     checkpointer.save(1)
     with torch.no_grad():  # the second save has the copies of its own step
-        saved["attention"].qk.add_(1)
+        attention.qk.add_(1)
     checkpointer.save(2)
     checkpointer.wait()
     assert set(link.tensors(2)) >= {"model.attention.q", "model.attention.k", "model.attention.bias"}
