@@ -37,6 +37,7 @@ from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format import names, records
 from tests.catalog.test_load import items_of, save
 from tests.cluster.test_code_blocks import PARTS
+from tests.hostile.samples import SAMPLES
 from tests.interop.test_hf_export import gpt2
 from tests.interop.test_hf_export import saved as save_model
 from tests.support.code_blocks import (
@@ -253,16 +254,20 @@ def _next_session(run: SampleRun) -> records.Session:
 
 def _write_source(form: str, path: Path) -> None:
     """Write a small checkpoint of another format."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     if form == "pt":
         torch.save({"model": {"w": torch.ones(2)}}, path)
     elif form == "dcp":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of a save without a group
             dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=path, no_dist=True)
-    else:
+    elif form == "hf":
         path.mkdir()
         save_file({"w": torch.ones(2)}, path / "model.safetensors")
+    else:
+        path.mkdir()
+        _, write = next(sample for sample in SAMPLES.values() if sample[0] == form)
+        write(path)
 
 
 def _run_ray_ckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: Sequence[str]) -> None:

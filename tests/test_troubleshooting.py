@@ -113,7 +113,8 @@ def test_what_the_runbook_expects_to_be_printed_is_what_is_printed() -> None:
 
 
 def test_constants_and_variables_that_both_pages_name_are_there() -> None:
-    source = "\n".join(path.read_text() for path in _sources())
+    recipes = (ROOT / "jobs" / "recipes").iterdir()
+    source = "\n".join(path.read_text() for path in [*_sources(), *recipes])
     for page in OPERATIONS.glob("*.md"):
         for name in set(re.findall(r"`((?!AWS_|RAY_G)[A-Z]+_[A-Z_]+)`", page.read_text())):
             assert re.search(rf"\b{name}\b", source), (page.name, name)
