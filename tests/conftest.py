@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import setuptools  # noqa: F401  # Megatron imports it, which fails after an import of pip
 from hypothesis import HealthCheck, settings
 
 from ray_ckpt.preemption.cloud import METADATA_ENV
