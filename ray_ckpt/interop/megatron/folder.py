@@ -90,7 +90,7 @@ def resume_folder(save_dir: str | os.PathLike[str]) -> str | None:
 
     None in a new run. All ranks call it, in a run, with torch.distributed initialized. The folder and the
     file latest_checkpointed_iteration.txt are written anew, since a run may have a newer checkpoint than
-    they say, or an older one. Raises NotConnected outside a run, OSError if `save_dir` cannot be written.
+    they name, or an older one. Raises NotConnected outside a run, OSError if `save_dir` cannot be written.
     """
     session = current()
     if not (step := session.step):

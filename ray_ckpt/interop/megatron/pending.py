@@ -1,6 +1,6 @@
 """The wait for an asynchronous save, in the form in which Megatron waits.
 
-Megatron runs a function in another process, forked or spawned, and asks at each step whether the process
+Megatron runs a function in another process, forked or spawned, and checks at each step whether the process
 has ended. The function here waits for a lock on a file that this process holds until the save has ended;
 the kernel frees the lock also if this process dies.
 """

@@ -35,7 +35,8 @@ from ray_ckpt.interop.megatron.folder import (
     take_common,
     write_reference,
 )
-from ray_ckpt.interop.megatron.items import (
+from ray_ckpt.interop.megatron.pending import Pending, wait_for_end
+from ray_ckpt.interop.megatron.sharded_items import (
     COMMON,
     Wanted,
     check_formats,
@@ -43,7 +44,6 @@ from ray_ckpt.interop.megatron.items import (
     items_to_save,
     saved_boxes,
 )
-from ray_ckpt.interop.megatron.pending import Pending, wait_for_end
 from ray_ckpt.interop.megatron.source import Source, source_of
 from ray_ckpt.interop.packages import require
 from ray_ckpt.trainer.checkpointer import LEVELS, LevelName
@@ -149,7 +149,7 @@ class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             return source, Wanted.of(sharded_state_dict, source.saved())
 
         (source, wanted), sizes = together(prepare, lambda _: len(sharded_state_dict))
-        if any(sizes):  # otherwise the wrapper that is refused asks for objects, of which there are none
+        if any(sizes):  # otherwise the wrapper that is refused requests objects, of which there are none
             source.load(wanted.items)
         return wanted.loaded(sharded_state_dict)
 

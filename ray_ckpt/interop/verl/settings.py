@@ -32,7 +32,7 @@ def is_wanted() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What RAY_CKPT_VERL sets: the run, the parts, and options of `RunOptions`.
+    """The settings in RAY_CKPT_VERL: the run, the parts, and options of `RunOptions`.
 
     Without `storage_path` and `run`, verl's `trainer.default_local_dir` is the folder of the run.
     """
