@@ -29,7 +29,7 @@ with quiet():
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
     from megatron.core.rerun_state_machine import RerunMode
 
-    from ray_ckpt.interop.megatron import folder, items, values
+    from ray_ckpt.interop.megatron import folder, sharded_items, values
     from ray_ckpt.interop.megatron.agreement import Agreement
     from ray_ckpt.interop.megatron.pending import Pending, wait_for_end
 
@@ -116,9 +116,12 @@ def test_stages_of_a_pipeline_are_loaded_by_one_rank(tmp_path: Path) -> None:
 
     def save(rank: int) -> None:
         boxes, names, data = Agreement().agree(
-            lambda: (items.saved_boxes(state(rank, is_filled=True)), values.encode({"step": 3}, "common"))
+            lambda: (
+                sharded_items.saved_boxes(state(rank, is_filled=True)),
+                values.encode({"step": 3}, "common"),
+            )
         )
-        files.save(items.items_to_save(boxes, names, values.plain(data)), rank)
+        files.save(sharded_items.items_to_save(boxes, names, values.plain(data)), rank)
 
     on_ranks(2, save)
     check_coverage(files.rows)
@@ -128,7 +131,7 @@ def test_stages_of_a_pipeline_are_loaded_by_one_rank(tmp_path: Path) -> None:
     def load(rank: int) -> None:
         both = {str(k): state(k, is_filled=False) for k in (0, 1)}
         both["twice"] = state(1, is_filled=False)["uneven"]
-        wanted = items.Wanted.of(both, saved)
+        wanted = sharded_items.Wanted.of(both, saved)
         files.states[0]["items"] = wanted_trees(wanted.items, files.states[0]["items"])
         files.load(wanted.items, rank, 1)
         loaded = wanted.loaded(both)
@@ -141,10 +144,10 @@ def test_stages_of_a_pipeline_are_loaded_by_one_rank(tmp_path: Path) -> None:
             assert torch.equal(loaded[str(k)]["same"], torch.ones(4)), "of the first replica"
             assert loaded[str(k)]["of rank"] == {"rank": k}
         with pytest.raises(MismatchError, match="such as absent"):
-            items.Wanted.of({"x": ShardedTensor.from_rank_offsets("absent", torch.zeros(1))}, saved)
+            sharded_items.Wanted.of({"x": ShardedTensor.from_rank_offsets("absent", torch.zeros(1))}, saved)
 
     on_ranks(1, load)
-    described = items.described(saved, with_objects=True)
+    described = sharded_items.described(saved, with_objects=True)
     assert described["optimizer.state.exp.w1"].global_shape == (4,)
     assert "optimizer.state.w1.exp" in {row.slice.key for row in files.rows if row.slice is not None}
     assert described["optimizer.stage0"].global_shape == (4,) and described["layers"].global_shape == (4, 4)
@@ -170,7 +173,7 @@ def test_objects_of_an_import_are_plain_values_with_tensors(tmp_path: Path) -> N
             "rng": ShardedObject("rng", None, (1,), (0,)),
             "none": ShardedObject("none", None, (1,), (0,)),
         }
-        wanted = items.Wanted.of(state, saved)
+        wanted = sharded_items.Wanted.of(state, saved)
         files.states[0]["items"] = wanted_trees(wanted.items, files.states[0]["items"])
         files.load(wanted.items, rank, 1)
         loaded = wanted.loaded(state)
@@ -178,7 +181,7 @@ def test_objects_of_an_import_are_plain_values_with_tensors(tmp_path: Path) -> N
         assert torch.equal(loaded["rng"]["draws"][0], draws) and loaded["rng"]["seed"] == 3
 
     on_ranks(1, load)
-    assert items.described(saved, with_objects=False)[key].global_shape == (4,)
+    assert sharded_items.described(saved, with_objects=False)[key].global_shape == (4,)
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
@@ -187,11 +190,13 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
     def save(rank: int) -> str:
         state = {"x": ShardedObject("x", object() if rank else 1, (2,), (rank,))}
         with pytest.raises(UnsupportedLeaf, match="x: "):
-            agreement[rank].agree(lambda: (items.saved_boxes(state), b""))
+            agreement[rank].agree(lambda: (sharded_items.saved_boxes(state), b""))
         good = {f"x{rank}": ShardedTensor.from_rank_offsets(f"x{rank}", torch.ones(1))}
-        _, names, data = agreement[rank].agree(lambda: (items.saved_boxes(good), str(rank).encode()))
+        _, names, data = agreement[rank].agree(lambda: (sharded_items.saved_boxes(good), str(rank).encode()))
         assert names["model"] == (("x0",), ("x1",)) and data == b"0"
-        assert agreement[rank].agree(lambda: (items.saved_boxes(good), b""))[1] is names, "names are kept"
+        assert agreement[rank].agree(lambda: (sharded_items.saved_boxes(good), b""))[1] is names, (
+            "names are kept"
+        )
         return str(dist.get_rank())
 
     assert on_ranks(2, save) == ["0", "1"]
