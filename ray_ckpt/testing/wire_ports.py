@@ -161,6 +161,10 @@ class WirePorts:
             oracle.owner_died(self.world.launchers[event.owner], self.world.now_s)
         if isinstance(event, m.GroupRecovered | m.GroupOpened):
             oracle.copies.begins(self.name)
+        if isinstance(event, m.NodeStored | m.ReplicaEnded):
+            epoch = self.process.machine.epoch
+            if (epoch if event.epoch is None else event.epoch) < epoch:
+                return  # to an earlier coordinator, whose orders may delete the files
         if isinstance(event, m.NodeStored):
             oracle.copies.stored(self.name, event.attempt.attempt, event.node_index, event.node_id)
         if isinstance(event, m.ReplicaEnded) and event.error is None:
