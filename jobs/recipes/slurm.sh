@@ -17,7 +17,8 @@ set -euo pipefail
 : "${SAVE_S:=120}"                           # for the last save; less than --signal has, with some to spare
 : "${PORT:=6379}"
 : "${RAY_ARGS:=}"                            # more arguments for each ray start
-export RAY_CKPT_STAGING
+: "${RAY_AUTH_TOKEN:=$(python -c 'import secrets; print(secrets.token_hex(32))')}"  # srun passes it on
+export RAY_CKPT_STAGING RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 
 on() { # runs a command on a node, as a step of the job
     srun --nodes=1 --ntasks=1 --overlap --nodelist="$1" "${@:2}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 import ray_ckpt
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError
+from ray_ckpt.format.tree import TensorRef
 from tests.catalog.test_export import export
 from tests.hostile.samples import SAMPLES
 from tests.interop.imports import imported, restore
@@ -91,6 +93,29 @@ def test_megatron_reads_a_plain_training(tmp_path: Path) -> None:
     loaded = load(tmp_path / "out", tensors)
     assert all(torch.equal(loaded["model"][key], tensor) for key, tensor in tensors.items())
     assert loaded["optimizer"]["optimizer"]["state"] == {"common_step": STEPS}
+
+
+@slow
+def test_values_that_our_strategies_saved_are_exported_as_those_of_megatron(tmp_path: Path) -> None:
+    from ray_ckpt.interop.exporters.torch_dist import MARK
+    from ray_ckpt.interop.importers.torch_dist import read_torch_dist
+    from ray_ckpt.interop.megatron import values
+
+    assert values.MARK == MARK
+    args = Namespace(width=2)
+    data = values.encode({"noise": torch.arange(3), "seen": [1]}, "rng")
+    state = {
+        "model": {"w": torch.ones(2)},
+        "objects": {"rng/shard_0_1": torch.frombuffer(bytearray(data), dtype=torch.uint8)},
+        "common": values.plain(values.encode({"args": args, "iteration": 7}, "common")),
+    }
+    torch.save(state, tmp_path / "step_7.pt")
+    imported("pt", tmp_path / "step_7.pt", tmp_path / "runs/gpt")
+    out = tmp_path / "iter_0000007"
+    assert export(tmp_path / "runs/gpt", out, "--to", "torch_dist") == 0
+    assert torch.load(out / "common.pt", weights_only=False) == {"args": args, "iteration": 7}
+    (found,) = read_torch_dist(out).items["objects"]["rng/shard_0_1"]
+    assert found["seen"] == [1] and isinstance(found["noise"], TensorRef)
 
 
 @slow

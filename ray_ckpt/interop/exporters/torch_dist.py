@@ -22,6 +22,7 @@ from ray_ckpt.catalog.load import OpenedCheckpoint
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.interop.dcp.export import DATA, METADATA, write_entries
+from ray_ckpt.interop.packages import require
 from ray_ckpt.types import ProgressCallback
 
 CONFIG_FILE, COMMON_FILE = "metadata.json", "common.pt"
@@ -31,6 +32,7 @@ CONFIG = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+MARK = "ray_ckpt.megatron"  # of `interop.megatron.values`, which needs Megatron-core
 MODEL, OPTIMIZER, OBJECTS, COMMON, STEP = "model", "optimizer", "objects", "common", "step"
 
 
@@ -54,8 +56,7 @@ def export_torch_dist(
     """
     trees = checkpoint.saved().trees
     entries = dict(_weights(trees, item or MODEL)) | dict(_optimizer(trees))
-    if OBJECTS in trees:
-        entries |= checkpoint.load(OBJECTS)
+    entries |= dict(_objects(checkpoint, trees))
     with export_folder(out, force=force) as folder:
         write_entries(folder, tensors, entries, None, progress=progress)
         with (folder / COMMON_FILE).open("wb") as file:
@@ -88,9 +89,35 @@ def _optimizer(trees: Mapping[str, Any]) -> Iterator[tuple[str, TensorRef]]:
     yield from ((name, value) for name, value in tree.items() if isinstance(value, TensorRef))
 
 
+def _objects(checkpoint: OpenedCheckpoint, trees: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the sharded objects, each as Megatron's list of one object."""
+    tree = trees.get(OBJECTS)
+    for name, value in checkpoint.load(OBJECTS).items() if tree else ():
+        if isinstance(tree[name], TensorRef):  # of ray_ckpt.megatron
+            yield name, [_megatron_values().decode(value.numpy().tobytes())]
+        else:
+            yield name, value
+
+
+def _megatron_values() -> Any:
+    """Return the module that makes Megatron's values; ConfigError without Megatron-core."""
+    require("megatron-core", extra="megatron")
+    from ray_ckpt.interop.megatron import values
+
+    return values
+
+
+def _has_mark(tree: Any) -> bool:
+    """Return whether a tree has a value in the form of ray_ckpt.megatron."""
+    if isinstance(tree, dict):
+        return MARK in tree or any(map(_has_mark, tree.values()))
+    return isinstance(tree, list | tuple) and any(map(_has_mark, tree))
+
+
 def _common(checkpoint: OpenedCheckpoint, trees: Mapping[str, Any]) -> dict[str, Any]:
     if COMMON in trees:
-        return dict(checkpoint.load(COMMON))
+        found = checkpoint.load(COMMON)
+        return dict(_megatron_values().restored(found) if _has_mark(found) else found)
     common: dict[str, Any] = {"iteration": checkpoint.step}
     if "scheduler" in trees:
         common["opt_param_scheduler"] = checkpoint.load("scheduler")
