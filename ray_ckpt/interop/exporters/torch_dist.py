@@ -91,7 +91,7 @@ def _optimizer(trees: Mapping[str, Any]) -> Iterator[tuple[str, TensorRef]]:
 
 def _objects(checkpoint: OpenedCheckpoint, trees: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the sharded objects, each as Megatron's list of one object."""
-    tree = trees.get(OBJECTS)
+    tree = trees.get(OBJECTS, {})
     for name, value in checkpoint.load(OBJECTS).items() if tree else ():
         if isinstance(tree[name], TensorRef):  # of ray_ckpt.megatron
             yield name, [_megatron_values().decode(value.numpy().tobytes())]
