@@ -99,4 +99,4 @@ REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "LoRA of OptimizedLinear": lambda e: e.optimized_linear_lora_enabled,
     "no optimizer of ZeRO 1, 2 or 3": lambda e: not is_zero(e.optimizer),
 }
-"""What is refused, by name, with the test for it on an engine."""
+"""The features that are refused, each with its test on an engine."""

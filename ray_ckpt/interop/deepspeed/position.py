@@ -9,7 +9,7 @@ import torch
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What changes in a dynamic loss scaler."""
+"""Fields of a dynamic loss scaler that change during training."""
 FORCED = "_is_gradient_accumulation_boundary"
 """The engine's attribute of what `set_gradient_accumulation_boundary` was given; None: nothing."""
 UNMANAGED = "_unmanaged_backward_count"
