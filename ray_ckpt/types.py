@@ -295,13 +295,14 @@ Tier: TypeAlias = Literal["memory", "local", "peer", "remote"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredPart:
-    """The bytes of a file that a rank read from one source."""
+    """The bytes of a file that a rank read from one source, or that the node's agent read there ahead."""
 
     file: str
     tier: Tier
     where: str  # a node id, or a path
     size_bytes: int
     seconds: float
+    is_prefetched: bool = False  # in memory, and verified, before the rank asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +319,7 @@ class RankRestore:
     origin_step: int | None = None
 
 
+SMALL_TENSOR_BYTES = 64 << 10  # smaller whole tensors are saved on each node that has them
 ARENA_PAGE_BYTES = 4096  # an arena's state page; the shard file follows it
 
 

@@ -23,7 +23,7 @@ from ray_ckpt.errors import InsufficientSpace, Unavailable
 from ray_ckpt.format.arena_page import RING_BLOCK_BYTES, RING_BYTES, ArenaPage, ring_block
 from ray_ckpt.format.save_signal import PAGE_BYTES, write_flag
 from ray_ckpt.format.shard import ShardLayout
-from ray_ckpt.storage.local.pages import map_shared, populate
+from ray_ckpt.storage.local.pages import map_shared, populate, seal_writes
 from ray_ckpt.trainer.link import ArenaGrant, ArenaMode
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
@@ -52,7 +52,7 @@ class ArenaMemory:
         self.memory = map_shared(self._file, 0, total, writable=True)
         self.page = ArenaPage(self.memory)
         self.layout: ShardLayout | None = None
-        self._lock = threading.Lock()  # guards the two fields below
+        self._lock = threading.Lock()  # guards the fields below
         self._is_populating = False
         self._is_closed = False
 
@@ -77,6 +77,23 @@ class ArenaMemory:
                 self._is_populating = False
                 if self._is_closed:
                     self._release()
+
+    def seal_writes(self) -> bool:
+        """Have the kernel refuse each further write; False while a process maps the memory for writing.
+
+        The rank of a group that is over no longer writes; nothing else proves that it is gone.
+        """
+        with self._lock:
+            if self._is_closed or self._is_populating or self.is_named:
+                return False
+            if not self.memory.readonly:
+                reader = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                try:  # the kernel counts each mapping of a writable descriptor as one for writing
+                    self.memory = map_shared(reader, 0, len(self.memory))
+                finally:
+                    os.close(reader)
+                self.page = ArenaPage(self.memory)
+            return seal_writes(self._file)
 
     def data(self, layout: ShardLayout) -> memoryview:
         """Return the bytes of the shard file."""
@@ -125,7 +142,8 @@ class ArenaMemory:
                 self._release()
 
     def _release(self) -> None:
-        self.page.populated_bytes = len(self.memory)  # no rank waits for more memory
+        if not self.memory.readonly:
+            self.page.populated_bytes = len(self.memory)  # no rank waits for more memory
         os.close(self._file)
 
 

@@ -24,13 +24,25 @@ class RankMemory:
         self._page: SignalPage | None = None  # made at the first request
         self._signal = 0  # value shown on the page; 0: none
 
-    def reserve(self, rank: int, size_bytes: int, *, ranks: Collection[int], mode: str, named: bool) -> None:
-        """Raise InsufficientSpace unless the arenas of all `ranks` of the node will fit."""
+    def reserve(
+        self,
+        rank: int,
+        size_bytes: int,
+        *,
+        ranks: Collection[int],
+        mode: str,
+        named: bool,
+        prefetched_bytes: int = 0,
+    ) -> None:
+        """Raise InsufficientSpace unless the arenas of all `ranks` of the node will fit.
+
+        `prefetched_bytes` of memory will be free before an arena is opened.
+        """
         self._reserved = {k: size for k, size in self._reserved.items() if k in ranks} | {rank: size_bytes}
         choose_mode(
             mode,
             all_bytes=sum(self._reserved.values()),
-            free_bytes=self._free_bytes(),
+            free_bytes=self._free_bytes() + prefetched_bytes,
             ranks=len(self._reserved),
             room=ShmRoom.measure(self._named_bytes()) if named else None,
         )

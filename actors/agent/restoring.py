@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
 from ray_ckpt.actors.agent.node import Node
+from ray_ckpt.actors.agent.prefetch import Prefetch
+from ray_ckpt.actors.agent.priority import yield_to_training
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.shared_reads import SharedReads
-from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.actors.threads import BriefThreads, in_thread
 from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.errors import CheckpointError, Unavailable, named_text
 from ray_ckpt.plan.restore import RowKey
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from ray_ckpt.actors.agent.run import NodeRun
 
 log = logging.getLogger("ray_ckpt.agent")
+
+PREFETCH_S = 600.0  # without a request for a ticket; longer than Ray waits for a group's processes
+STALL_S = 5.0  # without progress of a prefetch; then the ranks read by themselves, from other sources too
 
 
 class NodeRestore:
@@ -37,20 +42,58 @@ class NodeRestore:
         self._is_freed = False
         self._shared: SharedReads | None = None
         self._is_superseded = False
+        self._prefetch = Prefetch(run.memory.arenas)
+        self._prefetching: asyncio.Task[None] | None = None
+        self._unused: asyncio.TimerHandle | None = None  # frees what was prefetched; see `_keep_prefetched`
+        if plan.resume is not None and any(node.node_id == self._node.node_id for node in plan.nodes):
+            self._prefetching = asyncio.ensure_future(self._run_prefetch())
+            self._keep_prefetched()
 
     async def ticket(self, *, named: bool = False, is_whole: bool = False) -> RestoreTicket:
         """Return the ticket of this node's ranks; the manifest is fetched once for all these ranks.
 
         Unless the whole ticket is wanted, the ticket may have this node's own fragment only. With `named` the
-        manifest is a file in /dev/shm.
+        manifest is a file in /dev/shm, and nothing is prefetched: the ranks cannot map the agent's memory.
         """
-        if not is_whole:
-            ticket = await self._shared_ticket(named, False)
-            if ticket is not None:
-                return ticket
-        whole = await self._shared_ticket(named, True)
-        assert whole is not None
-        return whole
+        await self._end_prefetch()
+        ticket = None if is_whole else await self._shared_ticket(named, False)
+        if ticket is None:
+            ticket = await self._shared_ticket(named, True)
+        assert ticket is not None
+        return ticket if named else self._prefetch.merged(ticket)
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Memory that prefetched files take until the ranks have restored."""
+        return self._prefetch.size_bytes
+
+    async def _run_prefetch(self) -> None:
+        """Read ahead what the ranks of this node will most likely restore; see `Prefetch`."""
+        threads = BriefThreads(1, "ray_ckpt-prefetch", yield_to_training)
+        try:
+            ticket = await self._shared_ticket(False, False)
+            if ticket is not None and await threads.run(self._prefetch.run, ticket):
+                whole = await self._shared_ticket(False, True)
+                assert whole is not None
+                await threads.run(self._prefetch.run, whole)
+        except Exception:
+            log.exception("nothing more is read ahead; the ranks read by themselves")
+
+    def _keep_prefetched(self) -> None:
+        """Keep what is prefetched for PREFETCH_S from now on."""
+        if self._unused is not None:
+            self._unused.cancel()
+        if not self._is_freed:
+            self._unused = asyncio.get_running_loop().call_later(PREFETCH_S, self._prefetch.close)
+
+    async def _end_prefetch(self) -> None:
+        """Wait for the files that are being read ahead, as long as there is progress."""
+        self._prefetch.end()
+        self._keep_prefetched()
+        task, seen = self._prefetching, -1
+        while task is not None and not task.done() and self._prefetch.done_bytes != seen:
+            seen = self._prefetch.done_bytes
+            await asyncio.wait({task}, timeout=STALL_S)
 
     async def _shared_ticket(self, named: bool, is_whole: bool) -> RestoreTicket | None:
         key = (named, is_whole)
@@ -82,8 +125,11 @@ class NodeRestore:
         self.close_shared()
 
     def close_shared(self) -> None:
-        """Free the memory that ranks map: shared rows, and the manifest."""
+        """Free the memory that ranks map: shared rows, prefetched files, and the manifest."""
         self._is_freed = True
+        self._prefetch.close()
+        if self._unused is not None:
+            self._unused.cancel()
         if self._shared is not None:
             self._shared.close()
             self._shared = None

@@ -138,7 +138,14 @@ class NodeRun:
         """Raise InsufficientSpace unless the arena of a rank and two checkpoints with copies fit."""
         ranks = self.machine.here.ranks if self.machine.here else (rank,)
         options = self.spec.options
-        self.memory.reserve(rank, size_bytes, ranks=ranks, mode=options.memory, named=named)
+        self.memory.reserve(
+            rank,
+            size_bytes,
+            ranks=ranks,
+            mode=options.memory,
+            named=named,
+            prefetched_bytes=self.restore.prefetched_bytes if self.restore is not None else 0,
+        )
         needed = 2 * size_bytes * len(ranks) * (1 + options.replicas)
         self.check_space(needed, what="Two checkpoints with copies", is_one_file=False)
 

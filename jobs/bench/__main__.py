@@ -47,8 +47,9 @@ ROWS: Mapping[str, str] = {  # name -> module of this package, with a function `
     "dcp": "dcp",
     "ticket": "ticket",
     "fleet": "fleet",
+    "recover": "recover",
 }
-IF_NAMED = ("overhead", "remote", "dcp", "ticket", "fleet")  # or with --peers: they take minutes
+IF_NAMED = ("overhead", "remote", "dcp", "ticket", "fleet", "recover")  # or with --peers: they take minutes
 SIZE = "1GiB"
 REPEAT = 5
 QUICK_BYTES = 64 << 20  # state in a quick run, which must end within a minute on two cores

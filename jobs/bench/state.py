@@ -21,10 +21,11 @@ SEED = 20
 State = tuple[nn.Module, torch.optim.AdamW]
 
 
-def make_state(size_bytes: int) -> State:
+def make_state(size_bytes: int, *, fill: float | None = None) -> State:
     """Make a model and its optimizer of `size_bytes` to within a row of the embedding, at least about 1 MiB.
 
-    Moments are as AdamW makes them. All memory has noise, the same in every process. The model is never run.
+    Moments are as AdamW makes them. All memory has noise, the same in every process, or the value `fill`,
+    which takes less time. The model is never run.
     """
     width, vocabulary = _dimensions(size_bytes // (torch.float32.itemsize * (1 + len(MOMENTS))))
     with torch.device("meta"):
@@ -40,7 +41,9 @@ def make_state(size_bytes: int) -> State:
         }
     generator = torch.Generator().manual_seed(SEED)
     for tensor in tensors(model, optimizer):
-        if tensor.dim():
+        if fill is not None:
+            tensor.fill_(fill)
+        elif tensor.dim():
             tensor.normal_(0, 0.02, generator=generator)
     return model, optimizer
 

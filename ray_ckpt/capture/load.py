@@ -68,6 +68,11 @@ class RestoreInfo:
             totals[part.tier] = totals.get(part.tier, 0) + part.size_bytes
         return totals
 
+    @property
+    def prefetched_bytes(self) -> int:
+        """Bytes that were in memory, and verified, before this rank asked for them."""
+        return sum(part.size_bytes for part in self.parts if part.is_prefetched)
+
 
 @dataclass(frozen=True, slots=True)
 class SavedState:

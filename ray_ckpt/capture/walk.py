@@ -21,7 +21,7 @@ from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.short import key_text
 from ray_ckpt.format.tree import Kept, TensorRef, TorchDtype
-from ray_ckpt.types import Slice
+from ray_ckpt.types import SMALL_TENSOR_BYTES, Slice
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -42,7 +42,6 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.complex64: "C64",
 }
 DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-SMALL_BYTES = 64 << 10  # a copy on each node costs less than to fetch the fragments of all nodes
 MIN_BLOCK_TENSORS = 16  # fewest tensors in a container compared as a whole; fewer are as fast one by one
 SliceKey: TypeAlias = tuple[str, tuple[int, ...]]
 """Identity of a slice on a rank: tensor name and offset. A rank may hold several slices of a tensor."""
@@ -72,9 +71,12 @@ class LiveSlice:
 
     @property
     def is_small_and_plain(self) -> bool:
-        """True for a whole tensor of less than SMALL_BYTES that is not cut over ranks."""
+        """True for a whole tensor of less than SMALL_TENSOR_BYTES that is not cut over ranks.
+
+        A copy on each node costs less than to fetch the fragments of all nodes.
+        """
         return (
-            self.nbytes < SMALL_BYTES
+            self.nbytes < SMALL_TENSOR_BYTES
             and self.slice.shape == self.slice.global_shape
             and not is_dtensor(self.leaf)
         )

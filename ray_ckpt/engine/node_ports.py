@@ -200,7 +200,11 @@ class NodeMemory(Protocol):
     """The memory that the node's ranks map."""
 
     def begin(self, plan: SessionPlan) -> None:
-        """Prepare the restore of a new session, and free the memory of the restore before it."""
+        """Prepare the restore of a new session, and free the memory of the restore before it.
+
+        What the ranks of this node will most likely read may be read ahead, into memory that is freed with
+        that of the restore.
+        """
 
     def release(self, attempt: AttemptId, rank: int) -> None:
         """Let the rank capture into its arena again."""

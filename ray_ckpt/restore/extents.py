@@ -34,6 +34,7 @@ class Tally:
     file: str
     tier: Tier
     where: str
+    is_prefetched: bool = False
     size_bytes: int = 0
     start_s: float = math.inf
     end_s: float = 0.0
@@ -53,6 +54,7 @@ class Tally:
             where=self.where,
             size_bytes=self.size_bytes,
             seconds=self.end_s - self.start_s,
+            is_prefetched=self.is_prefetched,
         )
 
 

@@ -69,12 +69,21 @@ def num_threads(tier: Tier) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSource:
-    """A copy of a file: at a path on this node, at a peer's endpoint, or on the run's storage path."""
+    """A copy of a file: at a path on this node, at a peer's endpoint, or on the run's storage path.
+
+    With `is_verified` the copy is in memory at `path`, and the node's agent has compared it with its digests
+    there. If the agent has read the file ahead, `tier` and `where` are those of the source that it read.
+    """
 
     tier: Tier
     where: str  # node id or storage path, for messages
     path: str = ""
     endpoint: str = ""
+    is_verified: bool = False
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self.is_verified or self.tier == "memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,23 +239,27 @@ class SourceReader:
             sources = self._sources.get(file, ())
             if turn < len(sources):
                 source = sources[turn]
-                tally = Tally(file, source.tier, source.where)
+                tally = Tally(file, source.tier, source.where, is_prefetched=source.is_verified)
                 placed = ((row.byte_offset, row) for row in left[file])
                 extents += cut_extents(self._byte_source(source, file), tally, placed)
         return extents
 
     def _byte_source(self, source: FileSource, file: str) -> ByteSource:
+        if source.is_in_memory:
+            seal = self._attempt.attempt.encode()
+            if source.tier != "memory":
+                seal = prefetch_seal(self._attempt, file)
+            return self._mapped(source.path, base=ARENA_PAGE_BYTES, seal=seal, is_verified=source.is_verified)
         if source.tier == "peer":
             name = FileName(run_uid=self._attempt.run_uid, directory=self._attempt.directory, file=file)
             return Peer(self._peers, source.endpoint, name)
-        if source.tier == "memory":
-            return self._mapped(source.path, base=ARENA_PAGE_BYTES, seal=self._attempt.attempt.encode())
         if source.tier == "remote" and self._remote is not None:
             return Remote(self._remote, self._attempt.directory, file)
         return Disk(Path(source.path))
 
-    def _mapped(self, path: str, *, base: int, seal: bytes) -> Mapped:
-        return self._maps.setdefault(path, Mapped(path, base=base, seal=seal))
+    def _mapped(self, path: str, *, base: int, seal: bytes, is_verified: bool = False) -> Mapped:
+        new = Mapped(path, base=base, seal=seal, is_verified=is_verified)
+        return self._maps.setdefault(path, new)
 
     def _unmap(self) -> None:
         while self._maps:
@@ -264,7 +277,7 @@ class SourceReader:
         wanted = {
             key: row
             for file in sorted(left)
-            if not any(source.tier == "memory" for source in self._sources.get(file, ()))
+            if not any(source.is_in_memory for source in self._sources.get(file, ()))
             for row in left[file]
             if (key := row_key(row)) in sharers
         }
@@ -364,7 +377,7 @@ class SourceReader:
             for _ in blocks.pieces(extent.gap(at)):
                 pass
             start, row = extent.left[0]
-            sink = self._read_intact(row, blocks, sink_for)
+            sink = self._read_intact(row, blocks, sink_for, is_verified=extent.source.is_verified)
             extent.left.popleft()
             at = start + row.nbytes
             if sink is not None:
@@ -373,8 +386,16 @@ class SourceReader:
                 self._reject(f"{row.file}: {row.label} on {extent.tally.source_text}: wrong digest")
         blocks.at_end()  # the source checks here that it has sent all bytes, and no more
 
-    def _read_intact(self, row: ManifestRow, blocks: BlockCutter, sink_for: SinkFor) -> Sink | None:
+    def _read_intact(
+        self, row: ManifestRow, blocks: BlockCutter, sink_for: SinkFor, *, is_verified: bool
+    ) -> Sink | None:
         """Write the next row's bytes to the row's sink; return None if the digest of the bytes is wrong."""
+        if is_verified:
+            sink = sink_for(row)
+            for piece in blocks.pieces(row.nbytes, PIECE_BYTES):
+                sink.write(piece)
+                self._meter.add(piece.nbytes)
+            return sink
         whole = blocks.take_whole(row.nbytes) if row.nbytes <= PIECE_BYTES else None
         if whole is not None:  # a fast path for thousands of small rows
             if digest(whole) != row.digest:
@@ -394,6 +415,11 @@ class SourceReader:
         with self._lock:
             if len(self.rejected) < MAX_REJECTED and note not in self.rejected:
                 self.rejected.append(note)
+
+
+def prefetch_seal(attempt: AttemptId, file: str) -> bytes:
+    """Return the first bytes of memory with a file that an agent has read ahead."""
+    return f"{file} {attempt.attempt}\n".encode()
 
 
 class ProgressLog:

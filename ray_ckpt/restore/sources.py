@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.storage.local.direct import read_blocks_direct
-from ray_ckpt.storage.local.pages import map_shared
+from ray_ckpt.storage.local.pages import is_write_sealed, map_shared
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.client import SLOWEST_BYTES_PER_S, PeerClient
 from ray_ckpt.transport.credentials import Credentials
@@ -29,6 +29,7 @@ class ByteSource(ABC):
     """A source of one file's bytes, shared by the threads that read it."""
 
     tries = 1
+    is_verified = False  # the bytes were compared with their digests, and nobody can change them since
 
     def open(self) -> None:  # noqa: B027
         """Prepare a read; OSError, EOFError or Unavailable if the read cannot succeed."""
@@ -80,13 +81,15 @@ class Mapped(ByteSource):
 
     Each extent is mapped separately, so that all threads fill and release page tables at once: with small
     pages this takes nearly as long as the copy. The views must not outlive the file's bytes: an arena keeps
-    its size, and is freed when the last process has unmapped it.
+    its size, and is freed when the last process has unmapped it. With `is_verified` the agent has compared
+    all bytes with their digests; that counts only if the kernel lets no process write to the memory.
     """
 
-    def __init__(self, path: str, *, base: int, seal: bytes) -> None:
+    def __init__(self, path: str, *, base: int, seal: bytes, is_verified: bool = False) -> None:
         self._path = path
         self._base = base
         self._seal = seal
+        self.is_verified = is_verified
         self._lock = threading.Lock()
         self._fd: int | None = None
 
@@ -118,6 +121,7 @@ class Mapped(ByteSource):
         with self._lock:
             if self._fd is None:
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                self.is_verified = self.is_verified and is_write_sealed(self._fd)
             return self._fd
 
 

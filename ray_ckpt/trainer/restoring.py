@@ -17,7 +17,7 @@ from ray_ckpt.config import is_uri
 from ray_ckpt.data import is_bound_to_world_size
 from ray_ckpt.errors import ConfigError, RestoreError
 from ray_ckpt.restore.reader import RestoreTicket
-from ray_ckpt.texts import tiers_text
+from ray_ckpt.texts import size_text, tiers_text
 from ray_ckpt.trainer.item_reader import ItemReader
 from ray_ckpt.trainer.link import RestoreLink
 from ray_ckpt.trainer.rank_items import RankItems
@@ -138,7 +138,10 @@ class Restoring:
             return ()
 
     def _log(self, info: RestoreInfo) -> None:
-        log.info("restored step %d in %.2f s: %s", info.step, info.seconds, tiers_text(info.bytes_by_tier()))
+        text = tiers_text(info.bytes_by_tier())
+        if info.prefetched_bytes:
+            text += f"; {size_text(info.prefetched_bytes)} read ahead"
+        log.info("restored step %d in %.2f s: %s", info.step, info.seconds, text)
         if self._is_first:
             for changed in info.changed:
                 log.warning("hyperparameter %s", changed)

@@ -18,11 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.items import Item
-from ray_ckpt.capture.walk import DTYPE_NAMES, SMALL_BYTES, LiveSlice, Walked, bytes_digest, walk
+from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked, bytes_digest, walk
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.format.tree import TensorRef, TorchDtype
-from ray_ckpt.types import Slice
+from ray_ckpt.types import SMALL_TENSOR_BYTES, Slice
 from tests.capture.local import resolve_leaves
 
 
@@ -134,7 +134,7 @@ def test_what_all_hold_is_saved_exactly_once_and_evenly(sizes: list[int], world_
 
 def test_small_plain_tensors_are_saved_once_on_each_node() -> None:
     """With them (such as step counters of optimizers), a node's fragment has all that its ranks restore."""
-    large = nn.Parameter(torch.zeros(SMALL_BYTES // 4))
+    large = nn.Parameter(torch.zeros(SMALL_TENSOR_BYTES // 4))
     items = items_of(model=nn.ParameterDict({"small": nn.Parameter(torch.zeros(8)), "large": large}))
     nodes = ((0, 1), (2,), (3, 4, 5))
     owned = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import weakref
 from collections.abc import Iterator
@@ -82,6 +83,27 @@ def map_shared(fd: int, start: int, end: int, *, writable: bool = False) -> memo
     weakref.finalize(memory, _libc.munmap, reserved, room).atexit = False
     view = memoryview(memory).cast("B")[start - first :]
     return view if writable else view.toreadonly()
+
+
+def seal_writes(fd: int) -> bool:
+    """Have the kernel refuse each further write to a memfd, by any process.
+
+    Return False if a process still has the memfd mapped for writing, or if the file cannot be sealed.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    except OSError:
+        return False
+    return True
+
+
+def is_write_sealed(fd: int) -> bool:
+    """Return whether no process can change the file's bytes or size; False for a file on a disk."""
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
+    except OSError:
+        return False
 
 
 def keep_from_children(memory: memoryview) -> None:

@@ -1,0 +1,227 @@
+"""Read the shards of a restore ahead, while processes start, import and build their models.
+
+A session tells an agent what its ranks will most likely read: in the same shape the shards of this node, and
+for tensors that all ranks hold, those of other nodes too. A shard in an arena is verified where it is; others
+are read from their best source into memory and verified there. The kernel then lets no process change the
+memory (a write seal), so a rank copies it without comparing digests again. A rank that wants something else,
+or comes before a shard is there, reads as without prefetching.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+
+from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena
+from ray_ckpt.actors.agent.priority import yield_to_training
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.restore.manifest import SavedRows
+from ray_ckpt.restore.reader import Bytes, FileSource, FlatSink, RestoreTicket, SourceReader, prefetch_seal
+from ray_ckpt.storage.local.memory import available_memory_bytes
+from ray_ckpt.storage.local.pages import make_huge, map_shared, seal_writes
+from ray_ckpt.types import ARENA_PAGE_BYTES, SMALL_TENSOR_BYTES, CheckpointInfo, ManifestRow
+
+log = logging.getLogger("ray_ckpt.agent")
+
+MEMORY_SHARE = 0.5  # limit, as a share of free memory; the arenas that follow a restore need as much
+MAX_THREADS = 8  # files at a time, at most one for each rank of the node, as many as ranks would read
+MAX_OTHER_FILES = 64  # shards of other nodes: a larger group shares its state by sharding, not by copies
+WRITERS_S = 5.0  # longest wait for processes of the last group to unmap an arena
+POLL_S = 0.05  # between tries to seal an arena
+
+
+class Prefetch:
+    """The shards of one session that this node has verified in memory.
+
+    All methods may be called while `run` is at work in another thread.
+    """
+
+    def __init__(self, arenas: Mapping[int, RankArena]) -> None:
+        self._arenas = dict(arenas)
+        self._budget_bytes = int(MEMORY_SHARE * available_memory_bytes())
+        self._lock = threading.Lock()  # guards the fields below
+        self._is_ending = False  # no file is begun any more
+        self._is_closed = False
+        self._memories: dict[str, _FileMemory] = {}  # by file; those that are being filled belong to `run`
+        self._sources: dict[str, FileSource] = {}  # by file; verified
+        self.done_bytes = 0  # verified so far, for a caller that waits while there is progress
+
+    def run(self, ticket: RestoreTicket) -> bool:
+        """Verify the ticket's files in memory; return when that is done, or soon after `end`. Blocks.
+
+        Return whether there is more to prefetch with the whole ticket.
+        """
+        if ticket.manifest is None:
+            return False
+        rows = ticket.manifest.open()
+        files = _likely_files(ticket, rows)
+        threads = min(MAX_THREADS, max(1, len(ticket.node_ranks)))
+        with ThreadPoolExecutor(threads, "ray_ckpt-prefetch", yield_to_training) as pool:
+            list(pool.map(lambda file: self._try(ticket, file, rows.of_file(file)), files))
+        is_shared = any(has_shared_tensors(rows.of_file(file)) for file in files)
+        return is_shared and not ticket.is_whole and not self._is_ending
+
+    def end(self) -> None:
+        """Begin no more files: the ranks are there, and read together as fast as one agent at least."""
+        self._is_ending = True
+
+    def merged(self, ticket: RestoreTicket) -> RestoreTicket:
+        """Return the ticket with the prefetched files as first sources."""
+        with self._lock:
+            found = {file: source for file, source in self._sources.items() if file in ticket.sources}
+        if not found:
+            return ticket
+        ahead = {file: (source, *ticket.sources[file]) for file, source in found.items()}
+        return replace(ticket, sources={**ticket.sources, **ahead})
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the prefetched files take, beside arenas."""
+        with self._lock:
+            return sum(memory.size_bytes for memory in self._memories.values())
+
+    def close(self) -> None:
+        """Stop, and free the memory; it stays while a rank maps it."""
+        with self._lock:
+            self._is_ending = self._is_closed = True
+            filled = [self._memories.pop(file) for file in self._sources if file in self._memories]
+            self._sources.clear()
+        for memory in filled:
+            memory.close()
+
+    def _try(self, ticket: RestoreTicket, file: str, rows: Sequence[ManifestRow]) -> None:
+        if self._is_ending or file in self._sources or not rows:
+            return
+        try:
+            self._prefetch(ticket, file, rows)
+        except (OSError, CheckpointError) as error:
+            log.info("%s is not read ahead: %s", file, error)
+
+    def _prefetch(self, ticket: RestoreTicket, file: str, rows: Sequence[ManifestRow]) -> None:
+        first = ticket.sources[file][0]
+        if first.tier == "memory":
+            buffer = self._buffer_at(first.path)
+            if buffer is not None and self._await_seal(buffer) and self._read(ticket, file, [first], rows):
+                with self._lock:
+                    self._sources[file] = replace(first, is_verified=True)
+            return
+        assert ticket.checkpoint is not None
+        size_bytes = max(row.byte_offset + row.nbytes for row in rows)
+        if self.size_bytes + size_bytes > self._budget_bytes:
+            return
+        with self._lock:
+            memory = self._memories[file] = _FileMemory(ticket.checkpoint, file, size_bytes)
+        origin: FileSource | None = None
+        try:
+            origin = self._read(ticket, file, ticket.sources[file], rows, memory.bytes())
+        finally:
+            with self._lock:
+                if origin is not None and memory.seal() and not self._is_closed:
+                    self._sources[file] = replace(origin, path=memory.path, endpoint="", is_verified=True)
+                else:
+                    del self._memories[file]
+                    memory.close()
+
+    def _read(
+        self,
+        ticket: RestoreTicket,
+        file: str,
+        sources: Sequence[FileSource],
+        rows: Iterable[ManifestRow],
+        target: Bytes | None = None,
+    ) -> FileSource | None:
+        """Verify all rows, into `target` if given. Return the source of most bytes, None if a row is bad."""
+        assert ticket.checkpoint is not None
+        reader = SourceReader(
+            ticket.checkpoint.id, {file: sources}, credentials=ticket.credentials, remote=ticket.remote
+        )
+        reader.read(rows, lambda row: _Landing(self, row, target))
+        for note in reader.rejected if not self._is_closed else ():
+            log.warning("restore ahead: %s", note)
+        if reader.damage or self._is_closed:
+            return None
+        part = max(reader.parts, key=lambda part: part.size_bytes, default=None)
+        used = (s for s in sources if part is not None and (s.tier, s.where) == (part.tier, part.where))
+        return next(used, sources[0])
+
+    def _buffer_at(self, path: str) -> ArenaMemory | None:
+        buffers = (buffer for arena in self._arenas.values() for buffer in arena.buffers)
+        return next((buffer for buffer in buffers if buffer.path == path), None)
+
+    def _await_seal(self, buffer: ArenaMemory) -> bool:
+        """Wait until no process maps an arena for writing; return False if one keeps it."""
+        deadline_s = time.monotonic() + WRITERS_S
+        while not buffer.seal_writes():
+            if self._is_ending or time.monotonic() > deadline_s:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+
+def _likely_files(ticket: RestoreTicket, rows: SavedRows) -> list[str]:
+    """Return the files that ranks of this node will most likely read.
+
+    A ticket of this node has the files that its ranks have saved. The whole ticket adds those of other nodes
+    with whole tensors, which data-parallel ranks share out among them.
+    """
+    if not ticket.is_whole:
+        return list(ticket.sources)
+    shards = (file for file in ticket.sources if rows.of_file(file))
+    return [file for file in islice(shards, MAX_OTHER_FILES) if has_shared_tensors(rows.of_file(file))]
+
+
+def has_shared_tensors(rows: Iterable[ManifestRow]) -> bool:
+    """Return whether a file has a whole tensor that other nodes do not have, as shared ones are saved."""
+    return any(
+        row.slice is not None
+        and row.slice.shape == row.slice.global_shape
+        and row.nbytes >= SMALL_TENSOR_BYTES
+        for row in rows
+    )
+
+
+class _Landing(FlatSink):
+    """Sink of a row of a prefetched file: into memory, or nowhere if the bytes are in place."""
+
+    def __init__(self, prefetch: Prefetch, row: ManifestRow, target: Bytes | None) -> None:
+        here = None if target is None else target[row.byte_offset : row.byte_offset + row.nbytes]
+        super().__init__(np.empty(0, np.uint8) if here is None else here)
+        self._is_in_place = here is None
+        self._prefetch = prefetch
+
+    def write(self, view: memoryview) -> None:
+        if self._prefetch._is_closed:
+            raise OSError("the prefetch is over")
+        if not self._is_in_place:
+            super().write(view)
+        self._prefetch.done_bytes += view.nbytes
+
+
+class _FileMemory:
+    """Memory with one file, behind a page that says which file it is."""
+
+    def __init__(self, checkpoint: CheckpointInfo, file: str, size_bytes: int) -> None:
+        self.size_bytes = ARENA_PAGE_BYTES + size_bytes
+        self._fd = os.memfd_create("ray_ckpt-prefetch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        os.ftruncate(self._fd, self.size_bytes)
+        os.pwrite(self._fd, prefetch_seal(checkpoint.id, file), 0)
+
+    def bytes(self) -> Bytes:
+        """Map the file's bytes for writing, for as long as the result is referenced."""
+        make_huge(self._fd, 0, self.size_bytes)
+        return np.frombuffer(map_shared(self._fd, ARENA_PAGE_BYTES, self.size_bytes, writable=True), np.uint8)
+
+    def seal(self) -> bool:
+        return seal_writes(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,236 @@
+"""Shards read ahead: verified in memory that nobody can change, given up without harm, and freed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ray_ckpt.actors.agent import prefetch as module
+from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena
+from ray_ckpt.actors.agent.prefetch import Prefetch
+from ray_ckpt.format.names import shard_file
+from ray_ckpt.restore.reader import FileSource, FlatSink, RestoreTicket, SourceReader
+from ray_ckpt.restore.sources import Mapped
+from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow
+from tests.actors.test_restore_sources import digests, finder, plan_of
+from tests.support.peer_nodes import A, B, Nodes, both, flip, sample
+from tests.support.sample_run import SampleCheckpoint
+
+
+@pytest.fixture
+def saved(nodes: Nodes) -> SampleCheckpoint:
+    found = sample(10)
+    both(nodes, found)
+    return found
+
+
+@pytest.fixture
+def ticket(nodes: Nodes, saved: SampleCheckpoint) -> Iterator[RestoreTicket]:
+    """The ticket of the rank on A, which has all files on its disk."""
+    with finder(nodes, A) as found:
+        made = found.own_ticket(plan_of(saved, fragments=digests(saved)))
+        assert made is not None
+        with closing(made[1]):
+            yield made[0]
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def run(ticket: RestoreTicket, arenas: dict[int, RankArena] | None = None) -> Prefetch:
+    prefetch = Prefetch(arenas or {})
+    prefetch.run(ticket)
+    return prefetch
+
+
+def read(ticket: RestoreTicket, file: str, *, wrong_digests: bool = False) -> tuple[bytes, SourceReader]:
+    """Read a whole file as a rank does; return its bytes and the reader."""
+    assert ticket.manifest is not None and ticket.checkpoint is not None
+    rows = ticket.manifest.open().of_file(file)
+    data = np.zeros(max(row.byte_offset + row.nbytes for row in rows), np.uint8)
+    reader = SourceReader(ticket.checkpoint.id, ticket.sources, credentials=ticket.credentials)
+
+    def sink_for(row: ManifestRow) -> FlatSink:
+        return FlatSink(data[row.byte_offset : row.byte_offset + row.nbytes])
+
+    wanted = [replace(row, digest="0" * 32) for row in rows] if wrong_digests else rows
+    reader.read(wanted, sink_for)
+    return data.tobytes(), reader
+
+
+def test_a_rank_copies_what_was_read_ahead_and_compares_nothing_again(
+    ticket: RestoreTicket, saved: SampleCheckpoint
+) -> None:
+    with closing(run(ticket)) as prefetch:
+        merged = prefetch.merged(ticket)
+        assert prefetch.size_bytes > sum(map(len, (saved.files[file] for file in merged.sources)))
+        for file, sources in merged.sources.items():
+            first = sources[0]
+            assert (first.is_verified, first.tier, first.where) == (True, "local", A), "its source is named"
+            assert sources[1:] == ticket.sources[file], "the other sources stay"
+            data, reader = read(merged, file)
+            assert data == saved.files[file] and not reader.rejected and reader.parts[0].tier == "local"
+            assert read(merged, file, wrong_digests=True)[0] == saved.files[file], "no digest is compared"
+            with pytest.raises(OSError, match="Operation not permitted"):
+                os.pwrite(os.open(first.path, os.O_RDWR), b"x", ARENA_PAGE_BYTES)
+
+
+def test_files_come_from_the_next_source_if_the_disk_is_damaged(
+    nodes: Nodes, ticket: RestoreTicket, saved: SampleCheckpoint
+) -> None:
+    file = shard_file(0, 2)
+    flip(nodes.folder(A, saved) / file)
+    with closing(run(ticket)) as prefetch:
+        merged = prefetch.merged(ticket)
+        assert merged.sources[file][0].is_verified and read(merged, file)[0] == saved.files[file]
+
+
+def test_a_file_that_no_source_has_intact_is_left_to_the_ranks(
+    nodes: Nodes, ticket: RestoreTicket, saved: SampleCheckpoint
+) -> None:
+    """They report the damage, and the group falls back."""
+    file = shard_file(0, 2)
+    for node in (A, B):
+        flip(nodes.folder(node, saved) / file)
+    with closing(run(ticket)) as prefetch:
+        merged = prefetch.merged(ticket)
+        assert merged.sources[file] == ticket.sources[file]
+        assert read(merged, file)[1].damage
+
+
+def test_what_other_nodes_share_is_read_ahead_with_the_whole_ticket(
+    nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the other node, its shard with whole tensors, and not its ranks' state files."""
+    monkeypatch.setattr(module, "SMALL_TENSOR_BYTES", 1)
+    with finder(nodes, A) as found:
+        plan = plan_of(saved, fragments=digests(saved))
+        own, whole = found.own_ticket(plan), found.ticket(plan)
+        assert own is not None
+        with closing(own[1]), closing(whole[1]), closing(Prefetch({})) as prefetch:
+            assert prefetch.run(own[0]), "there is more"
+            assert not prefetch.run(whole[0])
+            ahead = {f for f, sources in prefetch.merged(whole[0]).sources.items() if sources[0].is_verified}
+            assert ahead == {*own[0].sources, shard_file(1, 2)}
+
+
+def test_memory_is_bounded_and_freed(ticket: RestoreTicket, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_files()
+    prefetch = run(ticket)
+    path = prefetch.merged(ticket).sources[shard_file(0, 2)][0].path
+    assert Path(path).exists()
+    prefetch.close()
+    assert not prefetch.size_bytes and prefetch.merged(ticket) is ticket
+    prefetch.run(ticket)
+    assert not prefetch.size_bytes, "closed for good"
+    monkeypatch.setattr(module, "MEMORY_SHARE", 0.0)
+    with closing(run(ticket)) as empty:
+        assert empty.merged(ticket) is ticket
+    assert open_files() == before
+
+
+def test_close_ends_a_prefetch_at_work(ticket: RestoreTicket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is being read when the prefetch is closed leaves no memory."""
+    before = open_files()
+    prefetch, began, may_go_on = Prefetch({}), threading.Event(), threading.Event()
+
+    def slow_huge(fd: int, start: int, end: int) -> int:
+        began.set()
+        assert may_go_on.wait(10)
+        return end
+
+    monkeypatch.setattr(module, "make_huge", slow_huge)
+    thread = threading.Thread(target=prefetch.run, args=(ticket,))
+    thread.start()
+    assert began.wait(10)
+    prefetch.close()
+    may_go_on.set()
+    thread.join(10)
+    assert not thread.is_alive() and not prefetch.size_bytes and prefetch.merged(ticket) is ticket
+    assert open_files() == before
+
+
+def test_memory_that_can_be_changed_is_compared_in_any_case(saved: SampleCheckpoint) -> None:
+    """A rank does not take the agent's word for it: the kernel has to refuse writes."""
+    row = next(row for fragment in saved.fragments for row in fragment.rows if row.nbytes)
+    fd = os.memfd_create("open", os.MFD_ALLOW_SEALING)
+    os.pwrite(fd, b"seal" + b"x" * row.nbytes, 0)
+    memory = Mapped(f"/proc/self/fd/{fd}", base=4, seal=b"seal", is_verified=True)
+    memory.open()
+    assert not memory.is_verified
+    memory.close()
+    os.close(fd)
+
+
+class Rank:
+    """An arena with a file of a checkpoint as its capture."""
+
+    def __init__(self, saved: SampleCheckpoint, file: str) -> None:
+        data = saved.files[file]
+        self.buffer = ArenaMemory(0, len(data))
+        self.buffer.memory[ARENA_PAGE_BYTES : ARENA_PAGE_BYTES + len(data)] = data
+        self.buffer.page.seal(saved.attempt.attempt)
+        self.arena = RankArena("single", (self.buffer,))
+
+
+def in_arena(nodes: Nodes, saved: SampleCheckpoint, rank: Rank) -> FileSource:
+    return FileSource(tier="memory", where=A, path=rank.buffer.path)
+
+
+def test_an_arena_is_verified_in_place_once_its_writer_is_gone(
+    nodes: Nodes, ticket: RestoreTicket, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WRITERS_S", 0.3)
+    file = shard_file(0, 2)
+    rank = Rank(saved, file)
+    ticket = replace(
+        ticket, sources={**ticket.sources, file: (in_arena(nodes, saved, rank), *ticket.sources[file])}
+    )
+    code = """if True:
+        import mmap, sys
+        with open(sys.argv[1], "r+b") as file:
+            kept = mmap.mmap(file.fileno(), 0)
+        print(flush=True)
+        input()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", code, rank.buffer.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout is not None and writer.stdout.readline()
+        with closing(run(ticket, {0: rank.arena})) as prefetch:
+            assert not prefetch.merged(ticket).sources[file][0].is_verified, "its writer lives"
+        assert rank.buffer.page.sealed == saved.attempt.attempt, "the capture is as it was"
+        writer.kill()
+    with closing(run(ticket, {0: rank.arena})) as prefetch:
+        merged = prefetch.merged(ticket)
+        first = merged.sources[file][0]
+        assert first.is_verified and first.tier == "memory" and first.path == rank.buffer.path
+        assert read(merged, file, wrong_digests=True)[0] == saved.files[file]
+    rank.arena.close()
+    assert not Path(first.path).exists()
+
+
+def test_an_arena_with_a_wrong_byte_is_not_verified(
+    nodes: Nodes, ticket: RestoreTicket, saved: SampleCheckpoint
+) -> None:
+    file = shard_file(0, 2)
+    rank = Rank(saved, file)
+    rank.buffer.memory[-1] ^= 1
+    ticket = replace(
+        ticket, sources={**ticket.sources, file: (in_arena(nodes, saved, rank), *ticket.sources[file])}
+    )
+    with closing(run(ticket, {0: rank.arena})) as prefetch:
+        merged = prefetch.merged(ticket)
+        assert not merged.sources[file][0].is_verified
+        assert read(merged, file)[0] == saved.files[file], "from the disk"
+    rank.arena.close()

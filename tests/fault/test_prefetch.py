@@ -1,0 +1,68 @@
+"""Shards that are read ahead for groups that die, change, and come back elsewhere. P4, P8 on real Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ray_ckpt.errors import CheckpointError
+from tests.fault.conftest import MakeRig
+from tests.fault.rig import Rig, wait_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+RESTARTS = 50
+SEED = 21
+PLANS = (("node-a", "node-b"), ("node-b", "node-a"), ("node-a", "node-c"), ("node-b", "node-c"))
+OTHER_SHAPES = (("node-a",), ("node-a", "node-b", "node-c"))
+EARLY_S = 1.0  # a group that is stopped early lives at most so long: it restores, or is about to
+
+
+def prefetched_memory(rig: Rig) -> list[str]:
+    """Return the memory with prefetched files that agents hold."""
+    found: list[str] = []
+    for process in rig.actors("NodeAgent"):
+        with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):
+            for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+                if "ray_ckpt-prefetch" in str(descriptor.readlink()):
+                    found.append(str(descriptor))
+    return found
+
+
+def test_no_byte_is_wrong_and_no_memory_stays(make_rig: MakeRig) -> None:
+    rng = random.Random(SEED)
+    rig = make_rig("ahead", every_steps=2, replicas=1, keep_last=3, remote_every=4, max_block_s=1.0)
+    prefetched, away = 0, ""
+    for restart in range(RESTARTS):
+        kind = rng.choices(("stop", "early", "rank", "node"), weights=(4, 3, 3, 1))[0]
+        nodes = rng.choice(OTHER_SHAPES if restart % 10 == 9 else PLANS)
+        if away:  # a node that was lost with its disk comes back late: during the restore of others
+            with contextlib.suppress(CheckpointError):
+                rig.train([name for name in rig.cluster.nodes if name not in ("head", away)])
+            rig.cluster.add(away)
+            away = ""
+        rig.train(nodes)
+        if kind == "early":
+            time.sleep(rng.uniform(0.0, EARLY_S))
+            continue
+        rig.wait_commits(2)
+        parts = [part for rank in rig.status().restores for part in rank.parts]
+        prefetched += any(part.is_prefetched for part in parts)
+        wait_for(lambda: not prefetched_memory(rig), what="the end of prefetched memory")
+        if kind == "rank":
+            rig.kill_rank(rng.randrange(len(nodes)))
+        elif kind == "node" and rig.is_protected():
+            away = rng.choice(nodes)
+            rig.cluster.kill(away, wipe=True)
+        if restart % 10 == 9:
+            rig.stop()
+            rig.check()
+        print(f"{restart + 1:3d} {' '.join(nodes)}: {kind}", flush=True)
+    rig.stop()
+    rig.check()
+    assert prefetched >= RESTARTS // 4, "the files of most groups of the same shape were read ahead"
+    assert not prefetched_memory(rig)
