@@ -27,9 +27,8 @@ def prefetched_memory(rig: Rig) -> list[str]:
     found: list[str] = []
     for process in rig.actors("NodeAgent"):
         with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):
-            for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
-                if "ray_ckpt-prefetch" in str(descriptor.readlink()):
-                    found.append(str(descriptor))
+            targets = [str(fd.readlink()) for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
+            found += [target for target in targets if "ray_ckpt-prefetch" in target]
     return found
 
 
