@@ -13,7 +13,6 @@ from typing import Any
 import ray
 
 from ray_ckpt.actors import names
-from ray_ckpt.actors.coordinator.actor import Coordinator
 from ray_ckpt.actors.messages import GroupCard, Joined, RunSpec
 from ray_ckpt.catalog.uri import own_resume
 from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
@@ -40,6 +39,24 @@ OPEN_TRIES = 3  # a coordinator that dies is restarted by Ray within seconds
 
 def coordinator() -> Any:
     """Return the service's coordinator; start one on the head node if there is none."""
+    try:
+        handle = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
+    except ValueError:
+        handle = _start_coordinator()
+    version = get_result(handle.hello.remote(), CALL_S)
+    if version != names.PROTOCOL_VERSION:
+        raise ServiceError(
+            f"The running service speaks protocol {version}, this ray_ckpt {names.PROTOCOL_VERSION}.",
+            hint="Stop the old service, or use the version of ray_ckpt that started it.",
+        )
+    return handle
+
+
+def _start_coordinator() -> Any:
+    """Start the coordinator, unless another process does so at this moment."""
+    # Imported here, since it brings the whole service: a rank would load it before each restore.
+    from ray_ckpt.actors.coordinator.actor import Coordinator
+
     options: dict[str, Any] = {
         "name": names.COORDINATOR,
         "namespace": names.NAMESPACE,
@@ -50,14 +67,7 @@ def coordinator() -> Any:
         "scheduling_strategy": "DEFAULT",
         "max_restarts": -1,
     }
-    handle = names.actor_class(Coordinator).options(**options).remote()
-    version = get_result(handle.hello.remote(), CALL_S)
-    if version != names.PROTOCOL_VERSION:
-        raise ServiceError(
-            f"The running service speaks protocol {version}, this ray_ckpt {names.PROTOCOL_VERSION}.",
-            hint="Stop the old service, or use the version of ray_ckpt that started it.",
-        )
-    return handle
+    return names.actor_class(Coordinator).options(**options).remote()
 
 
 def get_result(call: Any, timeout_s: float | None) -> Any:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jobs.bench.context import Context
-from jobs.bench.recover_job import OWN, REPORT, STOP, WORKERS, Journal, trainer
+from jobs.bench.recover_job import OWN, REPORT, STOP, WORKERS, Journal
 from jobs.bench.row import Reference, Row
 from jobs.demo.local_cluster import LocalCluster
 
@@ -29,6 +30,7 @@ NODES = ("node-a", "node-b", "node-c")
 LOSSES = ("rank", "node", "cluster")
 WAIT_S = 300.0  # for a saved checkpoint, or for the first step after a kill
 POLL_S = 0.02
+MAX_LOG = 10_000  # characters of the log of a job that failed
 PHASES: Mapping[str, str] = {  # what the journal has at the end of a phase -> the phase
     "controller": "a new cluster and the controller of the job",
     "run opened": "run opened (ours)",
@@ -127,35 +129,42 @@ class _Job:
             name = self._cluster.name_of(entered["node"])
             self._cluster.kill(name, wipe=True)
         else:
+            self._driver.kill()
             self._cluster.shutdown()
-            self._thread.join()
             self._begin()
-        self._wait("step", killed_s)
+        self._wait("entered", killed_s)
+        entered_s = max(line["at_s"] for line in self._last("entered", killed_s).values())
+        self._wait("step", entered_s)  # a process may do one more before it dies
         if loss == "node":
             self._cluster.add(name)
-        return self._phases(killed_s)
+        return self._phases(killed_s, entered_s)
 
     def close(self) -> None:
         (self._folder / STOP).touch()
-        self._thread.join(WAIT_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._driver.wait(WAIT_S)
+        self._driver.kill()
+        self._driver.wait()
         self._cluster.shutdown()
 
     def _begin(self) -> None:
         self._cluster = LocalCluster(self._folder / "staging", NODES)
-
-        def fit() -> None:
-            with contextlib.suppress(Exception):  # the cluster is killed below it
-                trainer(self._system, self._folder, self._size_bytes).fit()
-
-        self._thread = threading.Thread(target=fit, daemon=True)
-        self._thread.start()
+        command = [sys.executable, "-m", "jobs.bench.recover_job", self._system, str(self._folder)]
+        with (self._folder / "driver.log").open("ab") as log:
+            self._driver = subprocess.Popen(
+                [*command, str(self._size_bytes)],
+                env={**os.environ, "RAY_ADDRESS": self._cluster.address},
+                stdout=log,
+                stderr=log,
+            )
 
     def _wait(self, what: str, since_s: float) -> None:
         deadline_s = time.monotonic() + WAIT_S
         while len(self._last(what, since_s)) < WORKERS:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{self._system}: {what!r} did not come within {WAIT_S:.0f} s")
-            if not self._thread.is_alive():
+            if self._driver.poll() is not None:
+                print((self._folder / "driver.log").read_text()[-MAX_LOG:], file=sys.stderr)
                 raise RuntimeError(f"{self._system}: the job has ended before {what!r}")
             time.sleep(POLL_S)
 
@@ -169,13 +178,13 @@ class _Job:
                 found[line["rank"]] = line
         return found
 
-    def _phases(self, killed_s: float) -> dict[str, float]:
+    def _phases(self, killed_s: float, entered_s: float) -> dict[str, float]:
         lines = [line for line in self._journal.read() if line["at_s"] > killed_s]
         ends_s: dict[str, float] = {}
         for phase in PHASES:
             times_s = [line["at_s"] for line in lines if line["what"] == phase]
             if phase == "step":
-                times_s = [line["at_s"] for line in self._last("step", killed_s).values()]
+                times_s = [line["at_s"] for line in self._last("step", entered_s).values()]
             elif phase in OF_ALL_RANKS:
                 times_s = times_s[-WORKERS:]
             if times_s:

@@ -1,4 +1,6 @@
-"""The training job that `recover` interrupts, through ray_ckpt and through `ray.train.report`.
+"""The training job that `recover` interrupts, on ray_ckpt or on `ray.train.report`.
+
+    python -m jobs.bench.recover_job ray_ckpt FOLDER BYTES
 
 Every process writes the Unix times of its phases to one journal, so the slowest rank of each phase is known.
 """
@@ -6,6 +8,7 @@ Every process writes the Unix times of its phases to one journal, so the slowest
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -177,3 +180,7 @@ def _check(model: Any, optimizer: Any, step: int) -> None:
 def _until_stopped(step: int, journal: Journal) -> Iterator[int]:
     while not (journal.path.parent / STOP).exists():
         yield (step := step + 1)
+
+
+if __name__ == "__main__":
+    trainer(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])).fit()

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from ray_ckpt.capture.dtensors import is_dtensor
 from ray_ckpt.capture.fsdp1 import fsdp1_modules
 from ray_ckpt.capture.items import Item, is_deepspeed_engine, local_tensor, parameter_names
 from ray_ckpt.capture.overlap_guard import runs_hooks
@@ -156,8 +156,6 @@ def _is_fsdp2(module: nn.Module) -> bool:
 
 # -- saving them --------------------------------------------------------------------------------------
 
-_PLACEMENTS: Mapping[str, type[Placement]] = {t.__name__: t for t in (Replicate, Shard, Partial)}
-
 
 def check_public(modules: Mapping[str, nn.Module | nn.Parameter]) -> None:
     """Raise UnsupportedItem, with the item's name, if gradients of an item would not be in `.grad`."""
@@ -207,7 +205,7 @@ class GradientsItem(Item):
         return {
             "world_size": self._world_size,
             "gradients": {name: local_tensor(grad) for name, grad in grads.items()},
-            "layouts": {name: _layout(name, g) for name, g in grads.items() if isinstance(g, DTensor)},
+            "layouts": {name: _layout(name, g) for name, g in grads.items() if is_dtensor(g)},
         }
 
     def load(self, tree: Any) -> None:
@@ -244,11 +242,11 @@ class GradientsItem(Item):
         return torch.zeros(shape, dtype=dtype, device=local.device)
 
 
-def _mesh_of(tensor: torch.Tensor) -> list[int] | None:
-    return list(tensor.device_mesh.shape) if isinstance(tensor, DTensor) else None
+def _mesh_of(tensor: Any) -> list[int] | None:
+    return list(tensor.device_mesh.shape) if is_dtensor(tensor) else None  # type: ignore[attr-defined]
 
 
-def _layout(name: str, grad: DTensor) -> dict[str, Any]:
+def _layout(name: str, grad: Any) -> dict[str, Any]:
     """Return what `_dtensor` needs to rebuild a DTensor from its local part."""
     placements = [[type(p).__name__, *_arguments(name, p)] for p in grad.placements]
     return {
@@ -259,12 +257,13 @@ def _layout(name: str, grad: DTensor) -> dict[str, Any]:
     }
 
 
-def _arguments(name: str, placement: Placement) -> list[Any]:
-    if type(placement) is Shard:
+def _arguments(name: str, placement: Any) -> list[Any]:
+    tensor = _dtensor_module()
+    if type(placement) is tensor.Shard:
         return [placement.dim]
-    if type(placement) is Partial:
+    if type(placement) is tensor.Partial:
         return [placement.reduce_op]
-    if type(placement) is Replicate:
+    if type(placement) is tensor.Replicate:
         return []
     raise UnsupportedItem(
         f"The gradient of {name} has the placement {placement}, which cannot be saved.",
@@ -273,12 +272,22 @@ def _arguments(name: str, placement: Placement) -> list[Any]:
     )
 
 
-def _dtensor(local: torch.Tensor, layout: Mapping[str, Any], param: Any) -> DTensor:
-    return DTensor.from_local(
+def _dtensor(local: torch.Tensor, layout: Mapping[str, Any], param: Any) -> torch.Tensor:
+    tensor = _dtensor_module()
+    kinds = {kind.__name__: kind for kind in (tensor.Replicate, tensor.Shard, tensor.Partial)}
+    rebuilt: torch.Tensor = tensor.DTensor.from_local(
         local,
         param.device_mesh,
-        [_PLACEMENTS[kind](*arguments) for kind, *arguments in layout["placements"]],
+        [kinds[kind](*arguments) for kind, *arguments in layout["placements"]],
         run_check=False,
         shape=torch.Size(layout["shape"]),
         stride=tuple(layout["stride"]),
     )
+    return rebuilt
+
+
+def _dtensor_module() -> Any:
+    """Import `torch.distributed.tensor`, which takes half a second: only a program with DTensors needs it."""
+    from torch.distributed import tensor
+
+    return tensor

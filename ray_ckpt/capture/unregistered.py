@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -36,19 +36,26 @@ _CLOSED = (str, bytes, torch.Tensor, type, FunctionType, BuiltinFunctionType, Me
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
-def unregistered(objects: Mapping[str, object]) -> list[str]:
-    """Return a phrase for each live object that is missing in `objects`; at most MAX_NAMED.
+def find_gaps(objects: Mapping[str, object]) -> tuple[list[str], list[str]]:
+    """Return a phrase for each live object that is missing in `objects`, and for each early iterator.
 
-    The search finds schedulers of a registered optimizer, enabled GradScalers, optimizers of registered
-    parameters, AveragedModels with the shapes of a registered module, torchdata StatefulDataLoaders, and
-    DistributedSamplers that shuffle; the search leaves out objects that a registered object or another found
-    object holds, since the holder saves them.
+    At most MAX_NAMED each. An early iterator, over a plain DataLoader, exists before a restore and ignores
+    the restored position.
 
-    The search examines every object that the collector tracks, in 0.1 s for a million. If the search finds an
-    object, it collects garbage (0.2 s) and starts again, to leave out objects that only a reference cycle
+    The search for missing objects finds schedulers of a registered optimizer, enabled GradScalers, optimizers
+    of registered parameters, AveragedModels with the shapes of a registered module, torchdata
+    StatefulDataLoaders, and DistributedSamplers that shuffle; it leaves out objects that a registered object
+    or another found object holds, since the holder saves them.
+
+    The search examines every object that the collector tracks, in 0.1 s for a million. If the search finds
+    something, it collects garbage (0.2 s) and starts again, to leave out objects that only a reference cycle
     holds.
     """
-    return _searched(lambda: _phrases(objects))
+    found = _phrases(objects)
+    if any(found):
+        gc.collect()
+        found = _phrases(objects)
+    return found
 
 
 def live_optimizers() -> list[Optimizer]:
@@ -57,39 +64,21 @@ def live_optimizers() -> list[Optimizer]:
     return [obj for obj in gc.get_referrers(*kinds) if type(obj) in kinds]
 
 
-def early_iterators() -> list[str]:
-    """Return a phrase for each live iterator over a plain DataLoader; at most MAX_NAMED.
-
-    An iterator that exists before a restore ignores the restored position. If one is found, garbage is
-    collected and the search repeated, as in `unregistered`.
-    """
-    return _searched(_iterator_phrases)
-
-
-def _searched(search: Callable[[], list[str]]) -> list[str]:
-    if not search():
-        return []
-    gc.collect()
-    return search()
-
-
-def _iterator_phrases() -> list[str]:
-    kinds = _and_subclasses(iterator_class())
-    live = [obj for obj in gc.get_referrers(*kinds) if type(obj) in kinds]
-    return [
-        f"a DataLoader is already being iterated ({num_batches_read(found)} of {len(found)} batches are read)"
-        for found in live
-        if is_map_style(found) and not type(found).__module__.startswith("torchdata")
-    ][:MAX_NAMED]
-
-
 def _and_subclasses(kind: type) -> list[type]:
     children: list[type] = type.__subclasses__(kind)
     return [kind, *(inner for child in children for inner in _and_subclasses(child))]
 
 
-def _phrases(objects: Mapping[str, object]) -> list[str]:
-    suspects = _suspects()
+def _phrases(objects: Mapping[str, object]) -> tuple[list[str], list[str]]:
+    suspects, iterators = _suspects()
+    return _missing(objects, suspects), [
+        f"a DataLoader is already being iterated ({num_batches_read(found)} of {len(found)} batches are read)"
+        for found in iterators
+        if is_map_style(found) and not type(found).__module__.startswith("torchdata")
+    ][:MAX_NAMED]
+
+
+def _missing(objects: Mapping[str, object], suspects: Sequence[Any]) -> list[str]:
     covered = set(map(id, objects.values())) | _held_by(objects.values())
     for suspect in suspects:
         covered |= _held_by([suspect]) - {id(suspect)}
@@ -101,16 +90,21 @@ def _phrases(objects: Mapping[str, object]) -> list[str]:
     return phrases[:MAX_NAMED]
 
 
-def _suspects() -> list[Any]:
-    """Return every live object of a class that an exact resume may need."""
+def _suspects() -> tuple[list[Any], list[Any]]:
+    """Return every live object of a class that an exact resume may need, and every DataLoader's iterator."""
     bases: list[type] = [LRScheduler, Optimizer, AveragedModel, DistributedSampler, torch.amp.GradScaler]
     torchdata = sys.modules.get("torchdata.stateful_dataloader")
     if torchdata is not None:
         bases.append(torchdata.StatefulDataLoader)
+    iterators = set(_and_subclasses(iterator_class()))
     wanted = {id(kind): kind for base in bases for kind in _and_subclasses(base)}
     # Found by the reference of each object to its class. A list of all objects would also hold a tuple that
     # another thread is building, and CPython would fail that thread (_PyTuple_Resize).
-    return [obj for obj in gc.get_referrers(*wanted.values()) if id(type(obj)) in wanted]
+    live = gc.get_referrers(*wanted.values(), *iterators)
+    return (
+        [obj for obj in live if id(type(obj)) in wanted],
+        [obj for obj in live if type(obj) in iterators],
+    )
 
 
 def _held_by(roots: Iterable[object]) -> set[int]:

@@ -18,7 +18,16 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_ckpt.format import parquet
-from ray_ckpt.format.row_columns import Ints, Mask, box_values, list_column, rows_of
+from ray_ckpt.format.row_columns import (
+    Ints,
+    Mask,
+    box_values,
+    indices,
+    list_column,
+    numbers,
+    rows_of,
+    validity,
+)
 from ray_ckpt.storage.local.pages import map_shared
 from ray_ckpt.types import ManifestRow, Slice
 
@@ -176,8 +185,8 @@ class _Part:
         self._table = table
         item, name = parquet.column(table, "item"), parquet.column(table, "name")
         self.items, self.names = item.dictionary, name.dictionary
-        self.is_slice: Mask = item.is_valid().to_numpy(False)
-        self.item_at, self.name_at = _indices(item), _indices(name)
+        self.is_slice: Mask = validity(item)
+        self.item_at, self.name_at = indices(item), indices(name)
 
     @property
     def files(self) -> list[str]:
@@ -187,14 +196,16 @@ class _Part:
     def is_in(self, files: Collection[str]) -> Mask:
         """Return which rows are those of one of the files."""
         is_wanted = np.array([file in files for file in self.files] or [False])
-        is_there: Mask = is_wanted[parquet.column(self._table, "file").indices.to_numpy()]
+        is_there: Mask = is_wanted[numbers(parquet.column(self._table, "file").indices)]
         return is_there
 
     def rows(self, at: Ints) -> tuple[ManifestRow, ...]:
         """Return the rows with these numbers, in the order of the file."""
         if not len(at):
             return ()
-        return rows_of(self._table.take(pa.array(np.sort(at))))
+        order = np.sort(at).astype(np.int64, copy=False)
+        places = pa.Array.from_buffers(pa.int64(), len(order), [None, pa.py_buffer(order)])
+        return rows_of(self._table.take(places))
 
     def num_dims(self) -> Ints:
         starts, _ = list_column(self._table, "offset")
@@ -204,11 +215,6 @@ class _Part:
         """Return the starts and the ends of the regions of rows, all of `num_dims` dimensions."""
         start = box_values(list_column(self._table, "offset"), at, num_dims)
         return start, start + box_values(list_column(self._table, "shape"), at, num_dims)
-
-
-def _indices(column: pa.DictionaryArray) -> Ints:
-    found: Ints = (column.indices.fill_null(0) if column.null_count else column.indices).to_numpy()
-    return found
 
 
 class _Keys:

@@ -15,7 +15,6 @@ from ray.train.v2._internal.execution.callback import (
     WorkerGroupCallback,
 )
 from ray.train.v2._internal.execution.context import get_train_context
-from ray.train.v2._internal.execution.controller.state import ErroredState, ShuttingDownState
 
 __all__ = [
     "ControllerCallback",
@@ -29,6 +28,9 @@ __all__ = [
 
 def has_failed(state: object) -> bool:
     """Return True if that state of a controller means that the run has failed."""
+    # Imported here, since only the controller needs it and each worker would wait for it.
+    from ray.train.v2._internal.execution.controller.state import ErroredState, ShuttingDownState
+
     return isinstance(state, ShuttingDownState) and isinstance(state.next_state, ErroredState)
 
 

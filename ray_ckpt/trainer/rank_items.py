@@ -19,7 +19,7 @@ from ray_ckpt.capture.gradients import GradientsItem, Window
 from ray_ckpt.capture.items import BaseOptimizerItem, Item
 from ray_ckpt.capture.predict import with_predictions
 from ray_ckpt.capture.rng import RngItem
-from ray_ckpt.capture.unregistered import early_iterators, unregistered
+from ray_ckpt.capture.unregistered import find_gaps
 from ray_ckpt.capture.walk import Walked, walk
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.format.tree import encode_tree
@@ -129,5 +129,5 @@ def gap_warnings(objects: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     missing = "is not registered: pass it to the Checkpointer, or resuming lacks it"
     early = ": make its iterator after ckpt.steps, and register its position"
-    found = [f"{phrase} {missing}" for phrase in unregistered(objects)]
-    return (*found, *(phrase + early for phrase in early_iterators()))
+    unregistered, iterators = find_gaps(objects)
+    return (*(f"{phrase} {missing}" for phrase in unregistered), *(phrase + early for phrase in iterators))

@@ -14,12 +14,6 @@ import secrets
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import NameOID
-
 from ray_ckpt.format import names
 
 SERVER_NAME = "ray_ckpt"  # in every certificate: nodes are identified by the service's key, not by address
@@ -49,6 +43,13 @@ class ServiceKeys:
     @classmethod
     def make(cls, now: datetime, *, encrypt: bool = True) -> ServiceKeys:
         """Make new keys, valid from `now` (with its time zone) for VALID_DAYS."""
+        # Imported here: only the coordinator makes keys, and each rank would wait for the imports.
+        from cryptography import x509
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+        from cryptography.x509.oid import NameOID
+
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, SERVER_NAME)])
         cert = (

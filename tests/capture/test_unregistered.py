@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ray_ckpt.capture.unregistered import MAX_NAMED, early_iterators, unregistered
+from ray_ckpt.capture.unregistered import MAX_NAMED, find_gaps
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,6 +51,14 @@ class Holder:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def unregistered(objects: Mapping[str, object]) -> list[str]:
+    return find_gaps(objects)[0]
+
+
+def early_iterators() -> list[str]:
+    return find_gaps({})[1]
 
 
 def test_a_scheduler_of_a_registered_optimizer_is_named(
