@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,7 +28,15 @@ from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.restore.reader import RestoreTicket, SharedRows
 from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard
-from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, Level, RankRestore
+from ray_ckpt.types import (
+    UNKNOWN_LAUNCH,
+    AttemptId,
+    CheckpointInfo,
+    Exposure,
+    LaunchTimes,
+    Level,
+    RankRestore,
+)
 
 log = logging.getLogger("ray_ckpt")
 
@@ -94,7 +103,9 @@ def open_run(name: str, storage_path: str, options: RunOptions, *, owner: str) -
     return spec
 
 
-def open_group(spec: RunSpec, nodes: Sequence[str], *, owner: str) -> Joined:
+def open_group(
+    spec: RunSpec, nodes: Sequence[str], *, owner: str, launch: LaunchTimes = UNKNOWN_LAUNCH
+) -> Joined:
     """Begin a group whose rank k runs on `nodes[k]`: choose its checkpoint, log its session."""
     group = group_nodes(nodes)
     for attempt in range(OPEN_TRIES):
@@ -102,7 +113,7 @@ def open_group(spec: RunSpec, nodes: Sequence[str], *, owner: str) -> Joined:
             handle = coordinator()
             # The coordinator may have been restarted since the run was opened, so open the run again.
             get_result(handle.open_run.remote(spec, owner), OPEN_S)
-            call = handle.open_group.remote(spec.key, group, spec.options.resume, owner)
+            call = handle.open_group.remote(spec.key, group, spec.options.resume, owner, launch)
             joined: Joined = get_result(call, OPEN_S + spec.options.inventory_wait_s)
             break
         except Unavailable:
@@ -217,6 +228,7 @@ class RayLink:
         self._group: GroupCard | None = None  # the group at work, at rank 0
         self._recovery: Future[None] = Future()  # the answer to the last request for a new agent
         self._missing = ""  # what is missing on the storage path, by the last answer
+        self._connected_at_s = time.time()
 
     @property
     def _agent(self) -> Any:
@@ -247,6 +259,7 @@ class RayLink:
 
     def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
         agent, named = self._agent, self._named()
+        report = replace(report, connected_at_s=self._connected_at_s)
         answer = _future_of(agent.report_restored.remote(self._uid, session, report, named))
         if self._rank == 0:
             answer.add_done_callback(lambda restored: self._keep_group(agent, restored))

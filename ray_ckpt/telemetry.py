@@ -157,6 +157,14 @@ LOST = Metric("lost_checkpoints", "counter", "Checkpoints without an intact copy
 
 # Restores
 RESTORES = Metric("restore_seconds", "histogram", "Duration of a restore, slowest rank.", (), _LONG)
+RECOVERY = Metric(
+    "recovery_seconds",
+    "histogram",
+    "Phases of a recovery after a failure, observed when all ranks have their state: noticed, ended, "
+    "started, opened, connected, prepared, restored; as in `ray-ckpt goodput`.",
+    ("phase",),
+    _LONG,
+)
 RESTORE_BYTES = Metric(
     "restore_bytes", "counter", "Bytes read; tier: memory, local, peer, remote.", ("tier",)
 )

@@ -238,8 +238,28 @@ IMPORT_PREFIX = "import-"  # prefix of "service" in the session of an import
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchTimes:
+    """Moments in which a launcher replaced a failed group, as Unix times of the launcher's clock.
+
+    The launcher noticed the failure of the previous group (`noticed_at_s`); the processes of the previous
+    group had ended (`previous_ended_at_s`); the processes of the new group had started (`started_at_s`). A
+    moment is None if it is unknown; the first group of a launcher has `started_at_s` only.
+    """
+
+    noticed_at_s: float | None = None
+    previous_ended_at_s: float | None = None
+    started_at_s: float | None = None
+
+
+UNKNOWN_LAUNCH = LaunchTimes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
-    """The time of one training group; `parent` and `resumed_from` give its branch of the lineage."""
+    """The time of one training group; `parent` and `resumed_from` give its branch of the lineage.
+
+    `noticed_at_s`, `previous_ended_at_s` and `started_at_s` are those of `LaunchTimes`.
+    """
 
     session: int
     parent: int | None
@@ -256,6 +276,10 @@ class SessionInfo:
     read_bytes: Mapping[str, float] = field(default_factory=dict)  # bytes of the restore by tier
     ended: SessionEnd | None = None  # None: active, or the coordinator died with the session
     origin_step: int | None = None  # step of another run's checkpoint that the session started with
+    noticed_at_s: float | None = None
+    previous_ended_at_s: float | None = None
+    started_at_s: float | None = None
+    connected_at_s: float | None = None  # Unix time when the last rank was connected; None: unknown
 
     @property
     def is_rollback(self) -> bool:
@@ -309,7 +333,8 @@ class RestoredPart:
 class RankRestore:
     """A rank's report of a restore: the parts read, the seconds taken, and the damage that is left.
 
-    `origin_step` is the step of the other run's checkpoint that `resume=URI` named.
+    `origin_step` is the step of the other run's checkpoint that `resume=URI` named. `connected_at_s` is the
+    Unix time, by the clock of the rank's node, at which the rank got its connection.
     """
 
     rank: int
@@ -317,6 +342,7 @@ class RankRestore:
     seconds: float = 0.0
     damage: tuple[str, ...] = ()
     origin_step: int | None = None
+    connected_at_s: float | None = None
 
 
 SMALL_TENSOR_BYTES = 64 << 10  # smaller whole tensors are saved on each node that has them

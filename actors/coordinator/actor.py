@@ -47,9 +47,11 @@ from ray_ckpt.format.records import Drilled
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.types import (
+    UNKNOWN_LAUNCH,
     CheckpointInfo,
     Exposure,
     GroupPart,
+    LaunchTimes,
     Level,
     RankRestore,
 )
@@ -104,13 +106,23 @@ class Coordinator:
             await self.engine.request(run, lambda token: OwnerChecked(token=token, owner=owner))
             return uid
 
-    async def open_group(self, key: str, nodes: tuple[GroupNode, ...], resume: Any, owner: str) -> Joined:
+    async def open_group(
+        self,
+        key: str,
+        nodes: tuple[GroupNode, ...],
+        resume: Any,
+        owner: str,
+        launch: LaunchTimes = UNKNOWN_LAUNCH,
+    ) -> Joined:
         """Begin a training group: choose its checkpoint, log its session, send the plan to its nodes."""
         self.engine.runs.check_not_ending()
         run = self.engine.runs.get(key)
         with self.engine.runs.in_use(run.spec.name):
             return await self._join(
-                run, lambda token: GroupRequested(token=token, nodes=nodes, resume=resume, owner=owner)
+                run,
+                lambda token: GroupRequested(
+                    token=token, nodes=nodes, resume=resume, owner=owner, launch=launch
+                ),
             )
 
     async def _join(self, run: Run, request: Callable[[Token], HostEvent]) -> Joined:

@@ -11,7 +11,7 @@ and of all causes of badput add up to the wall time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -23,6 +23,7 @@ from ray_ckpt.analysis.session_history import (
     session_histories,
     step_rate,
 )
+from ray_ckpt.core.recovery import RecoveryTimes, recovery_phases
 from ray_ckpt.types import END_CAUSES, CheckpointInfo, EndCause, SessionInfo
 
 _ENDS: Mapping[EndCause, str] = {
@@ -89,7 +90,9 @@ class Interruption:
     restored state; it is 0 if the next session continues from a higher step. `steps_lost` also counts
     uncommitted steps. `recovery` is the time without steps until the next session's first step, less the time
     that is not counted; it is None if no step of that session is known. `is_rollback` or
-    `is_import` mean that the session before belongs to a rollback or an import and did not train.
+    `is_import` mean that the session before belongs to a rollback or an import and did not train. `phases`
+    has the seconds of those phases of `ray_ckpt.core.recovery.PHASES` that are known, in their order. If the
+    sessions before and after are measured, the phases add up to `recovery`.
     """
 
     after_session: int
@@ -102,6 +105,7 @@ class Interruption:
     cause: EndCause | None = None
     is_rollback: bool = False
     is_import: bool = False
+    phases: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,7 +432,29 @@ def _interruption(
         cause=None if old.is_offline else old.cause,
         is_rollback=old.is_offline and not old.commits,
         is_import=old.is_offline and bool(old.commits),
+        phases=_phases(old, old_times, new),
     )
+
+
+def _phases(old: SessionHistory, old_times: SessionSpan, new: SessionHistory) -> dict[str, float]:
+    """Return the known phases of a recovery; after a finished session, of its end and the next start."""
+    is_known = old_times.measured or (old.end is not None and old.end.last_at_s is not None)
+    last_s = old_times.last_s if old_times.measured else _last_known_s(old)
+    info = new.info
+    if old.cause == "finished":  # the time between the sessions is not counted, and no launcher noticed it
+        last_s = new.opened_s - (old.ended_s - last_s)
+        info = replace(info, noticed_at_s=None, previous_ended_at_s=None, started_at_s=None)
+    first_at_s = new.end.first_at_s if new.end is not None else None
+    has_restore = new.restored_s is not None
+    times = RecoveryTimes(
+        since_s=old.opened_s,
+        last_s=last_s if is_known else None,
+        opened_s=new.opened_s,
+        restoring_s=new.restoring_s if has_restore and new.restore_s is not None else None,
+        ready_s=new.restored_s,
+        first_s=None if first_at_s is None else _within(first_at_s, new.ready_s, new.ended_s),
+    )
+    return recovery_phases(times, info)
 
 
 def _guessed_steps(old: SessionHistory, times: SessionSpan, known: int, pace: StepRate) -> Seconds | None:

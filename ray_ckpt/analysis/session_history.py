@@ -27,11 +27,12 @@ class Commit(NamedTuple):
 class SessionHistory:
     """A session with its commits, whose times and steps are in order.
 
-    `kept` is the number of commits on the lineage. `cause` is the cause of the session's end; for a session
-    without training, a rollback or an import, that of the previous session's end. `is_jumpy` means that a
-    clock jumped.
+    `info` is the session as the log has it. `kept` is the number of commits on the lineage. `cause` is the
+    cause of the session's end; for a session without training, a rollback or an import, that of the previous
+    session's end. `is_jumpy` means that a clock jumped.
     """
 
+    info: SessionInfo
     session: int
     opened_s: float
     restored_s: float | None
@@ -112,6 +113,7 @@ def session_histories(
         end = ends.get(info.session, -1)
         histories.append(
             SessionHistory(
+                info=info,
                 session=info.session,
                 opened_s=opened_s,
                 restored_s=times_s[1] if has_restore else None,

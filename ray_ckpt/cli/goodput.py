@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from ray_ckpt.analysis.report.facts import (
     estimate_text,
     goodput_json,
     measured_percent,
+    phase_text,
     range_text,
 )
 from ray_ckpt.catalog.catalog import Catalog
@@ -128,6 +130,17 @@ def _print_interruptions(console: Output, found: Goodput) -> None:
         cause = "rollback" if each.is_rollback else "import" if each.is_import else each.cause or "unknown"
         table.add(sessions, cause, *moments, _steps(each), recovery)
     console.print(table)
+    if any(each.phases for each in shown):
+        _print_phases(console, shown)
+
+
+def _print_phases(console: Output, shown: Sequence[Interruption]) -> None:
+    table = FittedTable("sessions", "phases of the recovery", whole=(0,))
+    for each in (each for each in shown if each.phases):
+        spent = (f"{phase_text(name)} {duration_text(time_s)}" for name, time_s in each.phases.items())
+        table.add(f"{each.after_session} to {each.session}", ", ".join(spent))
+    console.print(table)
+    console.print_line("A phase ends with the moment of its name; see `docs/operations/goodput.md`.")
 
 
 def _steps(each: Interruption) -> str:

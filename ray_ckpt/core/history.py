@@ -266,6 +266,9 @@ def _opened(op: Session, time_s: float) -> SessionInfo:
         service=op.service,
         owner=op.owner,
         retention=op.retention,
+        noticed_at_s=op.noticed_at_s,
+        previous_ended_at_s=op.previous_ended_at_s,
+        started_at_s=op.started_at_s,
     )
 
 
@@ -277,6 +280,7 @@ def _updated(old: SessionInfo, op: Restored | Ended, time_s: float) -> SessionIn
             restore_s=op.seconds,
             read_bytes=op.read_bytes,
             origin_step=op.origin_step,
+            connected_at_s=op.connected_at_s,
         )
     end = SessionEnd(
         cause=op.cause,

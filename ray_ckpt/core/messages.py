@@ -22,7 +22,16 @@ from ray_ckpt.core.values import (
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.records import Drilled, LogRecord
 from ray_ckpt.format.save_signal import SaveSignal
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, RankRestore, SaveFacts
+from ray_ckpt.types import (
+    UNKNOWN_LAUNCH,
+    AttemptId,
+    CheckpointInfo,
+    FileEntry,
+    LaunchTimes,
+    Level,
+    RankRestore,
+    SaveFacts,
+)
 
 # -- events ------------------------------------------------------------------------------------------
 
@@ -66,6 +75,7 @@ class GroupOpened:
     resume: Resume
     owner: str = ""  # the launcher's id, the same for all groups that the launcher opens
     dead_owner: str = ""  # a launcher that was found dead; its group may be ended
+    launch: LaunchTimes = UNKNOWN_LAUNCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 
 from ray_ckpt import telemetry
 from ray_ckpt.config import resume_step
@@ -12,6 +13,7 @@ from ray_ckpt.core.context import Context
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ownership import check_claim
 from ray_ckpt.core.placement import place_replicas
+from ray_ckpt.core.recovery import phases_until_restored
 from ray_ckpt.core.retention import policies_of, to_text
 from ray_ckpt.core.values import (
     GroupNode,
@@ -26,7 +28,7 @@ from ray_ckpt.errors import CheckpointError, RestoreError, RunInUse, RunSupersed
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.texts import nearest_steps
-from ray_ckpt.types import CheckpointInfo, FileEntry, RankRestore
+from ray_ckpt.types import UNKNOWN_LAUNCH, CheckpointInfo, FileEntry, RankRestore
 
 MAX_WAITING_SESSIONS = 8  # sessions begun while the store is away; each is a group that failed
 SLOW_RESTORE_S = 15.0  # after this time a restore that waits for ranks causes a warning
@@ -257,8 +259,10 @@ class Sessions:
                 resumed_from=resumed.id.attempt if resumed else None,
                 world_size=sum(len(n.ranks) for n in self._group.nodes),
                 num_nodes=len(self._group.nodes),
+                **asdict(self._group.launch),
             )
         )
+        self._group = replace(self._group, launch=UNKNOWN_LAUNCH)  # a session after damage has none
 
     def _nothing_intact(self, candidates: list[CheckpointInfo], *, from_nodes_only: bool) -> CheckpointError:
         if from_nodes_only:
@@ -376,6 +380,9 @@ class Sessions:
             if is_new and (restored := _restored(plan, ranks)) is not None:
                 self._context.ledger.append(restored)
                 self._context.measure(telemetry.RESTORES, restored.seconds)
+                recovery = phases_until_restored(self._context.history, restored, self._context.wall_s)
+                for phase, time_s in recovery.items():
+                    self._context.measure(telemetry.RECOVERY, time_s, phase=phase)
                 for tier, size in restored.read_bytes.items():
                     self._context.measure(telemetry.RESTORE_BYTES, size, tier=tier)
             for report in reports:
@@ -454,4 +461,5 @@ def _restored(plan: SessionPlan, ranks: Collection[RankRestore]) -> r.Restored |
         seconds=max(rank.seconds for rank in ranks),
         read_bytes=tiers,
         origin_step=max((k.origin_step for k in ranks if k.origin_step is not None), default=None),
+        connected_at_s=max((k.connected_at_s for k in ranks if k.connected_at_s is not None), default=None),
     )

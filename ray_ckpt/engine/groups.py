@@ -124,6 +124,7 @@ class Groups:
                     resume=event.resume,
                     owner=event.owner,
                     dead_owner=dead_owner,
+                    launch=event.launch,
                 )
             )
         elif (objection := machine.view.objection(event.owner, dead_owner)) is not None:

@@ -16,7 +16,7 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import GroupNode, SessionPlan, Token
 from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.telemetry import Sample
-from ray_ckpt.types import GroupPart
+from ray_ckpt.types import UNKNOWN_LAUNCH, GroupPart, LaunchTimes
 
 AGENT_CALL_S = 60.0  # longest wait for an answer from an agent
 
@@ -110,6 +110,7 @@ class GroupRequested:
     nodes: tuple[GroupNode, ...]
     resume: Resume
     owner: str
+    launch: LaunchTimes = UNKNOWN_LAUNCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

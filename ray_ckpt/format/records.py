@@ -53,7 +53,8 @@ class Session:
 
     `service` and `owner` identify the checkpoint service of a cluster, and the launcher (driver or
     controller) in it that opened the session; `opened_by` is the epoch of the coordinator that began it.
-    `retention` is the session's policy as `ray_ckpt.core.retention` writes it.
+    `retention` is the session's policy as `ray_ckpt.core.retention` writes it. For the last three fields see
+    `LaunchTimes`.
     """
 
     session: int
@@ -65,6 +66,9 @@ class Session:
     opened_by: int = 0
     owner: str = ""
     retention: str = ""
+    noticed_at_s: float | None = None
+    previous_ended_at_s: float | None = None
+    started_at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,13 +173,15 @@ class Restored:
     """All ranks of a session have the state of the checkpoint from which the session resumes or begins.
 
     `seconds` is the time of the slowest rank, `read_bytes` the bytes that all ranks read, by tier.
-    `origin_step` is the step of another run's checkpoint from which training continues.
+    `origin_step` is the step of another run's checkpoint from which training continues. `connected_at_s` is
+    the Unix time at which the last rank was connected, by the clock of its node.
     """
 
     session: int
     seconds: float
     read_bytes: Mapping[str, float]
     origin_step: int | None = None
+    connected_at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,6 +420,10 @@ FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "stalled_s": _seconds,
     "first_at_s": _seconds,
     "last_at_s": _seconds,
+    "noticed_at_s": _seconds,
+    "previous_ended_at_s": _seconds,
+    "started_at_s": _seconds,
+    "connected_at_s": _seconds,
     "scenario": jsontext.text,
     "passed": jsontext.boolean,
     "cause": _cause,

@@ -331,9 +331,19 @@ _SESSION_DEFAULTS = {f.name: f.default for f in fields(SessionInfo) if f.default
 """Defaults of fields that sessions in older snapshots lack."""
 
 
+_NOT_IF_NONE = (
+    "origin_step",
+    "restore_s",
+    "noticed_at_s",
+    "previous_ended_at_s",
+    "started_at_s",
+    "connected_at_s",
+)
+
+
 def _session_json(session: SessionInfo) -> dict[str, Any]:
     entry = asdict(session) | {"read_bytes": jsontext.metrics_json(session.read_bytes)}
-    for name in ("origin_step", "restore_s"):
+    for name in _NOT_IF_NONE:
         if entry[name] is None:  # not written, for readers older than the field
             del entry[name]
     return entry

@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from ray_ckpt.train.report import PointerReporter
 from ray_ckpt.trainer.checkpointer import close_all
 from ray_ckpt.trainer.connection import Connection, set_connection
 from ray_ckpt.trainer.probe import ProbeSpec, ResumeProbe
+from ray_ckpt.types import UNKNOWN_LAUNCH
 
 log = logging.getLogger("ray_ckpt")
 
@@ -87,6 +89,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         self._spec: RunSpec | None = None
         self._joined: Joined | None = None
         self._has_failed = False  # the controller has given the run up
+        self._launch = UNKNOWN_LAUNCH  # of the next group
         self._problem: CheckpointError | None = None
         self._term_signal: TermSignal | None = None  # set in a worker; not copied
 
@@ -113,6 +116,16 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             self._run = (config.name, self._storage_path or config.storage_path)
             self._open()
 
+    def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
+        """Note when the first failure since the last opened group was noticed, in Unix time."""
+        if self._launch.noticed_at_s is None:
+            self._launch = replace(self._launch, noticed_at_s=time.time())
+
+    def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
+        """Note when the processes of the last opened group had ended, in Unix time."""
+        if self._launch.previous_ended_at_s is None:
+            self._launch = replace(self._launch, previous_ended_at_s=time.time())
+
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Open the group: choose its checkpoint and log its session; copies of this object go to the workers.
 
@@ -121,6 +134,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         from each other forever. This method blocks the controller, which calls it; each wait has a limit.
         """
         self._joined = None
+        self._launch = replace(self._launch, started_at_s=time.time())
         if self._run is None:  # another callback is active, or `_problem` has the reason
             return {}
         self._problem = None
@@ -129,7 +143,9 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             ranks = sorted(workers, key=lambda w: w.distributed_context.world_rank)
             if any(w.distributed_context.world_size != len(ranks) for w in ranks):
                 raise _groups_refused()
-            self._joined = open_group(spec, [w.metadata.node_id for w in ranks], owner=self._owner)
+            nodes = [w.metadata.node_id for w in ranks]
+            self._joined = open_group(spec, nodes, owner=self._owner, launch=self._launch)
+            self._launch = UNKNOWN_LAUNCH
             # `resume` chooses among this run's own checkpoints for the first group only; later groups
             # continue from the newest.
             if not is_uri(spec.options.resume):

@@ -295,6 +295,32 @@ def test_a_run_that_is_down_is_shown_as_down() -> None:
     assert (problem["next_session"], problem["recovery"], problem["steps_lost"]["high"]) == (None, None, 30)
 
 
+def test_the_page_and_the_json_have_the_phases_of_recoveries() -> None:
+    log = failed_story()
+    assert "Phases of recoveries" not in page(log.report())
+    failed_s = log.now_s
+    log.now_s += 42.0
+    opened = records.Session(
+        session=2,
+        service="story",
+        after=1,
+        resumed_from=log.newest,
+        world_size=16,
+        num_nodes=4,
+        noticed_at_s=failed_s + 5.0,
+        previous_ended_at_s=failed_s + 12.5,
+    )
+    log.append(opened)
+    (problem,) = to_json(log.report())["interruptions"]
+    assert problem["phases"] == pytest.approx({"noticed": 5.0, "ended": 7.5, "opened": 29.5})
+    assert list(problem["phases"]) == ["noticed", "ended", "opened"]
+    text = page(log.report())
+    parsed(text)
+    row = text.split("Phases of recoveries")[1].split("</table>")[0].split("<tr")[-1]
+    assert re.findall(r">([^<>\n]+)</td>", row) == ["1 to 2", "5.0 s", "7.5 s", "29.5 s"]
+    assert "the launcher noticed the failure (noticed);" in text and "(restored)" not in text
+
+
 def crashed_again(*ends: str | None) -> Story:
     """Return a log with a lost node, then a session without a step for each of `ends`, a minute apart."""
     log = failed_story()
@@ -306,7 +332,7 @@ def crashed_again(*ends: str | None) -> Story:
 
 def again_after(log: Story) -> list[str]:
     """Return the column of the interruptions, the last one first."""
-    table = page(log.report()).split('id="interruptions"')[1].split("</section>")[0]
+    table = page(log.report()).split('id="interruptions"')[1].split("</table>")[0]
     return [row.split("</td>")[4].rpartition(">")[2] for row in table.split("<tr")[2:]]
 
 

@@ -64,6 +64,7 @@ RARE = {  # what a training of which nothing is lost, and nothing drilled, has n
     t.CORRUPT,
     t.REPAIRED,
     t.LOST,
+    t.RECOVERY,
     t.DRILLS,
     t.DRILL_SECONDS,
     t.DRILLED_AT,

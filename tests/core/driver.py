@@ -27,7 +27,7 @@ from ray_ckpt.format.records import encode_record
 from ray_ckpt.storage.log_store import CreateResult, MemoryLogStore, read_log
 from ray_ckpt.testing.parts import file_entry, fragment_on_disk
 from ray_ckpt.testing.stores import FILE_BYTES
-from ray_ckpt.types import AttemptId, CheckpointInfo, RankRestore
+from ray_ckpt.types import UNKNOWN_LAUNCH, AttemptId, CheckpointInfo, LaunchTimes, RankRestore
 
 RUN = "gpt"
 SERVICE = "service-1"
@@ -183,6 +183,7 @@ class Harness:
         resume: Resume = "auto",
         owner: str = "driver",
         dead_owner: str = "",
+        launch: LaunchTimes = UNKNOWN_LAUNCH,
     ) -> m.GroupOpened:
         """Return the event of a group on `nodes`, with what the live nodes hold now."""
         if not token:
@@ -199,6 +200,7 @@ class Harness:
             resume=resume,
             owner=owner,
             dead_owner=dead_owner,
+            launch=launch,
         )
 
     def inventory(self, token: str) -> m.InventoryTaken:

@@ -8,10 +8,10 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import GroupNode, SessionPlan
 from ray_ckpt.engine.groups import OWNER_GONE_S, PARTS_WAIT_S, group_nodes
 from ray_ckpt.engine.launchers import LOOK_EVERY_S, OWNER_DEAD_S
-from ray_ckpt.engine.ports import LauncherSeen, OwnerChecked, PartRequested, ServiceEnding
+from ray_ckpt.engine.ports import GroupRequested, LauncherSeen, OwnerChecked, PartRequested, ServiceEnding
 from ray_ckpt.errors import CheckpointError, RunInUse, Unavailable
 from ray_ckpt.preemption.notice import Notice
-from ray_ckpt.types import GroupPart
+from ray_ckpt.types import GroupPart, LaunchTimes
 from tests.core.driver import START_S
 from tests.engine.driver import NO_ANSWER, Story
 
@@ -41,6 +41,16 @@ def error_of(story: Story, token: str) -> CheckpointError:
     error = story.ports.replies[token]
     assert isinstance(error, CheckpointError)
     return error
+
+
+def test_the_times_of_a_launch_are_in_the_history() -> None:
+    story = Story("ab")
+    nodes = story.harness.group("ab").nodes
+    launch = LaunchTimes(noticed_at_s=1.0, previous_ended_at_s=2.0, started_at_s=3.0)
+    story.host.handle(GroupRequested(token="1", nodes=nodes, resume="auto", owner="me", launch=launch))
+    info = story.host.machine.history.session
+    assert info is not None and replied(story, "1").session == info.session
+    assert (info.noticed_at_s, info.previous_ended_at_s, info.started_at_s) == (1.0, 2.0, 3.0)
 
 
 # -- parts -------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ EACH_OP: tuple[Op, ...] = (
     Unpin(attempt=COMMIT.attempt, owner="eval"),
     Verified(attempt=COMMIT.attempt),
     Annotated(attempt=COMMIT.attempt, metrics={"digest": 1.0}),
-    Restored(session=1, seconds=1.5, read_bytes={"peer": 7.0}, origin_step=3),
+    Restored(session=1, seconds=1.5, read_bytes={"peer": 7.0}, origin_step=3, connected_at_s=1.7e9),
     Ended(session=1, cause="node", step=3, first_at_s=1.0, last_at_s=None, stalled_s=0.5),
     Drilled(attempt=COMMIT.attempt, scenario="node", passed=True, seconds=1.0, read_bytes={}, text=""),
     Note(text='"digest": "\u00e9\\" \n'),
@@ -99,6 +99,7 @@ sizes = st.integers(0, 2**63 - 1)
 attempts = st.text("0123456789abcdef", min_size=16, max_size=16)
 digests = st.text("0123456789abcdef", min_size=32, max_size=32)
 levels = st.sampled_from(Level)
+moments = st.none() | st.floats(0, 1e10)
 ops: st.SearchStrategy[Op] = st.one_of(
     st.builds(Create, run_uid=digests, run_name=st.just("gpt-1"), format=st.just(1)),
     st.builds(Epoch, service=words),
@@ -112,6 +113,17 @@ ops: st.SearchStrategy[Op] = st.one_of(
         num_nodes=counts,
         owner=words,
         retention=words,
+        noticed_at_s=moments,
+        previous_ended_at_s=moments,
+        started_at_s=moments,
+    ),
+    st.builds(
+        Restored,
+        session=sizes,
+        seconds=st.floats(0, 1e10),
+        read_bytes=st.dictionaries(words, st.floats(allow_nan=False), max_size=3),
+        origin_step=st.none() | counts,
+        connected_at_s=moments,
     ),
     *(
         st.builds(
@@ -226,6 +238,36 @@ def test_records_from_before_a_field_are_read(op: Op, later: list[str]) -> None:
     for name in later:
         assert document.pop(name) == ""
     assert decode_record(plain(document)) == decode_record(sealed(document)) == record
+
+
+SESSION = Session(session=2, service="s", after=1, resumed_from=None, world_size=2, num_nodes=1)
+RESTORED = Restored(session=2, seconds=1.0, read_bytes={})
+ODD_TIMES: tuple[object, ...] = ("soon", "inf", "nan", True, [], {}, 1e12, -1e12, 10**400)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        (SESSION, "noticed_at_s"),
+        (SESSION, "previous_ended_at_s"),
+        (SESSION, "started_at_s"),
+        (RESTORED, "connected_at_s"),
+    ],
+)
+def test_a_moment_of_a_recovery_is_a_time_or_unknown(op: Op, name: str) -> None:
+    document = unsealed(replace(RECORD, op=op))
+    known: dict[str, Any] = {name: 1.7e9}
+    never: dict[str, Any] = {name: math.inf}
+    assert name not in document, "an unknown one is not written, so bytes of older logs do not change"
+    for write in (plain, sealed):
+        found = decode_record(write({**document, **known}))
+        assert found.op == replace(op, **known) and decode_record(encode_record(found)) == found
+        assert decode_record(write({**document, name: None})).op == op
+        for value in ODD_TIMES:
+            with pytest.raises(FormatError, match=name):
+                decode_record(write({**document, name: value}))
+    with pytest.raises(FormatError):
+        encode_record(replace(RECORD, op=replace(op, **never)))
 
 
 @pytest.mark.parametrize("value", ["soon", float("inf"), True, []])

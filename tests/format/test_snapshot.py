@@ -111,6 +111,24 @@ def test_only_a_session_that_began_with_another_run_has_its_step() -> None:
     assert decode_snapshot(data) == begun and data.count(b'"origin_step"') == 1
 
 
+MOMENTS = ("noticed_at_s", "previous_ended_at_s", "started_at_s", "connected_at_s")
+
+
+def test_only_known_moments_of_a_recovery_are_written() -> None:
+    known = dict(zip(MOMENTS, (1.70e9, 1.71e9, 1.72e9, 1.73e9), strict=True))
+    begun = changed(sessions=(a_session(1, **known), a_session(2)), checkpoints=())
+    data = encode_snapshot(begun)
+    assert decode_snapshot(data) == begun
+    assert [data.count(b'"%s"' % name.encode()) for name in MOMENTS] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+@pytest.mark.parametrize("value", ["soon", "nan", True, [], 1e12, -1e12])
+def test_odd_moments_of_a_recovery_are_refused(name: str, value: object) -> None:
+    with pytest.raises(FormatError, match=name):
+        decode_snapshot(rewritten(head=lambda head: head["sessions"][0].update({name: value})))
+
+
 def test_nan_metrics_come_back() -> None:
     back = decode_snapshot(
         encode_snapshot(changed((checkpoint(3, metrics={"loss": math.nan}),), sessions=(a_session(1),)))
@@ -176,6 +194,7 @@ def test_any_bytes_are_a_format_error(data: bytes) -> None:
         changed(sessions=(a_session(1), a_session(1), a_session(2))),
         changed(sessions=(a_session(1), a_session(2, resumed_from="f" * 16))),
         changed(sessions=(a_session(1, world_size=0), a_session(2))),
+        changed(sessions=(a_session(1, noticed_at_s=math.inf), a_session(2))),
         changed((checkpoint(5), checkpoint(3))),
         changed((checkpoint(3), replace(checkpoint(4), id=checkpoint(3).id))),
         changed((checkpoint(3, session=9),)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from ray import cloudpickle
 
 import ray_ckpt
 from ray_ckpt.actors import connecting as service
+from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.errors import (
     ConfigError,
     Fenced,
@@ -26,8 +28,10 @@ from ray_ckpt.errors import (
 )
 from ray_ckpt.preemption.sigterm import TermSignal
 from ray_ckpt.train import CheckpointCallback
+from ray_ckpt.train import callback as module
 from ray_ckpt.train.callback import OPTIONS_ENV
 from ray_ckpt.trainer.connection import get_connection, set_connection
+from ray_ckpt.types import LaunchTimes
 
 
 def context_of(*callbacks: object, **config: Any) -> Any:
@@ -118,6 +122,93 @@ def test_a_passive_callback_leaves_the_group_and_the_worker_alone() -> None:
     passive.before_worker_shutdown()
     assert get_connection() is before
     asyncio.run(passive.before_controller_shutdown())
+
+
+# -- the times of a launch -------------------------------------------------------------------------------
+
+
+class Launching(CheckpointCallback):
+    """Opens groups of one rank on node n by itself: `opened` has the times of each group."""
+
+    def _open(self) -> Any:
+        return RunSpec(name="run", storage_path="/nowhere", options=self._options)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    found = Launches()
+    monkeypatch.setattr(module, "open_group", found.open_group)
+    monkeypatch.setattr(time, "time", lambda: found.now_s)
+    return found
+
+
+class Launches:
+    """A clock, and the times with which groups were opened; `error` is raised instead if it is set."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.opened: list[LaunchTimes] = []
+        self.error: Exception | None = None
+        self.callback = Launching()
+        self.callback.after_controller_start(context_of())
+
+    def open_group(self, spec: RunSpec, nodes: list[str], *, owner: str, launch: LaunchTimes) -> object:
+        assert nodes == ["n"]
+        if self.error is not None:
+            raise self.error
+        self.opened.append(launch)
+        return SimpleNamespace()
+
+    def failed(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.callback.before_controller_execute_failure_decision(object())
+
+    def ended(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.callback.after_worker_group_shutdown(object())
+
+    def started(self, now_s: float) -> None:
+        self.now_s = now_s
+        worker = SimpleNamespace(
+            distributed_context=SimpleNamespace(world_rank=0, world_size=1),
+            metadata=SimpleNamespace(node_id="n"),
+        )
+        assert self.callback.before_init_train_context([worker]) == {}
+
+
+def times(noticed_s: float | None, ended_s: float | None, started_s: float) -> LaunchTimes:
+    return LaunchTimes(noticed_at_s=noticed_s, previous_ended_at_s=ended_s, started_at_s=started_s)
+
+
+def test_each_group_has_the_times_of_its_own_launch(launches: Launches) -> None:
+    launches.started(10.0)
+    launches.failed(20.0)
+    launches.ended(23.0)
+    launches.started(29.0)
+    launches.ended(40.0)  # such as for another number of workers
+    launches.started(45.0)
+    launches.failed(50.0)
+    launches.started(55.0)
+    assert launches.opened == [
+        times(None, None, 10.0),
+        times(20.0, 23.0, 29.0),
+        times(None, 40.0, 45.0),
+        times(50.0, None, 55.0),
+    ]
+
+
+def test_a_group_that_could_not_be_opened_is_part_of_the_recovery(launches: Launches) -> None:
+    """The failure and the end are those of the group that trained, the start is that of the last one."""
+    launches.started(10.0)
+    launches.failed(20.0)
+    launches.ended(23.0)
+    launches.error = Unavailable("the store is away")
+    launches.started(29.0)
+    launches.failed(31.0)
+    launches.ended(32.0)
+    launches.error = None
+    launches.started(40.0)
+    assert launches.opened == [times(None, None, 10.0), times(20.0, 23.0, 40.0)]
 
 
 # -- errors ----------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class Problem:
     sessions without a step up to the first step of a later one, and is None if there is no such step;
     `is_waiting` is then true if the session that follows may still do a step. `restore_s` is the time that
     the next session's slowest rank took to restore, `read_bytes` the bytes that the next session read, by
-    tier.
+    tier. `phases` are those of the recovery up to the next session; see `goodput.Interruption`.
     """
 
     cause: EndCause | None
@@ -82,6 +82,7 @@ class Problem:
     is_waiting: bool
     restore_s: float | None = None
     read_bytes: Mapping[str, float] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +168,7 @@ class RunReport:
                 is_waiting=self._is_waiting(number),
                 restore_s=known[each.session].restore_s,
                 read_bytes=known[each.session].read_bytes,
+                phases=each.phases,
             )
             for number, each in enumerate(found.interruptions)
             if not known[each.after_session].is_offline
@@ -474,6 +476,10 @@ def range_text(time: Seconds) -> str:
     if time.high - time.low < SAME_S:
         return duration_text(time.estimate)
     return f"{duration_text(time.estimate)} ({duration_text(time.low)} to {duration_text(time.high)})"
+
+
+def phase_text(phase: str) -> str:
+    return phase.replace("_", " ")
 
 
 # JSON

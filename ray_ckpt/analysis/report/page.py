@@ -21,6 +21,7 @@ from ray_ckpt.analysis.report import facts
 from ray_ckpt.analysis.report.facts import RunReport, Tone
 from ray_ckpt.analysis.report.timeline import MAX_DRAWN, around_last_failure, draw, el, part, whole
 from ray_ckpt.analysis.session_history import save_s
+from ray_ckpt.core.recovery import PHASES as RECOVERY_PHASES
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.texts import count_text, duration_text, printable, short_text, size_text, tiers_text, utc_text
 from ray_ckpt.types import FAILURES, CheckpointInfo, Level, SessionInfo
@@ -72,6 +73,7 @@ def page(report: RunReport) -> str:
         "level": _level_text,
         "metrics": _metrics_text,
         "number": "{:,}".format,
+        "phase": facts.phase_text,
         "pins": partial(_pins_text, now_s=report.now_s),
         "range": facts.range_text,
         "save_s": save_s,
@@ -81,6 +83,7 @@ def page(report: RunReport) -> str:
         "tiers": tiers_text,
         "utc": utc_text,
     }
+    known_phases = {name for problem in report.problems[-facts.MAX_TROUBLES :] for name in problem.phases}
     limits = {name: value for name, value in vars(facts).items() if name.startswith("MAX_")}
     return templates.get_template("page.html").render(
         **limits,
@@ -88,6 +91,7 @@ def page(report: RunReport) -> str:
         CAUSE_TEXT=facts.CAUSE_TEXT,
         FAILURES=FAILURES,
         MAX_DRAWN=MAX_DRAWN,
+        RECOVERY_PHASES=RECOVERY_PHASES,
         SAVE_KEYS=_SAVE_KEYS,
         SIGNS=_SIGNS,
         TIMELINE_KEYS=_TIMELINE_KEYS,
@@ -98,6 +102,7 @@ def page(report: RunReport) -> str:
         ),
         goodput=report.goodput,
         lineage=list(_lineage(report)),
+        recovery_phases=[name for name in RECOVERY_PHASES if name in known_phases],
         run=report,
         verdicts=facts.verdicts(report),
         version=ray_ckpt.__version__,

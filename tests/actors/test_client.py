@@ -1,0 +1,54 @@
+"""Times of a launch and of connections, which clients send to the service; no cluster is needed."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ray_ckpt.actors import client
+from ray_ckpt.actors.client import RayLink, open_group
+from ray_ckpt.actors.messages import Joined, RunSpec
+from ray_ckpt.config import RunOptions
+from ray_ckpt.types import LaunchTimes, RankRestore
+
+SPEC = RunSpec(name="run", storage_path="/runs", options=RunOptions())
+
+
+class Actor:
+    """A handle whose calls are recorded by method; their answers are None."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, tuple[Any, ...]] = {}
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*args: Any) -> Any:
+            self.calls[method] = args
+            answer: Future[None] = Future()
+            answer.set_result(None)
+            return SimpleNamespace(future=lambda: answer)
+
+        return SimpleNamespace(remote=remote)
+
+
+def test_the_times_of_a_launch_are_sent_to_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, launch = Actor(), LaunchTimes(noticed_at_s=1.0, started_at_s=2.0)
+    monkeypatch.setattr(client, "coordinator", lambda: actor)
+    monkeypatch.setattr(client, "get_result", lambda call, timeout_s: None)
+    open_group(SPEC, ["a", "b"], owner="me", launch=launch)
+    assert actor.calls["open_group"][-2:] == ("me", launch)
+
+
+def test_a_rank_reports_when_it_was_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RayLink, "_named", lambda link: False)
+    before_s = time.time()
+    link = RayLink(Joined(run_uid="0" * 32, spec=SPEC, world_size=2, nodes={0: "a", 1: "b"}, origin=None), 1)
+    after_s = time.time()
+    link._handle = actor = Actor()
+    link.restored(7, RankRestore(rank=1, seconds=2.0)).result(1.0)
+    _, session, report, _ = actor.calls["report_restored"]
+    assert (session, report.rank, report.seconds) == (7, 1, 2.0)
+    assert before_s <= report.connected_at_s <= after_s
