@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -36,6 +36,7 @@ MAX_THREADS = 8  # files at a time, at most one for each rank of the node, as ma
 MAX_OTHER_FILES = 64  # shards of other nodes: a larger group shares its state by sharding, not by copies
 WRITERS_S = 5.0  # longest wait for processes of the last group to unmap an arena
 POLL_S = 0.05  # between tries to seal an arena
+WORTH = 0.25  # part of a file that must be there when the ranks come, for them to wait for the rest
 
 
 class Prefetch:
@@ -52,6 +53,7 @@ class Prefetch:
         self._is_closed = False
         self._memories: dict[str, _FileMemory] = {}  # by file; those that are being filled belong to `run`
         self._sources: dict[str, FileSource] = {}  # by file; verified
+        self._at_work: dict[str, _Progress] = {}  # by file
         self.done_bytes = 0  # verified so far, for a caller that waits while there is progress
 
     def run(self, ticket: RestoreTicket) -> bool:
@@ -70,8 +72,15 @@ class Prefetch:
         return is_shared and not ticket.is_whole and not self._is_ending
 
     def end(self) -> None:
-        """Begin no more files: the ranks are there, and read together as fast as one agent at least."""
-        self._is_ending = True
+        """Begin no more files, and give up those with most of the work left: the ranks are there.
+
+        Together they read as fast as the agent, and from memory a copy follows what the agent reads.
+        """
+        with self._lock:
+            self._is_ending = True
+            for progress in self._at_work.values():
+                left = progress.size_bytes - progress.done_bytes
+                progress.is_given_up = progress.is_in_arena or left > (1 - WORTH) * progress.size_bytes
 
     def merged(self, ticket: RestoreTicket) -> RestoreTicket:
         """Return the ticket with the prefetched files as first sources."""
@@ -92,6 +101,8 @@ class Prefetch:
         """Stop, and free the memory; it stays while a rank maps it."""
         with self._lock:
             self._is_ending = self._is_closed = True
+            for progress in self._at_work.values():
+                progress.is_given_up = True
             filled = [self._memories.pop(file) for file in self._sources if file in self._memories]
             self._sources.clear()
         for memory in filled:
@@ -104,6 +115,9 @@ class Prefetch:
             self._prefetch(ticket, file, rows)
         except (OSError, CheckpointError) as error:
             log.info("%s is not read ahead: %s", file, error)
+        finally:
+            with self._lock:
+                self._at_work.pop(file, None)
 
     def _prefetch(self, ticket: RestoreTicket, file: str, rows: Sequence[ManifestRow]) -> None:
         first = ticket.sources[file][0]
@@ -135,7 +149,7 @@ class Prefetch:
         ticket: RestoreTicket,
         file: str,
         sources: Sequence[FileSource],
-        rows: Iterable[ManifestRow],
+        rows: Sequence[ManifestRow],
         target: Bytes | None = None,
     ) -> FileSource | None:
         """Verify all rows, into `target` if given. Return the source of most bytes, None if a row is bad."""
@@ -143,10 +157,14 @@ class Prefetch:
         reader = SourceReader(
             ticket.checkpoint.id, {file: sources}, credentials=ticket.credentials, remote=ticket.remote
         )
-        reader.read(rows, lambda row: _Landing(self, row, target))
-        for note in reader.rejected if not self._is_closed else ():
+        progress = _Progress(sum(row.nbytes for row in rows), is_in_arena=target is None)
+        with self._lock:
+            progress.is_given_up = self._is_ending
+            self._at_work[file] = progress
+        reader.read(rows, lambda row: _Landing(self, progress, row, target))
+        for note in reader.rejected if not progress.is_given_up else ():
             log.warning("restore ahead: %s", note)
-        if reader.damage or self._is_closed:
+        if reader.damage or progress.is_given_up:
             return None
         part = max(reader.parts, key=lambda part: part.size_bytes, default=None)
         used = (s for s in sources if part is not None and (s.tier, s.where) == (part.tier, part.where))
@@ -188,20 +206,34 @@ def has_shared_tensors(rows: Iterable[ManifestRow]) -> bool:
     )
 
 
+@dataclass(slots=True)
+class _Progress:
+    """The reading of a file."""
+
+    size_bytes: int
+    is_in_arena: bool
+    done_bytes: int = 0
+    is_given_up: bool = False
+
+
 class _Landing(FlatSink):
     """Sink of a row of a prefetched file: into memory, or nowhere if the bytes are in place."""
 
-    def __init__(self, prefetch: Prefetch, row: ManifestRow, target: Bytes | None) -> None:
+    def __init__(
+        self, prefetch: Prefetch, progress: _Progress, row: ManifestRow, target: Bytes | None
+    ) -> None:
         here = None if target is None else target[row.byte_offset : row.byte_offset + row.nbytes]
         super().__init__(np.empty(0, np.uint8) if here is None else here)
         self._is_in_place = here is None
         self._prefetch = prefetch
+        self._progress = progress
 
     def write(self, view: memoryview) -> None:
-        if self._prefetch._is_closed:
+        if self._progress.is_given_up:
             raise OSError("the prefetch is over")
         if not self._is_in_place:
             super().write(view)
+        self._progress.done_bytes += view.nbytes
         self._prefetch.done_bytes += view.nbytes
 
 

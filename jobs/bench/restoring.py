@@ -1,8 +1,10 @@
 """A whole restore of one rank, from the arena and from the local disk, into existing parameters.
 
 Everything that a Checkpointer does after it has its ticket: walk the items, plan, read, check each digest,
-load the rest of the state. The limits compared with it only move bytes: a copy out of the same shared memory
-with as many threads, and O_DIRECT reads of a file of the same size.
+load the rest of the state. After a restart the agent has checked the digests of the arena before the rank
+asks, while its process starts; a rank that comes earlier checks them itself. The limits compared with it only
+move bytes: a copy out of the same shared memory with as many threads, and O_DIRECT reads of a file of the
+same size.
 """
 
 from __future__ import annotations
@@ -56,14 +58,18 @@ class RankMemory:
         self.arena = Arena(self.memory.path)
         self.arena.mapping.populate()
 
+    def capture(self) -> None:
+        """Copy the state into the arena, and seal it."""
+        self.arena.lay_out(self.layout)
+        for live, view in zip(self.slices, self.arena.views, strict=True):
+            view.copy_(live.tensor)
+        self.arena.seal(ATTEMPT.attempt)
+
 
 def rows(context: Context) -> Iterator[Row]:
     model, optimizer = make_state(context.size_bytes)
     rank = RankMemory(model, optimizer)
-    rank.arena.lay_out(rank.layout)
-    for live, view in zip(rank.slices, rank.arena.views, strict=True):
-        view.copy_(live.tensor)
-    rank.arena.seal(ATTEMPT.attempt)
+    rank.capture()
     shard = rank.memory.data(rank.layout)
     manifest = [
         ManifestRow(
@@ -78,23 +84,21 @@ def rows(context: Context) -> Iterator[Row]:
     ]
     state: Any = decode_tree(encode_tree({"step": 1, "world_size": 1, "items": dict(rank.walked.trees)}))
 
-    def restore_s(tier: Tier, path: str) -> float:
+    def restore_s(tier: Tier, path: str, *, is_verified: bool = False) -> float:
         started_s = time.perf_counter()
-        source = FileSource(tier=tier, where="here", path=path)
+        source = FileSource(tier=tier, where="here", path=path, is_verified=is_verified)
         reader = SourceReader(ATTEMPT, {FILE: (source,)}, credentials=None)
         load_items(rank.items, state, ListedRows(manifest), reader, rank=0, world_size=1)()
         assert not reader.damage, reader.rejected
         return time.perf_counter() - started_s
 
-    def row(name: str, sample: Sampler, beside: tuple[str, Sampler], reach: str) -> Row:
+    def row(name: str, what: str, sample: Sampler, beside: tuple[str, Sampler], reach: str) -> Row:
         before = fingerprint(model, optimizer)
         wipe(model, optimizer)
         sample()
         assert fingerprint(model, optimizer) == before, "other bits were restored"
         beside[1]()
-        what, size = f"a restore from the {name}, every digest checked", rank.layout.size_bytes
-        name = f"restore-{name.removeprefix('local ')}"
-        repeat = context.repeat
+        repeat, size = context.repeat, rank.layout.size_bytes
         return measure(name, what, "GB/s", sample, beside=beside, repeat=repeat, reach=reach, size_bytes=size)
 
     threads = num_threads("memory")
@@ -102,8 +106,18 @@ def rows(context: Context) -> Iterator[Row]:
         with (folder / FILE).open("wb") as file:
             file.write(shard)
             os.fsync(file.fileno())
+        what = "a restore from the arena, every digest checked by the rank"
         memcpy = (f"memcpy, {threads} threads", partial(limits.memcpy_s, threads, shard))
-        yield row("arena", partial(restore_s, "memory", rank.memory.path), memcpy, ">= 0.7")
+        yield row("restore-arena-early", what, partial(restore_s, "memory", rank.memory.path), memcpy, "")
+        del memcpy, shard
+        del rank.arena
+        assert rank.memory.seal_writes(), "the arena is still mapped for writing"
+        sealed = partial(restore_s, "memory", rank.memory.path, is_verified=True)
+        what = "a restore from the arena, every digest checked by the agent before"
+        shard = rank.memory.data(rank.layout)
+        memcpy = (f"memcpy, {threads} threads", partial(limits.memcpy_s, threads, shard))
+        yield row("restore-arena", what, sealed, memcpy, ">= 0.7")
         limits.write_s()
         raw_read = ("raw O_DIRECT read", limits.read_s)
-        yield row("local disk", partial(restore_s, "local", str(folder / FILE)), raw_read, ">= 0.85")
+        what = "a restore from the local disk, every digest checked"
+        yield row("restore-disk", what, partial(restore_s, "local", str(folder / FILE)), raw_read, ">= 0.85")

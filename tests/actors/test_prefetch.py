@@ -160,6 +160,30 @@ def test_close_ends_a_prefetch_at_work(ticket: RestoreTicket, monkeypatch: pytes
     assert open_files() == before
 
 
+@pytest.mark.parametrize(("num_rows", "is_kept"), [(0, False), (1, True)])
+def test_ranks_wait_for_a_file_only_if_a_good_part_of_it_is_there(
+    ticket: RestoreTicket, monkeypatch: pytest.MonkeyPatch, num_rows: int, is_kept: bool
+) -> None:
+    """The first row of a shard is two thirds of it."""
+    seen, may_go_on, write = threading.Semaphore(0), threading.Semaphore(num_rows), module._Landing.write
+
+    def slow_write(landing: module._Landing, view: memoryview) -> None:
+        seen.release()
+        assert may_go_on.acquire(timeout=10)
+        write(landing, view)
+
+    monkeypatch.setattr(module._Landing, "write", slow_write)
+    with closing(Prefetch({})) as prefetch:
+        thread = threading.Thread(target=prefetch.run, args=(ticket,))
+        thread.start()
+        for _ in range(num_rows + 1):
+            assert seen.acquire(timeout=10)
+        prefetch.end()
+        may_go_on.release(1_000)
+        thread.join(10)
+        assert prefetch.merged(ticket).sources[shard_file(0, 2)][0].is_verified == is_kept
+
+
 def test_memory_that_can_be_changed_is_compared_in_any_case(saved: SampleCheckpoint) -> None:
     """A rank does not take the agent's word for it: the kernel has to refuse writes."""
     row = next(row for fragment in saved.fragments for row in fragment.rows if row.nbytes)

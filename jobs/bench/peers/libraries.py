@@ -25,6 +25,7 @@ from jobs.bench.peers.child import RETURNED, STAGED, Library, Live, forget_cache
 from jobs.bench.state import MOMENTS, tensors, wipe
 
 POLL_S = 0.005
+START_S = 3.0  # from the opening of a group to its restore, at the least: processes start and import torch
 WAIT_S = 240.0  # time limit until a library has written a save, or is ready for one
 CORES = os.cpu_count() or 1
 
@@ -34,7 +35,8 @@ def ray_ckpt_itself(live: Live) -> Library:
 
     A save is complete with the commit at level local: files fsynced on the node, the record in the log. A
     load is a restore by a new group, without the time to connect: first from the node's arena, which is then
-    released, later from the node's disk.
+    released, later from the node's disk. A new process takes longer than START_S until it restores, and in
+    that time its node's agent reads ahead.
     """
     import ray
 
@@ -66,6 +68,7 @@ def ray_ckpt_itself(live: Live) -> Library:
         nonlocal ckpt
         ckpt.close()
         ckpt = connected()
+        time.sleep(START_S)
         started_s = time.perf_counter()
         info = ckpt.restore()
         used_s = time.perf_counter() - started_s
