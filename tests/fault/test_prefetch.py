@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ray_ckpt.errors import CheckpointError
 from tests.fault.conftest import MakeRig
 from tests.fault.rig import Rig, wait_for
 
@@ -18,7 +17,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 RESTARTS = 50
 SEED = 21
 PLANS = (("node-a", "node-b"), ("node-b", "node-a"), ("node-a", "node-c"), ("node-b", "node-c"))
-OTHER_SHAPES = (("node-a",), ("node-a", "node-b", "node-c"))
 EARLY_S = 1.0  # a group that is stopped early lives at most so long: it restores, or is about to
 
 
@@ -38,10 +36,9 @@ def test_no_byte_is_wrong_and_no_memory_stays(make_rig: MakeRig) -> None:
     prefetched, away = 0, ""
     for restart in range(RESTARTS):
         kind = rng.choices(("stop", "early", "rank", "node"), weights=(4, 3, 3, 1))[0]
-        nodes = rng.choice(OTHER_SHAPES if restart % 10 == 9 else PLANS)
-        if away:  # a node that was lost with its disk comes back late: during the restore of others
-            with contextlib.suppress(CheckpointError):
-                rig.train([name for name in rig.cluster.nodes if name not in ("head", away)])
+        nodes = rng.choice(PLANS)
+        if away:  # a node that was lost with its disk comes back late: while others restore
+            rig.train([name for name in rig.cluster.nodes if name != "head"])
             rig.cluster.add(away)
             away = ""
         rig.train(nodes)
