@@ -23,6 +23,7 @@ import numpy as np
 from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena
 from ray_ckpt.actors.agent.priority import yield_to_training
 from ray_ckpt.errors import CheckpointError
+from ray_ckpt.format.names import shard_file
 from ray_ckpt.restore.manifest import SavedRows
 from ray_ckpt.restore.reader import Bytes, FileSource, FlatSink, RestoreTicket, SourceReader, prefetch_seal
 from ray_ckpt.storage.local.memory import available_memory_bytes
@@ -32,6 +33,7 @@ from ray_ckpt.types import ARENA_PAGE_BYTES, SMALL_TENSOR_BYTES, CheckpointInfo,
 log = logging.getLogger("ray_ckpt.agent")
 
 MEMORY_SHARE = 0.5  # limit, as a share of free memory; the arenas that follow a restore need as much
+MEMORY_RESERVE = 0.1  # share of free memory that stays free beside the state of the ranks
 MAX_THREADS = 8  # files at a time, at most one for each rank of the node, as many as ranks would read
 MAX_OTHER_FILES = 64  # shards of other nodes: a larger group shares its state by sharding, not by copies
 WRITERS_S = 5.0  # longest wait for processes of the last group to unmap an arena
@@ -47,7 +49,7 @@ class Prefetch:
 
     def __init__(self, arenas: Mapping[int, RankArena]) -> None:
         self._arenas = dict(arenas)
-        self._budget_bytes = int(MEMORY_SHARE * available_memory_bytes())
+        self._free_bytes = available_memory_bytes()
         self._lock = threading.Lock()  # guards the fields below
         self._is_ending = False  # no file is begun any more
         self._is_closed = False
@@ -65,9 +67,10 @@ class Prefetch:
             return False
         rows = ticket.manifest.open()
         files = _likely_files(ticket, rows)
+        budget_bytes = self._budget_bytes(ticket, rows, files)
         threads = min(MAX_THREADS, max(1, len(ticket.node_ranks)))
         with ThreadPoolExecutor(threads, "ray_ckpt-prefetch", yield_to_training) as pool:
-            list(pool.map(lambda file: self._try(ticket, file, rows.of_file(file)), files))
+            list(pool.map(lambda file: self._try(ticket, file, rows.of_file(file), budget_bytes), files))
         is_shared = any(has_shared_tensors(rows.of_file(file)) for file in files)
         return is_shared and not ticket.is_whole and not self._is_ending
 
@@ -108,18 +111,32 @@ class Prefetch:
         for memory in filled:
             memory.close()
 
-    def _try(self, ticket: RestoreTicket, file: str, rows: Sequence[ManifestRow]) -> None:
+    def _budget_bytes(self, ticket: RestoreTicket, rows: SavedRows, files: Sequence[str]) -> int:
+        """Return the memory for prefetched files: none that the ranks' state may need if it is on the host.
+
+        A rank holds its own shard, and what the ranks of other nodes share with it.
+        """
+        assert ticket.checkpoint is not None
+        own = {shard_file(rank, ticket.checkpoint.world_size) for rank in ticket.node_ranks}
+        sizes = {file: _size_bytes(rows.of_file(file)) for file in {*files, *own}}
+        state_bytes = sum(size if file in own else size * len(own) for file, size in sizes.items())
+        left_bytes = (1 - MEMORY_RESERVE) * self._free_bytes - state_bytes
+        return int(min(MEMORY_SHARE * self._free_bytes, left_bytes))
+
+    def _try(self, ticket: RestoreTicket, file: str, rows: Sequence[ManifestRow], budget_bytes: int) -> None:
         if self._is_ending or file in self._sources or not rows:
             return
         try:
-            self._prefetch(ticket, file, rows)
+            self._prefetch(ticket, file, rows, budget_bytes)
         except (OSError, CheckpointError) as error:
             log.info("%s is not read ahead: %s", file, error)
         finally:
             with self._lock:
                 self._at_work.pop(file, None)
 
-    def _prefetch(self, ticket: RestoreTicket, file: str, rows: Sequence[ManifestRow]) -> None:
+    def _prefetch(
+        self, ticket: RestoreTicket, file: str, rows: Sequence[ManifestRow], budget_bytes: int
+    ) -> None:
         first = ticket.sources[file][0]
         if first.tier == "memory":
             buffer = self._buffer_at(first.path)
@@ -128,10 +145,10 @@ class Prefetch:
                     self._sources[file] = replace(first, is_verified=True)
             return
         assert ticket.checkpoint is not None
-        size_bytes = max(row.byte_offset + row.nbytes for row in rows)
-        if self.size_bytes + size_bytes > self._budget_bytes:
-            return
-        with self._lock:
+        size_bytes = _size_bytes(rows)
+        with self._lock:  # also against other threads that take memory
+            if sum(memory.size_bytes for memory in self._memories.values()) + size_bytes > budget_bytes:
+                return
             memory = self._memories[file] = _FileMemory(ticket.checkpoint, file, size_bytes)
         origin: FileSource | None = None
         try:
@@ -204,6 +221,11 @@ def has_shared_tensors(rows: Iterable[ManifestRow]) -> bool:
         and row.nbytes >= SMALL_TENSOR_BYTES
         for row in rows
     )
+
+
+def _size_bytes(rows: Sequence[ManifestRow]) -> int:
+    """Return the size of a file of which these are all rows."""
+    return max((row.byte_offset + row.nbytes for row in rows), default=0)
 
 
 @dataclass(slots=True)

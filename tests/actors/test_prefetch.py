@@ -133,9 +133,14 @@ def test_memory_is_bounded_and_freed(ticket: RestoreTicket, monkeypatch: pytest.
     assert not prefetch.size_bytes and prefetch.merged(ticket) is ticket
     prefetch.run(ticket)
     assert not prefetch.size_bytes, "closed for good"
-    monkeypatch.setattr(module, "MEMORY_SHARE", 0.0)
-    with closing(run(ticket)) as empty:
-        assert empty.merged(ticket) is ticket
+    assert ticket.checkpoint is not None
+    for free_bytes in (0, 6_000, 13_000):  # a shard of 6,200 bytes, and as much for the rank's tensors
+        monkeypatch.setattr(module, "available_memory_bytes", lambda free_bytes=free_bytes: free_bytes)
+        with closing(run(ticket)) as empty:
+            assert not empty.merged(ticket).sources[shard_file(0, 2)][0].is_verified
+    monkeypatch.setattr(module, "available_memory_bytes", lambda: 40_000)
+    with closing(run(ticket)) as enough:
+        assert enough.merged(ticket).sources[shard_file(0, 2)][0].is_verified
     assert open_files() == before
 
 
