@@ -75,6 +75,7 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
         "anew",
         "inventory_wait_s",
         "store_wait_s",
+        "prefetch",
         "restore_timeout_s",
     ),
     "The end of a run": ("finish_timeout_s", "unprotected_after", "ray_report"),

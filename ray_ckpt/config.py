@@ -31,6 +31,7 @@ MAX_METRIC_NAME = 200  # characters; longer names are cut when metrics are saved
 FAILURE_DOMAIN_LABELS = ("rack", "ray.io/availability-zone", "zone", "topology.kubernetes.io/zone")
 
 MEMORY_MODES = ("auto", "double", "single", "stream")
+PREFETCH_MODES = ("auto", "always", "never")
 Resume: TypeAlias = str  # "auto", "never", "must", "step:N" or the URI of a checkpoint
 _STEP = re.compile(r"step:(\d{1,12})\Z")
 
@@ -194,6 +195,10 @@ class RunOptions:
     restore_timeout_s: float = 1800.0
     """Longest wait of a restored rank for the other ranks; missing ranks are logged within seconds. Some
     ranks may take minutes longer to build or to read a large model."""
+    prefetch: str = "auto"
+    """Reading by the nodes of what their ranks will restore, while the processes of a group start. always:
+    into memory, from disks, nodes and the storage path; auto: the same on nodes with more than two cores for
+    each rank, elsewhere only the check of what is in memory already; never: ranks read everything."""
     finish_timeout_s: float = 600.0
     """Longest wait at the end of a run until its last checkpoint is on the storage path."""
     reserve_bytes: int = GIB
@@ -230,6 +235,8 @@ class RunOptions:
         is_known = is_known or is_uri(self.resume)
         self._need("resume", is_known, "'auto', 'never', 'must', 'step:N' or the URI of a checkpoint")
         self._need("memory", self.memory in MEMORY_MODES, f"one of {', '.join(MEMORY_MODES)}")
+        modes = f"one of {', '.join(PREFETCH_MODES)}"
+        self._need("prefetch", self.prefetch in PREFETCH_MODES, modes)
         domain = self.failure_domain
         good = isinstance(domain, str) and domain != ""
         self._need("failure_domain", good, "'auto', 'none' or the name of a Ray node label")

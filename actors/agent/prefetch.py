@@ -36,6 +36,7 @@ MEMORY_SHARE = 0.5  # limit, as a share of free memory; the arenas that follow a
 MEMORY_RESERVE = 0.1  # share of free memory that stays free beside the state of the ranks
 MAX_THREADS = 8  # files at a time, at most one for each rank of the node, as many as ranks would read
 MAX_OTHER_FILES = 64  # shards of other nodes: a larger group shares its state by sharding, not by copies
+CORES_PER_RANK = 2  # of a rank that starts: its own, and one for data loaders and the rest of the node
 WRITERS_S = 5.0  # longest wait for processes of the last group to unmap an arena
 POLL_S = 0.05  # between tries to seal an arena
 WORTH = 0.25  # part of a file that must be there when the ranks come, for them to wait for the rest
@@ -47,8 +48,10 @@ class Prefetch:
     All methods may be called while `run` is at work in another thread.
     """
 
-    def __init__(self, arenas: Mapping[int, RankArena]) -> None:
+    def __init__(self, arenas: Mapping[int, RankArena], *, reads: bool = True) -> None:
+        """Prefetch files into memory only if `reads`; captures in arenas are verified in any case."""
         self._arenas = dict(arenas)
+        self._reads = reads
         self._free_bytes = available_memory_bytes()
         self._lock = threading.Lock()  # guards the fields below
         self._is_ending = False  # no file is begun any more
@@ -72,7 +75,7 @@ class Prefetch:
         with ThreadPoolExecutor(threads, "ray_ckpt-prefetch", yield_to_training) as pool:
             list(pool.map(lambda file: self._try(ticket, file, rows.of_file(file), budget_bytes), files))
         is_shared = any(has_shared_tensors(rows.of_file(file)) for file in files)
-        return is_shared and not ticket.is_whole and not self._is_ending
+        return is_shared and self._reads and not ticket.is_whole and not self._is_ending
 
     def end(self) -> None:
         """Begin no more files, and give up those with most of the work left: the ranks are there.
@@ -144,6 +147,8 @@ class Prefetch:
                 with self._lock:
                     self._sources[file] = replace(first, is_verified=True)
             return
+        if not self._reads:
+            return
         assert ticket.checkpoint is not None
         size_bytes = _size_bytes(rows)
         with self._lock:  # also against other threads that take memory
@@ -199,6 +204,14 @@ class Prefetch:
                 return False
             time.sleep(POLL_S)
         return True
+
+
+def has_spare_cores(num_ranks: int) -> bool:
+    """Return whether this node can read ahead beside ranks that import, build their models and load data.
+
+    Where all cores are busy, reading ahead delays the ranks by more than it saves (decision 39).
+    """
+    return len(os.sched_getaffinity(0)) > CORES_PER_RANK * num_ranks
 
 
 def _likely_files(ticket: RestoreTicket, rows: SavedRows) -> list[str]:

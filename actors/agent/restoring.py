@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
 from ray_ckpt.actors.agent.node import Node
-from ray_ckpt.actors.agent.prefetch import Prefetch
+from ray_ckpt.actors.agent.prefetch import Prefetch, has_spare_cores
 from ray_ckpt.actors.agent.priority import yield_to_training
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.shared_reads import SharedReads
@@ -42,10 +42,12 @@ class NodeRestore:
         self._is_freed = False
         self._shared: SharedReads | None = None
         self._is_superseded = False
-        self._prefetch = Prefetch(run.memory.arenas)
         self._prefetching: asyncio.Task[None] | None = None
         self._unused: asyncio.TimerHandle | None = None  # frees what was prefetched; see `_keep_prefetched`
-        if plan.resume is not None and any(node.node_id == self._node.node_id for node in plan.nodes):
+        mode, num_ranks = run.spec.options.prefetch, _num_ranks(plan, node.node_id)
+        reads = mode == "always" or (mode == "auto" and has_spare_cores(num_ranks))
+        self._prefetch = Prefetch(run.memory.arenas, reads=reads)
+        if plan.resume is not None and num_ranks and mode != "never":
             self._prefetching = asyncio.ensure_future(self._run_prefetch())
             self._keep_prefetched()
 
@@ -174,6 +176,10 @@ class NodeRestore:
             if self._shared is not None:
                 self._shared.use(ticket)
         return ticket
+
+
+def _num_ranks(plan: SessionPlan, node_id: str) -> int:
+    return next((len(node.ranks) for node in plan.nodes if node.node_id == node_id), 0)
 
 
 def error_text(error: Exception) -> str:

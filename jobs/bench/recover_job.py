@@ -149,7 +149,7 @@ def _report_steps(model: Any, optimizer: Any, journal: Journal, rank: int) -> It
     step, checkpoint = 0, ray.train.get_checkpoint()
     if checkpoint is not None:
         with checkpoint.as_directory() as path:
-            state = torch.load(Path(path) / "state.pt", weights_only=True, mmap=True)
+            state = torch.load(Path(path) / "state.pt", weights_only=True)  # mapped, a step would read it
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             step = state["step"]

@@ -36,7 +36,10 @@ class Stage:
             run_uid=UID,
             memory=SimpleNamespace(arenas={}),
             staging=stack.enter_context(closing(Disks([nodes.root / A]))),
-            spec=SimpleNamespace(storage=RemoteRef(storage_path=str(nodes.root), run_name="gpt")),
+            spec=SimpleNamespace(
+                storage=RemoteRef(storage_path=str(nodes.root), run_name="gpt"),
+                options=SimpleNamespace(prefetch="always"),
+            ),
             endpoints=nodes.endpoints,
         )
         pool = stack.enter_context(ThreadPoolExecutor(2))
@@ -95,6 +98,28 @@ def test_ranks_share_tickets_and_the_end_frees_them(
         late = stage.restore()
         late.close_shared()
         assert not path_of(await late.ticket()).exists(), "made after the end"
+
+    run_in_loop(story())
+
+
+@pytest.mark.parametrize(("prefetch", "is_read"), [("always", True), ("never", False)])
+def test_files_are_read_ahead_if_the_option_says_so(
+    stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint, prefetch: str, is_read: bool
+) -> None:
+    stage = Stage(stack, nodes, saved, is_proven=True)
+    stage.run.spec.options.prefetch = prefetch
+
+    async def story() -> None:
+        restore = stage.restore()
+        if restore._prefetching is not None:
+            await restore._prefetching
+        ticket = await restore.ticket()
+        assert all(sources[0].is_verified == is_read for sources in ticket.sources.values())
+        assert bool(restore.prefetched_bytes) == is_read
+        named = await restore.ticket(named=True)
+        assert not any(sources[0].is_verified for sources in named.sources.values()), "cannot be mapped"
+        restore.close_shared()
+        assert not restore.prefetched_bytes
 
     run_in_loop(story())
 

@@ -249,6 +249,22 @@ def test_an_arena_is_verified_in_place_once_its_writer_is_gone(
     assert not Path(first.path).exists()
 
 
+def test_a_busy_node_verifies_its_arenas_and_reads_no_file(
+    nodes: Nodes, ticket: RestoreTicket, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = shard_file(0, 2)
+    rank = Rank(saved, file)
+    sources = {**ticket.sources, file: (in_arena(nodes, saved, rank), *ticket.sources[file])}
+    ticket = replace(ticket, sources=sources)
+    with closing(Prefetch({0: rank.arena}, reads=False)) as prefetch:
+        assert not prefetch.run(ticket), "nothing more with the whole ticket"
+        verified = {name for name, found in prefetch.merged(ticket).sources.items() if found[0].is_verified}
+        assert verified == {file} and not prefetch.size_bytes
+    rank.arena.close()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert module.has_spare_cores(7) and not module.has_spare_cores(8)
+
+
 def test_an_arena_with_a_wrong_byte_is_not_verified(
     nodes: Nodes, ticket: RestoreTicket, saved: SampleCheckpoint
 ) -> None:

@@ -32,7 +32,8 @@ def prefetched_memory(rig: Rig) -> list[str]:
 
 def test_no_byte_is_wrong_and_no_memory_stays(make_rig: MakeRig) -> None:
     rng = random.Random(SEED)
-    rig = make_rig("ahead", every_steps=2, replicas=1, keep_last=3, remote_every=4, max_block_s=1.0)
+    options = {"every_steps": 2, "keep_last": 3, "remote_every": 4, "max_block_s": 1.0, "prefetch": "always"}
+    rig = make_rig("ahead", replicas=1, **options)
     prefetched, away = 0, ""
     for restart in range(RESTARTS):
         kind = rng.choices(("stop", "early", "rank", "node"), weights=(4, 3, 3, 1))[0]
