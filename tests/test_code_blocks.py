@@ -31,6 +31,7 @@ from torch.distributed import checkpoint
 from typer.testing import CliRunner
 
 import ray_ckpt
+from jobs.demo.local_cluster import FAST_FAILURE_DETECTION
 from ray_ckpt.cli import app
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import CheckpointError
@@ -344,6 +345,8 @@ def _check_variable(name: str, value: str) -> None:
     """Check a variable that a command is given."""
     if name == "RAY_CKPT_OPTIONS":
         RunOptions.parse(**json.loads(value))
+    elif name in FAST_FAILURE_DETECTION:
+        assert value == FAST_FAILURE_DETECTION[name], "as the demo and the tests set it"
     elif name == "RAY_TRAIN_CALLBACKS":
         module, _, attribute = value.rpartition(".")
         assert hasattr(import_module(module), attribute)
@@ -355,7 +358,7 @@ def _check_variable(name: str, value: str) -> None:
 
 
 def _check_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Sequence[str]) -> None:
-    while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
+    while words and re.fullmatch(r"[A-Za-z_]+=.*", words[0], re.DOTALL):
         _check_variable(*words[0].split("=", 1))
         words = words[1:]
     if not words:
