@@ -60,6 +60,8 @@ test-oldest: $(OLDEST)/.ready $(SERVERS)/.ready  ## quick tests of the rooms tha
 	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
 	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check \
 	    -r tests/frameworks/$*/requirements.txt --editable . hypothesis pytest pytest-timeout pytest-xdist
+	test ! -f tests/frameworks/$*/no-deps.txt || .venv-frameworks/$*/bin/python -m pip install --quiet \
+	    --disable-pip-version-check --no-deps -r tests/frameworks/$*/no-deps.txt
 	touch $@
 
 .PHONY: $(FRAMEWORKS:%=test-framework-%)
