@@ -56,6 +56,7 @@ class NodeSession:
         self._restored: dict[int, RankRestore] = {}
         self._restoring: list[Token] = []  # callers that wait for the group's restore
         self._is_restored = False  # all ranks of the group have restored
+        self._is_training = False  # a rank of this node has reported its progress
 
     @property
     def _ranks(self) -> tuple[int, ...]:
@@ -104,6 +105,9 @@ class NodeSession:
 
     def _progressed(self, event: RankProgressed) -> None:
         """Record the progress of a rank; forward the progress of all ranks together."""
+        if not self._is_training:  # an agent that was started in the middle of a session prepares in vain
+            self._is_training = True
+            self._host.ports.free_restore()
         due, missed = ProgressDue(session_key=self.plan.session_key), event.progress.missed
         if missed != self._missed.get(event.rank, 0):
             self._missed[event.rank], self._is_urgent = missed, True

@@ -264,6 +264,15 @@ def test_the_progress_of_all_ranks_is_one_report_of_their_session() -> None:
     assert not story.ports.reports, "its session is over"
 
 
+def test_an_agent_that_comes_late_to_a_session_keeps_no_memory_for_its_restore() -> None:
+    """Its ranks have restored with the agent before it, and report their progress."""
+    story = started()
+    for step in (10, 11):
+        progress = RankProgress(step=step, saved_step=-1)
+        story.host.handle(RankProgressed(session=1, rank=0, progress=progress))
+    assert story.ports.memory == ["free restore"], "at the first report"
+
+
 def test_a_missed_save_step_is_reported_at_once_and_progress_seldom_in_a_large_group() -> None:
     assert [progress_period_s(n) for n in (1, 1_800, 4_000, 10_000, 100_000)] == [0.9, 1.8, 4.0, 10.0, 10.0]
     assert [fresh_s(n) for n in (1, 1_800, 4_000, 10_000)] == [10.0, 10.0, 12.0, 30.0]
