@@ -49,6 +49,10 @@ class CheckpointError(Exception):
     def __reduce__(self) -> tuple[Callable[..., CheckpointError], tuple[Any, ...]]:
         return partial(type(self), hint=self.hint, **self.fields), (self.message,)
 
+    def at(self, place: str, hint: str = "") -> Self:
+        """Return the same error with `place` before the message, and with `hint` if the error has no hint."""
+        return type(self)(f"{place}: {self.message}", hint=self.hint or hint, **self.fields)
+
 
 class ConfigError(CheckpointError, ValueError):
     """An option, a path or the environment is wrong."""
@@ -104,10 +108,6 @@ class CorruptionError(CheckpointError, ValueError):
 
 class FormatError(CorruptionError):
     """Bytes are not a valid file of the format."""
-
-    def at(self, place: str, hint: str = "") -> Self:
-        """Return the same error with `place` before the message, and with `hint` if the error has no hint."""
-        return type(self)(f"{place}: {self.message}", hint=self.hint or hint, **self.fields)
 
 
 class NewerFormat(FormatError):

@@ -29,6 +29,21 @@ def test_imports_of_damaged_directories_name_the_file_or_are_right(name: str, pl
     assert player.num_errors > player.num_answers / 10, "the damage has no effect"
 
 
+FOUND = {
+    "zero3": (63, 83),  # without the file of rank 1, a frozen parameter was imported as empty
+    "universal3": (68,),
+    "universal2": (155,),  # errors that did not name the file, and values that took 20 s to refuse
+    "dcp": (90, 108),
+    "pt": (86, 124, 161),
+    "torch_dist": (241,),
+}
+
+
+@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name, seeds in FOUND.items() for seed in seeds])
+def test_seeds_that_found_a_bug(name: str, seed: int, player: Player) -> None:
+    assert not player.play(seed, name)
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_few_seeds(name: str, player: Player) -> None:
     assert [problem for seed in range(1, 6) if (problem := player.play(seed, name))] == []

@@ -52,7 +52,8 @@ class Values:
         """`convert` gets each tensor that a value has, and may give it another dtype."""
         self._imported = imported
         self._convert = convert
-        self._count = 0
+        self._count = 0  # of the values that were visited
+        self._num_values = 0  # of all values that were given
         self._nbytes = 0
         self._refs: dict[tuple[str, TorchArchive, StridedTensor], TensorRef] = {}  # by item and memory
         self._keys: set[str] = set()
@@ -64,6 +65,9 @@ class Values:
         torch.save does not write.
         """
         with interpreting(str(archive.path)):
+            self._num_values += _num_values(value, {}, MAX_DEPTH)
+            if self._num_values > MAX_VALUES:  # before minutes are spent on a few bytes
+                raise refused(path, f"has more than {MAX_VALUES} values")
             return self._visit(value, path, archive)
 
     def add(self, slices: Iterable[tuple[Slice, ReadSlice]]) -> TensorRef:
@@ -136,6 +140,27 @@ class Values:
             )
             self._refs[memory] = self.add([self._convert((part, tensor.reader(archive)))])
         return self._refs[memory]
+
+
+def _num_values(value: Any, known: dict[int, int], max_depth: int) -> int:
+    """Return the number of values in a tree, in time that grows with its distinct containers.
+
+    A container counts at each of its places. Values deeper than `max_depth`, and places within itself, do
+    not count.
+    """
+    children: Iterable[Any] = ()
+    if type(value) is dict:
+        children = value.values()
+    elif type(value) in (list, tuple):
+        children = value
+    elif kind_of(value).startswith("collections.") and not isinstance(value, type):
+        children = [child for _, child in _pairs(value)]
+    if not max_depth or not children:
+        return 1
+    if id(value) not in known:
+        known[id(value)] = 0
+        known[id(value)] = 1 + sum(_num_values(child, known, max_depth - 1) for child in children)
+    return known[id(value)]
 
 
 def _pairs(value: Foreign) -> list[tuple[Any, Any]]:

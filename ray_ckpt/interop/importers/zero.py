@@ -167,7 +167,7 @@ class ModelStates:
         for name, value in entries(self._first["module"]).items():
             if name in masters or name in owners:
                 continue
-            if name in frozen and len(self._files) > 1:
+            if name in frozen and is_of_one_rank(self._files[0].archive.path):
                 tree[name] = values.add(map(widened, self._frozen(name, sizes(frozen[name]))))
             else:
                 tree[name] = values.take(value, self._files[0].archive, (MODEL, name))
@@ -175,13 +175,20 @@ class ModelStates:
         return {**tree, **{name: tree[owner] for name, owner in owners.items() if name not in tree}}
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[Slice, Any]]:
-        """Yield the slices of a parameter that is not trained, of which each rank has a part."""
+        """Yield the slices of a parameter that is not trained, of which each rank has a part under ZeRO 3.
+
+        Raise CorruptionError if the files of some ranks are missing.
+        """
         parts, rest = [], prod(shape)
         for file in self._files:
             value = entries(file.entries["frozen_param_fragments"])[name]
             flat = Flat.of(value, file.archive, (MODEL, name))
             parts.append(flat.part(0, min(len(flat), rest)))
             rest -= len(parts[-1])
+        if rest:
+            raise damaged(
+                self._files[-1].where, f"{name} lacks {rest} elements: the next rank's file is missing"
+            )
         return joined(MODEL, name, shape, parts)
 
     def _optimizer(self, values: Values, param_groups: Sequence[Any]) -> dict[str, Any]:
@@ -254,6 +261,12 @@ def stage_of(optimizer: Mapping[Any, Any]) -> int:
 
 
 _RANKED = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)_?(model|optim)_states\.pt")
+
+
+def is_of_one_rank(path: Path) -> bool:
+    """Return whether a file is one of several ranks: under ZeRO 3 each rank has its own."""
+    match = _RANKED.fullmatch(path.name)
+    return match is not None and match[1] is not None
 
 
 def ranked_files(source: Path, kind: str) -> list[Path]:
