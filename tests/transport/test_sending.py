@@ -24,7 +24,7 @@ from ray_ckpt.transport.server import PeerServer
 from tests.transport.peers import KEYS, OTHER_UID, OURS, PLAIN_KEYS, UID, CutWire, Folder, announce, shard
 
 MIB = 1 << 20
-MOST_ON_ITS_WAY_BYTES = 32 * MIB  # of one stream; 6 to 10 MiB were seen
+MOST_IN_PROCESSES_BYTES = 16 * MIB  # of one stream, in both processes
 
 
 class Receiver(Folder):
@@ -346,6 +346,15 @@ def test_a_slow_limit_is_no_reason_to_give_up(server: PeerServer, monkeypatch: p
     assert requested == [10 * MIB / sending.MAX_SHARING]
 
 
+def most_on_its_way_bytes() -> int:
+    """Return the bound of one stream; mostly 6 to 10 MiB are seen, and 33 MiB where the kernel grew a buffer.
+
+    A socket's buffers grow up to the kernel's limits, which differ between machines.
+    """
+    limits = (Path(f"/proc/sys/net/ipv4/tcp_{name}").read_text().split()[2] for name in ("rmem", "wmem"))
+    return MOST_IN_PROCESSES_BYTES + sum(map(int, limits))
+
+
 @pytest.mark.parametrize("keys", [KEYS, PLAIN_KEYS], ids=["tls", "plain"])
 def test_a_slow_receiver_holds_the_sender_back(receiver: Receiver, keys: ServiceKeys) -> None:
     """The bytes in flight, in both processes and the kernel, stay below a bound for any size of the file."""
@@ -377,7 +386,7 @@ def test_a_slow_receiver_holds_the_sender_back(receiver: Receiver, keys: Service
     while seen != requested:
         seen = requested
         threading.Event().wait(0.3)
-    assert requested <= MOST_ON_ITS_WAY_BYTES
+    assert requested <= most_on_its_way_bytes()
     size = requested
     go_on.set()
     sender.join(20)
