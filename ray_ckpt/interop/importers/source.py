@@ -70,6 +70,8 @@ def read_range(path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
 
 def read_bytes(path: Path, offset: int, nbytes: int) -> bytes:
     """Return a small range of a file. Raise CorruptionError if the file is shorter."""
+    if not 0 <= offset <= file_size(path):  # a damaged header may have any number
+        raise cut_short(path)
     with path.open("rb") as file:
         file.seek(offset)
         data = file.read(nbytes)
