@@ -1,4 +1,4 @@
-"""What a worker waits for before its group exists: a restart pays for each import on every rank."""
+"""Imports of a worker: each delays every restart, on every rank."""
 
 from __future__ import annotations
 
