@@ -32,6 +32,7 @@ FAILURE_DOMAIN_LABELS = ("rack", "ray.io/availability-zone", "zone", "topology.k
 
 MEMORY_MODES = ("auto", "double", "single", "stream")
 PREFETCH_MODES = ("auto", "always", "never")
+REPLICATE_MODES = ("shared", "full")
 Resume: TypeAlias = str  # "auto", "never", "must", "step:N" or the URI of a checkpoint
 _STEP = re.compile(r"step:(\d{1,12})\Z")
 
@@ -176,6 +177,13 @@ class RunOptions:
     verify_captures: bool = False
     """Compare each capture with a second, blocking copy, to find code that changes parameters outside of an
     optimizer step. Costs the time and the memory of that copy."""
+    replicate: str = "shared"
+    """Ranks that save what several ranks hold, such as the parameters with DDP. shared: one rank saves each
+    tensor; full: every rank saves all that it holds, and restores its own bytes at the same world size. Costs
+    memory, disk and bandwidth for all copies."""
+    replica_watch: bool = True
+    """Compare 1/53 of what several ranks hold at each save, another part each time, to find replicas that
+    have drifted apart. A difference is logged and recorded with the checkpoint; training goes on."""
     memory: str = "auto"
     """Memory on each node for captures. double: two copies of the state, so that a save need not wait until
     the previous one is on disk; single: one copy; stream: a small ring that is written to disk while it is
@@ -237,6 +245,8 @@ class RunOptions:
         self._need("memory", self.memory in MEMORY_MODES, f"one of {', '.join(MEMORY_MODES)}")
         modes = f"one of {', '.join(PREFETCH_MODES)}"
         self._need("prefetch", self.prefetch in PREFETCH_MODES, modes)
+        modes = f"one of {', '.join(REPLICATE_MODES)}"
+        self._need("replicate", self.replicate in REPLICATE_MODES, modes)
         domain = self.failure_domain
         good = isinstance(domain, str) and domain != ""
         self._need("failure_domain", good, "'auto', 'none' or the name of a Ray node label")

@@ -67,6 +67,9 @@ PHASE = Metric(
     ("phase",),
     _LONG,
 )
+REPLICA_FINDINGS = Metric(
+    "replica_findings", "counter", "Saves at which ranks that hold the same tensors had different bytes."
+)
 SKIPPED_SAVES = Metric(
     "skipped_saves", "counter", "Saves skipped because the one before was still being written; also dropped."
 )

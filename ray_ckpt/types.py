@@ -169,6 +169,22 @@ class SaveFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """Digests of the bytes that a save compares between replicas; reports of the same `group` are compared.
+
+    `group` is a digest of the window, the replicas and the tensors, `digests` has one for each piece of the
+    window, and `names` the tensors in these pieces, from the lowest of the `num_replicas` ranks only. `ranks`
+    are those that report this.
+    """
+
+    group: str
+    digests: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    num_replicas: int
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
     """One checkpoint as the log describes it."""
 
@@ -195,6 +211,7 @@ class CheckpointInfo:
     drilled_at_s: float | None = None  # Unix time of the last recovery drill of this checkpoint
     drill: str = ""  # outcome of that drill
     root_of: RootOf = "fragments"  # the files that `root_digest` covers
+    suspect: str = ""  # replicas that differed at this save, if any were found
 
     @property
     def step(self) -> int:

@@ -315,7 +315,11 @@ class NodeAgent(RelayEndpoints):
             raise Unavailable(f"Step {shard.attempt.step}: {reason}.")
         run.captures.seal(shard)
         event = n.ShardSealed(
-            attempt=shard.attempt, rank=shard.rank, replicated=shard.replicated, metrics=shard.metrics
+            attempt=shard.attempt,
+            rank=shard.rank,
+            replicated=shard.replicated,
+            metrics=shard.metrics,
+            watched=shard.watched,
         )
         run.host.handle(event)
         await run.captures.wait_released(shard)

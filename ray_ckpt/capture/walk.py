@@ -154,12 +154,16 @@ class Walked:
     def by_slice_key(self) -> dict[SliceKey, LiveSlice]:
         return {live.slice_key: live for live in self.slices}
 
-    def owned(self, rank: int, node_ranks: Sequence[int] = ()) -> tuple[LiveSlice, ...]:
+    def owned(
+        self, rank: int, node_ranks: Sequence[int] = (), *, full: bool = False
+    ) -> tuple[LiveSlice, ...]:
         """Return the slices that `rank` saves: its own slices, and its share of common slices.
 
         If the ranks on the node of `rank` are given, small plain tensors are saved once on each node, so that
-        the fragment of a node is enough for a restore of the same shape.
+        the fragment of a node is enough for a restore of the same shape. With `full` all slices are returned.
         """
+        if full:
+            return self.slices
         loads: dict[tuple[int, ...], dict[int, int]] = {}
         mine = [live for live in self.slices if live.ranks == (rank,)]
         common = [live for live in self.slices if len(live.ranks) > 1]

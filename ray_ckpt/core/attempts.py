@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from ray_ckpt.core.awaited import ranks_text
 from ray_ckpt.core.messages import NodeStored
+from ray_ckpt.core.replica_findings import finding
 from ray_ckpt.core.values import SessionNode
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.types import AttemptId, FileEntry, SaveFacts
@@ -147,6 +148,11 @@ class Attempt:
         """True if ranks report different values of content that they share (`<name>:<value>`)."""
         found = {name for stored in self.stored.values() for name in stored.replicated}
         return len(found) > len({name.rpartition(":")[0] for name in found})
+
+    @property
+    def finding(self) -> str:
+        """The text about replicas that differ; "" if none do, or if nodes were found without reports."""
+        return finding({stored.node_id: stored.watched for stored in self.stored.values()})
 
     @property
     def differing(self) -> tuple[int, ...]:

@@ -313,4 +313,5 @@ def _committed(op: Commit, record: LogRecord, run_uid: str, session: SessionInfo
         capture_s=op.capture_s,
         local_s=op.local_s,
         replicate_s=op.replicate_s,
+        suspect=op.suspect or "",
     )

@@ -31,6 +31,7 @@ from ray_ckpt.types import (
     Level,
     RankRestore,
     SaveFacts,
+    Watched,
 )
 
 # -- events ------------------------------------------------------------------------------------------
@@ -117,6 +118,7 @@ class NodeStored:
     metrics: Mapping[str, float] | None  # from the node of rank 0
     epoch: int | None = None  # the epoch that the node obeyed; None: this coordinator found the files
     facts: SaveFacts = field(default_factory=SaveFacts)  # about the node's ranks
+    watched: tuple[Watched, ...] = ()  # see `core/replica_findings`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.replica_findings import merged
 from ray_ckpt.core.values import Captured, SessionKey, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.format.names import attempt_of
-from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, Watched
 
 MAX_UNSETTLED = 8  # reported saves without an answer; a live coordinator answers within seconds
 MAX_SETTLED = 256  # outcomes kept to answer late requests
@@ -29,6 +30,7 @@ class _Save:
     replicated: set[str] = field(default_factory=set)
     written: dict[int, n.ShardWritten] = field(default_factory=dict)
     metrics: Mapping[str, float] | None = None
+    watched: dict[int, tuple[Watched, ...]] = field(default_factory=dict)  # by rank
     fragment: FileEntry | None = None  # set when all files of this node's part are on its disk
 
 
@@ -156,6 +158,7 @@ class NodeMachine:
             return
         save.sealed.add(event.rank)
         save.replicated.update(event.replicated)
+        save.watched[event.rank] = event.watched
         if event.metrics is not None:
             save.metrics = event.metrics
         yield n.WriteShard(attempt=event.attempt, rank=event.rank)
@@ -282,6 +285,7 @@ class NodeMachine:
             size_bytes=sum(file.size_bytes for file in files),
             replicated=tuple(sorted(save.replicated)),
             metrics=save.metrics,
+            watched=merged(save.watched),
         )
         for holder in here.holders:
             yield self._copy(save.attempt, here.node_index, holder)

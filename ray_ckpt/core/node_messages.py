@@ -9,7 +9,7 @@ from typing import TypeAlias
 from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.save_signal import SaveSignal
-from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, Watched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,7 @@ class ShardSealed:
     rank: int
     replicated: tuple[str, ...]  # see `SealedShard.replicated`
     metrics: Mapping[str, float] | None
+    watched: tuple[Watched, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +234,7 @@ class ReportStored:
     size_bytes: int  # of the fragment and all files that it lists
     replicated: tuple[str, ...]
     metrics: Mapping[str, float] | None
+    watched: tuple[Watched, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

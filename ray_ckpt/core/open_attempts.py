@@ -122,7 +122,10 @@ class OpenAttempts:
             return
         attempt.change("queued")
         attempt.commit_s = self._context.now_s
-        facts = attempt.facts()
+        facts, suspect = attempt.facts(), attempt.finding
+        if suspect:
+            self._context.measure(telemetry.REPLICA_FINDINGS)
+            yield m.Warn(text=f"Step {attempt.id.step}: replicas have drifted apart: {suspect}")
         self._context.ledger.append(
             r.Commit2(
                 session=attempt.id.session,
@@ -140,6 +143,7 @@ class OpenAttempts:
                 capture_s=facts.capture_s,
                 local_s=facts.local_s,
                 replicate_s=self._context.now_s - attempt.stored_s,
+                suspect=suspect or None,
             )
         )
 

@@ -251,6 +251,7 @@ class NodeHost:
                     metrics=effect.metrics,
                     epoch=effect.epoch,
                     facts=self.ports.facts(attempt),
+                    watched=effect.watched,
                 )
             case n.ReportCopied(attempt=attempt):
                 return m.ReplicaEnded(

@@ -95,6 +95,7 @@ class Commit:
     capture_s: float | None = None
     local_s: float | None = None
     replicate_s: float | None = None  # after `local_s`, until the level was reached or the wait ended
+    suspect: str | None = None  # replicas whose bytes differed at this save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,6 +430,7 @@ FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "cause": _cause,
     "reason": jsontext.text,
     "text": jsontext.text,
+    "suspect": optional(jsontext.text),
 }
 """Readers of the fields of ops; a name has the same meaning in every op."""
 _KNOWN = FIELDS.keys() | {"seq", "epoch", "writer", "prev", "time_s", "op"}

@@ -57,6 +57,7 @@ COLUMNS = pa.schema(
         pa.field("replicate_s", pa.float64()),
         pa.field("drilled_at_s", pa.float64()),
         pa.field("drill", pa.string()),
+        pa.field("suspect", pa.string()),
         pa.field("metrics", _NUMBERS),
         pa.field("pins", _NUMBERS),
     ]
@@ -76,6 +77,7 @@ _LATER: Mapping[str, float | str | None] = {
     **dict.fromkeys(_SECONDS),
     "mesh": "",
     "drill": "",
+    "suspect": "",
     "root_of": "files",
 }
 """Columns that older snapshots lack, with their default values."""

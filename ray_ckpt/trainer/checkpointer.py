@@ -185,7 +185,7 @@ class Checkpointer:
         if self._session is not None:
             raise ConfigError("restore() was called twice.", hint="Call it once, before the first step.")
         link, options = self._link, self._link.options
-        items = self._items = RankItems(self._objects, link.identity, partial_grads=options.partial_grads)
+        items = self._items = RankItems(self._objects, link.identity, options)
         warnings = gap_warnings(self._objects) if link.identity.rank == 0 else ()
         for warning in warnings:
             log.warning("%s", warning)

@@ -14,11 +14,12 @@ from operator import is_not
 import torch
 
 from ray_ckpt.capture.arena import Arena, Ring
+from ray_ckpt.capture.replica_watch import ReplicaWatch, WindowDigests
 from ray_ckpt.capture.walk import LiveSlice, SliceKey, Walked, bytes_digest
 from ray_ckpt.errors import CheckpointError, text_of
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.trainer.link import Identity, SaveLink, SealedShard
-from ray_ckpt.types import AttemptId
+from ray_ckpt.types import AttemptId, Watched
 
 log = logging.getLogger("ray_ckpt")
 
@@ -57,6 +58,7 @@ class CopyPlan:
     background: Set[str]
     guarded: Set[int]  # storages of the tensors in `background`
     mesh: str
+    watch: ReplicaWatch | None  # None: the option is off
 
     def followed(self, whole: tuple[LiveSlice, ...]) -> CopyPlan | None:
         """Return the plan for the same slices if the tensors of some slices were replaced.
@@ -83,26 +85,38 @@ class CopyPlan:
 class SharedDigest:
     """The digest that all ranks must agree on; with `content` it includes the bytes of shared tensors.
 
-    Bytes that change only in optimizer steps are read during the copy; all other bytes are read at once.
+    Bytes that change only in optimizer steps are read during the copy; all other bytes are read at once. So
+    are those of `window`, the digests that a difference of makes a finding only.
     """
 
-    def __init__(self, walked: Walked, identity: Identity, *, content: bool) -> None:
+    def __init__(
+        self, walked: Walked, identity: Identity, *, content: bool, window: WindowDigests | None
+    ) -> None:
         self._walked = walked
         self._identity = identity
         self._left = {live.slice.key: live for live in walked.shared(identity.ranks)} if content else {}
         self._contents: dict[str, str] = {}
         self._content = content
+        self._window = window
 
     def add_now(self, background: Set[str]) -> None:
         """Read bytes that may change at any time, and bytes on a device; this thread has its stream."""
         for key, live in list(self._left.items()):
             if key not in background or live.tensor.device.type != "cpu":
                 self._contents[key] = bytes_digest(self._left.pop(key).tensor)
+        if self._window is not None:
+            self._window.add_now(background)
 
     def complete(self) -> None:
         while self._left:
             key, live = self._left.popitem()
             self._contents[key] = bytes_digest(live.tensor)
+        if self._window is not None:
+            self._window.complete()
+
+    def watched(self) -> tuple[Watched, ...]:
+        """Return the digests that are compared between replicas; () without any."""
+        return self._window.reports() if self._window is not None else ()
 
     def text(self) -> str:
         """Return `<part>:<digest>`, or with bytes `<part>/content:<digest>`.
@@ -178,6 +192,7 @@ class Handoff:
             mesh=self._plan.mesh,
             stall_s=self._stall_s(parts.began_s),
             capture_s=time.monotonic() - parts.began_s,
+            watched=self._digest.watched(),
         )
         try:
             sealed = self._link.seal(shard)

@@ -20,7 +20,7 @@ from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.restore.reader import RestoreTicket, SharedRows
-from ray_ckpt.types import AttemptId, GroupPart, Level, RankRestore, ranks_of
+from ray_ckpt.types import AttemptId, GroupPart, Level, RankRestore, Watched, ranks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,7 @@ class SealedShard:
     mesh: str  # mesh of the DTensors, in the form of `SaveFacts`
     stall_s: float  # time for which the save has blocked training so far
     capture_s: float  # time since the save began
+    watched: tuple[Watched, ...] = ()  # digests that are compared between replicas
 
 
 class RankLink(Protocol):

@@ -21,6 +21,7 @@ from ray_ckpt.capture.predict import with_predictions
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.unregistered import find_gaps
 from ray_ckpt.capture.walk import Walked, walk
+from ray_ckpt.config import RunOptions
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.format.tree import encode_tree
 from ray_ckpt.trainer.link import Identity
@@ -33,10 +34,11 @@ MAX_POSTPONED = 1_000  # steps of an accumulation window; gradients that wait lo
 class RankItems:
     """The items of a Checkpointer after its restore: registered objects, random state, gradients."""
 
-    def __init__(self, objects: Mapping[str, Any], identity: Identity, *, partial_grads: bool) -> None:
+    def __init__(self, objects: Mapping[str, Any], identity: Identity, options: RunOptions) -> None:
         """Make an item of each object. Raises UnsupportedItem for an object that cannot be saved."""
         self.objects = objects
         self._identity = identity
+        self._is_full = options.replicate == "full"
         self._walked: Walked | None = None  # the result of the previous walk
         self._num_postponed = 0  # steps for which a save has waited
         owners = {n: o for n, o in objects.items() if isinstance(o, nn.Module | nn.Parameter)}
@@ -45,7 +47,7 @@ class RankItems:
         self.stepped = [item.stepped for item in self.items.values() if isinstance(item, BaseOptimizerItem)]
         plain = [stepped for stepped in self.stepped if isinstance(stepped, torch.optim.Optimizer)]
         self.window = Window(plain, [o for o in owners.values() if isinstance(o, nn.Module)])
-        if partial_grads:
+        if options.partial_grads:
             self.items["gradients"] = GradientsItem(
                 owners, window=self.window, world_size=identity.world_size
             )
@@ -75,7 +77,7 @@ class RankItems:
     def predicted_layout(self, walked: Walked) -> ShardLayout:
         """Return the layout of this rank's shard once every optimizer has its state."""
         whole = with_predictions(walked, self.items, ranks=self._identity.ranks)
-        owned = whole.owned(self._identity.rank, self._identity.node_ranks)
+        owned = whole.owned(self._identity.rank, self._identity.node_ranks, full=self._is_full)
         return build_layout(live.slice for live in owned)
 
     def preflight(self) -> ShardLayout:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -22,8 +22,9 @@ from ray_ckpt.capture.overlap_guard import (
     hooks_in_backward,
     optimized,
 )
+from ray_ckpt.capture.replica_watch import ReplicaWatch
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
-from ray_ckpt.capture.walk import Walked
+from ray_ckpt.capture.walk import LiveSlice, Walked
 from ray_ckpt.errors import ConfigError, InsufficientSpace, Unavailable, text_of
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.trainer.handoff import CopyPlan, Handoff, SaveBuffer, SaveParts, SharedDigest
@@ -51,6 +52,7 @@ class Saver:
         self._session = session
         self.optimizers: tuple[Stepped, ...] = tuple(optimizers)
         options = link.options
+        self._is_full = options.replicate == "full"
         self._stall_s: float | None = None  # blocked time of the last save; None: the save still blocks
         self._snapshotter = Snapshotter(
             overlap=options.overlap, verify=options.verify_captures, waited=on_wait
@@ -198,7 +200,10 @@ class Saver:
         plan = self._plan_of(walked)
         self._fit(plan.layout)
         buffer = self._buffers[0]
-        digest = SharedDigest(walked, self._link.identity, content=parts.compare_content)
+        identity = self._link.identity
+        window = plan.watch.digests(walked.slices, parts.attempt.step, identity.rank) if plan.watch else None
+        content = parts.compare_content and not self._is_full
+        digest = SharedDigest(walked, identity, content=content, window=window)
         digest.add_now(plan.background)
         handoff = Handoff(self._link, buffer, plan, parts, digest, self._stalled_s)
         self._buffers.rotate(-1)
@@ -253,7 +258,8 @@ class Saver:
         if plan is not None and plan.whole is not walked.slices:
             plan = self._plan = plan.followed(walked.slices)
         if plan is None or plan.optimized != found:
-            owned = walked.owned(self._link.identity.rank, self._link.identity.node_ranks)
+            identity = self._link.identity
+            owned = walked.owned(identity.rank, identity.node_ranks, full=self._is_full)
             layout = self._layout_of(frozenset(live.slice for live in owned))
             by_key = walked.by_slice_key
             order = [(placed.slice.key, placed.slice.offset) for placed in layout.slices]
@@ -271,8 +277,13 @@ class Saver:
                     if live.changes_in_step and live.slice.key in background
                 },
                 mesh=mesh_text(held.leaf for held in walked.held.values()),
+                watch=self._watch_of(walked.slices),
             )
         return plan
+
+    def _watch_of(self, slices: Sequence[LiveSlice]) -> ReplicaWatch | None:
+        options = self._link.options
+        return ReplicaWatch(slices, every_steps=options.every_steps) if options.replica_watch else None
 
     def _layout_of(self, slices: frozenset[Slice]) -> ShardLayout:
         """Return the layout of these slices: the previous layout unless shapes or placements have changed."""
