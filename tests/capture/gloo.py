@@ -47,7 +47,7 @@ def run_processes(kind: str, world_size: int, folder: Path, files: Files | None)
 def _rank(rank: int, kind: str, world_size: int, folder: Path, before: Any) -> None:
     """Restore what was there before, compare it with the whole, take a step, and save that."""
     torch.set_num_threads(1)
-    with _group(rank, world_size, folder / "rendezvous"):
+    with group(rank, world_size, folder / "rendezvous"):
         model: Any = _build(kind)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=True)
         items = items_of(model=model, optimizer=optimizer)
@@ -69,7 +69,7 @@ def _rank(rank: int, kind: str, world_size: int, folder: Path, before: Any) -> N
 
 
 @contextlib.contextmanager
-def _group(rank: int, world_size: int, rendezvous: Path) -> Iterator[None]:
+def group(rank: int, world_size: int, rendezvous: Path) -> Iterator[None]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     yield
