@@ -259,6 +259,7 @@ class RunView:
     needed_in_cluster: tuple[int, ...]  # of these: newer than any on the storage path, pinned, or in upload
     warning: str  # the last warning, "" if there was none
     warning_age_s: float | None
+    suspect: str = ""  # the newest finding about replicas in this session, with its step
     is_put_away: bool = False  # the run has finished, and its files on the nodes are deleted
     awaited: tuple[Awaited, ...] = ()  # ranks whose restore, save or progress report others wait for
 

@@ -76,6 +76,7 @@ def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -
         needed_in_cluster=needed_in_cluster(machine, wall_s),
         warning=seen.warning,
         warning_age_s=wall_s - seen.warned_at_s if seen.warning else None,
+        suspect=_suspect(machine),
         awaited=machine.view.awaited(),
     )
 
@@ -85,6 +86,13 @@ def _step(machine: RunMachine) -> int:
     plan, lineage = machine.plan, machine.history.lineage()
     own = lineage[-1].step if plan is not None and lineage and lineage[-1].id.session == plan.session else 0
     return max(machine.view.last_step, own)
+
+
+def _suspect(machine: RunMachine) -> str:
+    plan, found = machine.plan, machine.history.suspect
+    if plan is None or found is None or found.id.session != plan.session:
+        return ""
+    return f"step {found.step}: {found.suspect}"
 
 
 def _newest(machine: RunMachine, wall_s: float) -> tuple[NewestView, ...]:

@@ -77,6 +77,7 @@ def checkpoints_table(
         "verified_at": _times([c.verified_at_s for c in known]),
         "drilled_at": _times([c.drilled_at_s for c in known]),
         "drill": pa.array([c.drill or None for c in known], pa.string()),
+        "suspect": pa.array([c.suspect or None for c in known], pa.string()),
         "stall_s": pa.array([c.stall_s for c in known], pa.float64()),
         "capture_s": pa.array([c.capture_s for c in known], pa.float64()),
         "local_s": pa.array([c.local_s for c in known], pa.float64()),
@@ -201,8 +202,8 @@ def _event_text(op: records.Op, history: RunHistory) -> str:
         case records.Session(resumed_from=source, world_size=world, num_nodes=nodes):
             start = "scratch" if source is None else f"step {history.checkpoints[source].step}"
             return f"from {start}, {world} ranks on {nodes} nodes"
-        case records.Commit(size_bytes=size, replicas=copies):
-            return f"{size} bytes, {copies} replicas"
+        case records.Commit(size_bytes=size, replicas=copies, suspect=suspect):
+            return f"{size} bytes, {copies} replicas" + (f"; differing: {suspect}" if suspect else "")
         case records.Promote(replicas=copies):
             return f"{copies} replicas"
         case records.Epoch(service=service):

@@ -55,6 +55,7 @@ def info_json(view: CheckpointView) -> dict[str, Any]:
         "verified_at_s": info.verified_at_s,
         "drilled_at_s": info.drilled_at_s,
         "drill": info.drill or None,
+        "suspect": info.suspect or None,
         "stall_s": info.stall_s,
         "capture_s": info.capture_s,
         "local_s": info.local_s,

@@ -51,6 +51,7 @@ class RunHistory:
         self.sessions: dict[int, SessionInfo] = {}  # by number, in log order
         self.checkpoints: dict[str, CheckpointInfo] = {}  # by attempt, in log order
         self.drilled_at_s: float | None = None  # Unix time of the last passed drill of any checkpoint
+        self.suspect: CheckpointInfo | None = None  # the newest checkpoint with replicas that differed
         self._live: dict[str, CheckpointInfo] = {}  # the live entries of `checkpoints`
 
     @classmethod
@@ -65,6 +66,7 @@ class RunHistory:
         history._live = {name: c for name, c in history.checkpoints.items() if c.state == "live"}
         for checkpoint in (c for c in snapshot.checkpoints if c.drilled_at_s is not None):
             history._note_drill(checkpoint)
+        history.suspect = next((c for c in reversed(snapshot.checkpoints) if c.suspect), None)
         return history
 
     def to_snapshot(self, time_s: float) -> LogSnapshot:
@@ -156,6 +158,8 @@ class RunHistory:
         name = checkpoint.id.attempt
         self.checkpoints[name] = checkpoint
         self._note_drill(checkpoint)
+        if checkpoint.suspect and checkpoint.seq >= (self.suspect.seq if self.suspect else 0):
+            self.suspect = checkpoint
         if checkpoint.state == "live":
             self._live[name] = checkpoint
         else:

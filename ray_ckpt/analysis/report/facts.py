@@ -309,7 +309,14 @@ def drawn_events(log: pa.Table) -> Sequence[Event]:
 
 def verdicts(report: RunReport) -> Sequence[Verdict]:
     """Return the answers to the first questions about a run, in order of importance."""
-    found = (_protection(report), _training(report), _last_trouble(report), _share(report), _checks(report))
+    found = (
+        _protection(report),
+        _replicas(report),
+        _training(report),
+        _last_trouble(report),
+        _share(report),
+        _checks(report),
+    )
     return [verdict for verdict in found if verdict is not None]
 
 
@@ -440,6 +447,17 @@ def _checks(report: RunReport) -> Verdict:
     return Verdict(tone="good" if passed else "bad", title=title, head=head, text=text)
 
 
+def _replicas(report: RunReport) -> Verdict | None:
+    """Return the newest finding of the replica watch; None without one."""
+    found = [info for info in report.checkpoints if info.suspect]
+    if not found:
+        return None
+    text = f"Step {found[-1].step}: {short_text(found[-1].suspect)}."
+    return Verdict(
+        tone="bad", title="Replicas", head=f"differed at {count_text(len(found), 'save')}", text=text
+    )
+
+
 # Texts
 
 
@@ -537,6 +555,7 @@ def _checkpoint_json(info: CheckpointInfo, report: RunReport) -> dict[str, Any]:
         "verified_at_s": info.verified_at_s,
         "drilled_at_s": info.drilled_at_s,
         "drill": info.drill,
+        "suspect": info.suspect or None,
         "pins": list(pinned_by(info, report.now_s)),
         "metrics": jsontext.metrics_json(info.metrics),
     }
