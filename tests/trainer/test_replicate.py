@@ -1,0 +1,81 @@
+"""Option `replicate`: who saves what several ranks hold, and what each rank restores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ray_ckpt.config import RunOptions
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.format.manifest import check_coverage
+from ray_ckpt.trainer.checkpointer import Checkpointer
+from tests.capture.local import LocalLink, restored_from
+
+RANKS = 2
+
+
+def model(rank: int) -> torch.nn.Module:
+    """Return a model that has drifted apart: each rank has its own bytes."""
+    made = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(rank + 1.0)
+    return made
+
+
+def saved(folder: Path, options: RunOptions) -> list[LocalLink]:
+    links = []
+    for rank in range(RANKS):
+        link = LocalLink(options, rank=rank, world_size=RANKS)
+        ckpt = Checkpointer(link=link, model=model(rank))
+        ckpt.restore()
+        assert ckpt.save(1)
+        ckpt.wait("local")
+        ckpt.close()
+        links.append(link)
+    return links
+
+
+@pytest.mark.parametrize("memory", ["double", "stream"])
+def test_with_full_each_rank_saves_all_and_restores_its_own_bytes(tmp_path: Path, memory: str) -> None:
+    options = RunOptions(replicate="full", memory=memory)
+    links = saved(tmp_path, options)
+    rows = [row for link in links for row in link.write(tmp_path, 1)]
+    check_coverage(rows)
+    assert len({row.file for row in rows if row.kind == "slice"}) == RANKS
+    assert all("/content" not in text for link in links for text in link.sealed[0].replicated)
+    for world_size, expected in ((2, (1.0, 2.0)), (1, (1.0,)), (3, (1.0, 1.0, 1.0))):
+        for rank in range(world_size):
+            link = restored_from(
+                tmp_path, 1, rows, options, saved_ranks=RANKS, rank=rank, world_size=world_size
+            )
+            restored = model(7)
+            ckpt = Checkpointer(link=link, model=restored)
+            ckpt.restore()
+            ckpt.close()
+            values = {value for p in restored.parameters() for value in p.detach().view(-1).tolist()}
+            assert values == {expected[rank]}, (world_size, rank)
+
+
+def test_with_shared_each_tensor_is_saved_once(tmp_path: Path) -> None:
+    links = saved(tmp_path, RunOptions())
+    keys = [row.slice.key for link in links for row in link.write(tmp_path, 1) if row.slice]
+    names = [key for key in keys if "rng" not in key]
+    assert len(names) == len(set(names))
+    assert any("/content" in text for text in links[0].sealed[0].replicated)
+
+
+def test_the_watch_can_be_turned_off() -> None:
+    link = LocalLink(RunOptions(replica_watch=False), world_size=RANKS)
+    ckpt = Checkpointer(link=link, model=model(0))
+    ckpt.restore()
+    assert ckpt.save(1)
+    ckpt.close()
+    assert link.sealed[0].watched == ()
+
+
+def test_another_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"replicate is 'all'.*shared, full"):
+        RunOptions(replicate="all")
