@@ -33,6 +33,7 @@ ROWS: Mapping[str, str] = {  # name -> module of this package, with a function `
     "snapshot": "snapshot",
     "device": "device",
     "small": "small",
+    "watch": "watch",
     "overhead": "overhead",
     "disk": "disk",
     "wire": "wire",

@@ -115,7 +115,7 @@ class _GroupDigests:
             for piece in self.pieces
             for chunk, live in piece
         ]
-        kinds = sorted({live.tensor.device.type == "cpu" for piece in self.pieces for _, live in piece})
+        kinds = sorted({_is_on_host(live) for piece in self.pieces for _, live in piece})
         label = json.dumps([window, ranks, described, kinds, [len(piece) for piece in self.pieces]])
         self.group = digest(label.encode())[:_HEX]
         self.num_replicas = len(ranks)
@@ -140,7 +140,7 @@ class WindowDigests:
         """Read bytes that may change at any time; begin to read those on a device, and wait for nothing."""
         with torch.no_grad():
             for place, chunk, live in self._all():
-                if live.tensor.device.type != "cpu":
+                if not _is_on_host(live):
                     self._sums.append((place, device_sum(_flat(chunk, live))))
                 elif live.slice.key not in background:
                     self._parts[place] = _host_digest(chunk, live)
@@ -150,7 +150,7 @@ class WindowDigests:
         """Read the other bytes; called before they may change."""
         with torch.no_grad():
             for place, chunk, live in self._all():
-                if live.tensor.device.type == "cpu" and place not in self._parts:
+                if place not in self._parts and _is_on_host(live):
                     self._parts[place] = _host_digest(chunk, live)
 
     def reports(self) -> tuple[Watched, ...]:
@@ -188,16 +188,19 @@ class WindowDigests:
         for device in dict.fromkeys(found.device for _, found in self._sums):
             places = [place for place, found in self._sums if found.device == device]
             sums = torch.stack([found for _, found in self._sums if found.device == device])
-            module = torch.get_device_module(device)
             if device.type == "cuda":
                 host = torch.empty(len(places), dtype=torch.int64, pin_memory=True)
                 host.copy_(sums, non_blocking=True)
-                event = module.Event()
-                event.record(module.current_stream(device))
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
                 self._copied.append((places, host, event))
             else:
                 self._copied.append((places, sums.cpu(), None))
         self._sums = []
+
+
+def _is_on_host(live: LiveSlice) -> bool:
+    return bool(live.tensor.is_cpu)
 
 
 def _flat(chunk: _Chunk, live: LiveSlice) -> torch.Tensor:

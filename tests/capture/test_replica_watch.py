@@ -124,3 +124,20 @@ def test_a_sum_notices_every_bit(dtype: torch.dtype, elements: int, monkeypatch:
 def test_tensors_that_are_not_contiguous_are_read_in_their_own_order() -> None:
     plain = torch.arange(60.0).reshape(6, 10)
     assert reports([live("w", plain)], 7) == reports([live("w", plain.t().contiguous().t())], 7)
+
+
+def test_sums_of_a_device_are_digests_too_and_not_compared_with_those_of_a_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_host = {step: reports(state(3), step) for step in range(WINDOWS)}
+    monkeypatch.setattr("ray_ckpt.capture.replica_watch._is_on_host", lambda live: False)
+    found = set()
+    for step in range(WINDOWS):
+        there, other = state(3), state(3)
+        flip(other[-1].tensor, 5)
+        assert reports(there, step) == reports(state(3), step)
+        if reports(there, step) != reports(other, step):
+            found.add(step)
+        groups = {watched.group for watched in reports(there, step)}
+        assert groups.isdisjoint(watched.group for watched in on_host[step])
+    assert len(found) == 1
