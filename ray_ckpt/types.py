@@ -173,14 +173,13 @@ class Watched:
     """Digests of the bytes that a save compares between replicas; reports of the same `group` are compared.
 
     `group` is a digest of the window, the replicas and the tensors, `digests` has one for each piece of the
-    window, and `names` the tensors in these pieces, from the lowest of the `num_replicas` ranks only. `ranks`
+    window, and `names` the tensors in these pieces, from the lowest of the replicas only. `ranks`
     are those that report this.
     """
 
     group: str
     digests: tuple[str, ...]
     names: tuple[str, ...] = ()
-    num_replicas: int
     ranks: tuple[int, ...] = ()
 
 

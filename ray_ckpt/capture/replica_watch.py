@@ -118,7 +118,6 @@ class _GroupDigests:
         kinds = sorted({_is_on_host(live) for piece in self.pieces for _, live in piece})
         label = json.dumps([window, ranks, described, kinds, [len(piece) for piece in self.pieces]])
         self.group = digest(label.encode())[:_HEX]
-        self.num_replicas = len(ranks)
         self.names = tuple(map(_name, self.pieces)) if rank == ranks[0] else ()
 
 
@@ -166,7 +165,6 @@ class WindowDigests:
                 group=group.group,
                 digests=tuple(self._text(at, number, piece) for number, piece in enumerate(group.pieces)),
                 names=group.names,
-                num_replicas=group.num_replicas,
             )
             for at, group in enumerate(self._groups)
         )

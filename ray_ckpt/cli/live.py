@@ -323,6 +323,6 @@ def _notes(run: RunView) -> Iterator[str]:
     if run.records_waiting > 1:
         yield f"{run.records_waiting} records wait for the log's store"
     if run.suspect:
-        yield f"replicas have drifted apart, {run.suspect}"
+        yield f"data-parallel replicas have drifted apart, {run.suspect}"
     if run.warning:
         yield f"last warning, {age_text(run.warning_age_s or 0.0)} ago: {run.warning}"

@@ -125,7 +125,7 @@ class OpenAttempts:
         facts, suspect = attempt.facts(), attempt.finding
         if suspect:
             self._context.measure(telemetry.REPLICA_FINDINGS)
-            yield m.Warn(text=f"Step {attempt.id.step}: replicas have drifted apart: {suspect}")
+            yield m.Warn(text=f"Step {attempt.id.step}: data-parallel replicas have drifted apart: {suspect}")
         self._context.ledger.append(
             r.Commit2(
                 session=attempt.id.session,

@@ -18,8 +18,8 @@ from tests.core.driver import Harness
 Finding = Callable[[Mapping[str, Sequence[Watched]]], str]
 
 
-def report(digests: str, *, group: str = "g", names: str = "", num: int = 3) -> Watched:
-    return Watched(group=group, digests=tuple(digests), names=tuple(names), num_replicas=num)
+def report(digests: str, *, group: str = "g", names: str = "") -> Watched:
+    return Watched(group=group, digests=tuple(digests), names=tuple(names))
 
 
 def on_nodes(ranks: Mapping[int, Watched], per_node: int = 1) -> dict[str, tuple[Watched, ...]]:
@@ -61,7 +61,7 @@ def check(found: Finding, seed: int) -> None:
     groups = {shard: [rank for rank in range(world_size) if rank % num_shards == shard] for shard in range(2)}
     wrong = dice.sample(groups[0], dice.randint(0, len(groups[0]) - 1)) if len(groups[0]) > 1 else []
     ranks = {
-        rank: report("x" if rank in wrong else str(shard), group=str(shard), num=len(members))
+        rank: report("x" if rank in wrong else str(shard), group=str(shard))
         for shard, members in groups.items()
         for rank in members
     }
@@ -126,7 +126,7 @@ def test_a_finding_is_in_the_commit_and_drops_nothing() -> None:
     assert checkpoint.suspect == commit.suspect
     warnings = [effect.text for effect in effects if isinstance(effect, m.Warn)]
     assert [text for text in warnings if "drifted apart" in text] == [
-        f"Step 10: replicas have drifted apart: {commit.suspect}"
+        f"Step 10: data-parallel replicas have drifted apart: {commit.suspect}"
     ]
 
 

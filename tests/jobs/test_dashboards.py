@@ -293,6 +293,11 @@ CASES = (
         {99: "", 110: "RayCkptServiceFailures"},
     ),
     _case(
+        "replicas differ",
+        {'ray_ckpt_replica_findings_total{run="r"}': "_x50 1x900"},
+        {49: "", 51: "RayCkptReplicasDiffer"},
+    ),
+    _case(
         "a drill failed",
         {'ray_ckpt_drills_total{run="r", outcome="failed"}': "_x50 1x900"},
         {49: "", 51: "RayCkptDrillFailed"},
