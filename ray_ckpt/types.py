@@ -173,8 +173,8 @@ class Watched:
     """Digests of the bytes that a save compares between replicas; reports of the same `group` are compared.
 
     `group` is a digest of the window, the replicas and the tensors, `digests` has one for each piece of the
-    window, and `names` the tensors in these pieces, from the lowest of the replicas only. `ranks`
-    are those that report this.
+    window, and `names` the tensors in these pieces, from the lowest of the replicas only. `ranks` are those
+    that report this.
     """
 
     group: str

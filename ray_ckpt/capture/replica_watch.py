@@ -25,7 +25,8 @@ WINDOWS = 53  # 2 % of the bytes at each save; prime, so that saves at any regul
 MAX_PIECES = 8  # digests of one group in one report: about 100 bytes for each rank
 MAX_GROUPS = 8  # groups of replicas of a rank, those with most bytes; a mesh has one or two by dimension
 SUM_ELEMENTS = 1 << 21  # elements that are summed at once: 50 MB of device memory
-_HEX = 8  # digits of a digest: one of 4e9 differences is missed in a save, and found in the next rotation
+_HEX = 8  # digits of a digest: one of 4e9 differences is missed
+_GROUP_HEX = 16  # digits that name a group: two groups with one name would be a finding without a cause
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: 2**64 / golden ratio, as int64
 _INTS = {1: torch.uint8, 2: torch.int16}
 
@@ -35,6 +36,7 @@ class _Group:
     """The slices that the same ranks hold, as indexes, with the end of each in the bytes of the group."""
 
     ranks: tuple[int, ...]
+    label: str  # digest of `ranks`, of which there may be thousands
     indexes: tuple[int, ...]
     ends: tuple[int, ...]
 
@@ -62,7 +64,8 @@ class ReplicaWatch:
         for ranks, indexes in by_ranks.items():
             indexes.sort(key=lambda index: slices[index].slice_key)
             ends = tuple(accumulate(slices[index].nbytes for index in indexes))
-            groups.append(_Group(ranks=ranks, indexes=tuple(indexes), ends=ends))
+            label = digest(json.dumps(ranks).encode())
+            groups.append(_Group(ranks=ranks, label=label, indexes=tuple(indexes), ends=ends))
         self._groups = sorted(groups, key=lambda group: (-group.ends[-1], group.ranks))[:MAX_GROUPS]
 
     def window(self, step: int) -> int:
@@ -76,7 +79,7 @@ class ReplicaWatch:
         for group in self._groups:
             chunks = tuple(_chunks(group, slices, window))
             if chunks:
-                found.append(_GroupDigests(group.ranks, chunks, slices, window, rank))
+                found.append(_GroupDigests(group, chunks, slices, window, rank))
         return WindowDigests(found)
 
 
@@ -100,7 +103,7 @@ class _GroupDigests:
 
     def __init__(
         self,
-        ranks: tuple[int, ...],
+        group: _Group,
         chunks: tuple[_Chunk, ...],
         slices: Sequence[LiveSlice],
         window: int,
@@ -116,9 +119,9 @@ class _GroupDigests:
             for chunk, live in piece
         ]
         kinds = sorted({_is_on_host(live) for piece in self.pieces for _, live in piece})
-        label = json.dumps([window, ranks, described, kinds, [len(piece) for piece in self.pieces]])
-        self.group = digest(label.encode())[:_HEX]
-        self.names = tuple(map(_name, self.pieces)) if rank == ranks[0] else ()
+        label = json.dumps([window, group.label, described, kinds, [len(piece) for piece in self.pieces]])
+        self.group = digest(label.encode())[:_GROUP_HEX]
+        self.names = tuple(map(_name, self.pieces)) if rank == group.ranks[0] else ()
 
 
 def _name(piece: Sequence[tuple[_Chunk, LiveSlice]]) -> str:
@@ -189,7 +192,7 @@ class WindowDigests:
             if device.type == "cuda":
                 host = torch.empty(len(places), dtype=torch.int64, pin_memory=True)
                 host.copy_(sums, non_blocking=True)
-                event = torch.cuda.Event()
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(torch.cuda.current_stream(device))
                 self._copied.append((places, host, event))
             else:
@@ -213,7 +216,7 @@ def device_sum(flat: torch.Tensor) -> torch.Tensor:
     """Return the sum of the integers in a tensor's bytes, each times an odd number, modulo 2**64.
 
     The sum is exact, so its order does not matter. A change of one integer, such as a flipped bit, always
-    changes the sum; changes of several cancel each other with a probability of about 2**-64.
+    changes the sum; changes of several cancel each other by a rare coincidence only.
     """
     ints = flat.view(_INTS.get(flat.element_size(), torch.int32))
     weights = torch.arange(min(SUM_ELEMENTS, len(ints)), dtype=torch.int64, device=flat.device)

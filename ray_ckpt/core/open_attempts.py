@@ -33,6 +33,7 @@ class OpenAttempts:
         self._context, self._progress, self._times = context, progress, times
         self._attempts: dict[str, Attempt] = {}
         self._dropped: deque[str] = deque(maxlen=MAX_DROPPED)
+        self._num_findings = 0  # saves of this coordinator at which replicas differed
 
     def __len__(self) -> int:
         return len(self._attempts)
@@ -124,8 +125,7 @@ class OpenAttempts:
         attempt.commit_s = self._context.now_s
         facts, suspect = attempt.facts(), attempt.finding
         if suspect:
-            self._context.measure(telemetry.REPLICA_FINDINGS)
-            yield m.Warn(text=f"Step {attempt.id.step}: data-parallel replicas have drifted apart: {suspect}")
+            yield from self._warn_of_replicas(attempt.id.step, suspect)
         self._context.ledger.append(
             r.Commit2(
                 session=attempt.id.session,
@@ -146,6 +146,13 @@ class OpenAttempts:
                 suspect=suspect or None,
             )
         )
+
+    def _warn_of_replicas(self, step: int, suspect: str) -> Iterator[m.Effect]:
+        """Count a finding; warn of the first one, and each time that the number has doubled."""
+        self._context.measure(telemetry.REPLICA_FINDINGS)
+        self._num_findings += 1
+        if self._num_findings.bit_count() == 1:
+            yield m.Warn(text=f"Step {step}: data-parallel replicas have drifted apart: {suspect}.")
 
     def _objection(self, attempt: Attempt, copies: int) -> CheckpointError | None:
         """Return the error that forbids the commit of an attempt with `copies` copies, or None."""

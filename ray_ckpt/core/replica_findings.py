@@ -12,7 +12,7 @@ from ray_ckpt.core.awaited import ranks_text
 from ray_ckpt.types import Watched
 
 MAX_NAMED = 4  # differences in the text of a finding; the log keeps the text in each commit
-MAX_TEXT = 1000  # characters of that text; names of tensors may be long
+MAX_TEXT = 500  # characters of that text; names of tensors may be long
 
 
 def merged(reports: Mapping[int, Iterable[Watched]]) -> tuple[Watched, ...]:

@@ -126,7 +126,7 @@ def test_a_finding_is_in_the_commit_and_drops_nothing() -> None:
     assert checkpoint.suspect == commit.suspect
     warnings = [effect.text for effect in effects if isinstance(effect, m.Warn)]
     assert [text for text in warnings if "drifted apart" in text] == [
-        f"Step 10: data-parallel replicas have drifted apart: {commit.suspect}"
+        f"Step 10: data-parallel replicas have drifted apart: {commit.suspect}."
     ]
 
 
