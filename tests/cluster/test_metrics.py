@@ -59,6 +59,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
 ALERTS = "Alerts that fire"  # the panel
 RARE = {  # what a training of which nothing is lost, and nothing drilled, has none of
     t.SKIPPED_SAVES,
+    t.REPLICA_FINDINGS,
     t.INTERRUPTIONS,
     t.FAILURES,
     t.CORRUPT,

@@ -15,13 +15,16 @@ import ray
 import torch
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from typer.testing import CliRunner
 
 import ray_ckpt
 from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors import names
 from ray_ckpt.actors.client import coordinator
 from ray_ckpt.actors.messages import RunStatus
+from ray_ckpt.capture.replica_watch import WINDOWS
 from ray_ckpt.catalog.catalog import Catalog, verify_directory
+from ray_ckpt.cli import app
 from ray_ckpt.errors import (
     CollectiveError,
     ConfigError,
@@ -291,6 +294,30 @@ def test_parameters_that_differ_between_ranks_are_not_silently_dropped(
     with pytest.raises(CollectiveError, match="do not hold the same parameters"):
         spare_group.run(train_unsharded_norm, "drift", storage)
     assert not Catalog(f"{storage}/drift").checkpoints
+
+
+def drift_apart(run: str, storage: str, **options: Any) -> None:
+    """Train with a parameter that both ranks hold, of which rank 1 changes every element at step 4."""
+    training = Training(run, storage, every_steps=1, keep_last=20, **options)
+    own = torch.nn.Parameter(torch.zeros(100 * WINDOWS))  # nearly all that both hold
+    ckpt = ray_ckpt.Checkpointer(model=training.model, optimizer=training.optimizer, own=own)
+    for step in ckpt.steps(total=8):
+        training.step()
+        if step == 4 and training.rank == 1:
+            own.data.add_(1)
+        ckpt.step(step)
+        ckpt.wait("local")
+    ckpt.close()
+
+
+def test_parameters_that_drift_apart_later_are_found_and_saved(group: RankGroup, storage: str) -> None:
+    group.run(drift_apart, "apart", storage)
+    catalog = Catalog(f"{storage}/apart")
+    found = {info.step: info.suspect for info in catalog.checkpoints}
+    text = "own: rank(s) 0 and rank(s) 1 differ, no majority shows which is wrong"
+    assert found == {step: text if step >= 4 else "" for step in range(1, 9)}
+    answer = CliRunner().invoke(app, ["status", "apart"], catch_exceptions=False)
+    assert "drifted apart, step 8: own" in " ".join(answer.stdout.split())
 
 
 def train_wider(run: str, storage: str) -> None:
