@@ -156,7 +156,7 @@ class CheckpointView:
             ("took", _phases_text(info)),
             ("verified at", to_datetime(info.verified_at_s) or ""),
             ("drill", info.drill),
-            *((("replicas differ", info.suspect),) if info.suspect else ()),
+            *((("drifted apart", info.suspect),) if info.suspect else ()),
             ("metrics", metrics_text(info.metrics, most=MAX_HTML_METRICS)),
             ("pins", ", ".join(islice(sorted(info.pins), MAX_HTML_ROWS))),
             ("root digest", info.root_digest),

@@ -71,7 +71,7 @@ def show(
         "last drill": "none"
         if info.drilled_at_s is None
         else f"{info.drill}, {when_text(info.drilled_at_s)}",
-        **({"replicas differ": info.suspect} if info.suspect else {}),
+        **({"drifted apart": info.suspect} if info.suspect else {}),
         "path": view.where or "none: it has no files on the storage path",
     }
     if IMPORTED_FROM in document:

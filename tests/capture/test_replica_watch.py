@@ -141,3 +141,25 @@ def test_sums_of_a_device_are_digests_too_and_not_compared_with_those_of_a_host(
         groups = {watched.group for watched in reports(there, step)}
         assert groups.isdisjoint(watched.group for watched in on_host[step])
     assert len(found) == 1
+
+
+def test_ten_thousand_saves_of_equal_replicas_have_no_finding() -> None:
+    """Each replica makes the same steps on its own bytes; then a last bit differs, as a check of the test."""
+    replicas = [[s for s in state(4) if s.nbytes] for _ in RANKS]
+    watches = [ReplicaWatch(replica) for replica in replicas]
+
+    def found_at(step: int) -> str:
+        nodes = {}
+        for rank, (watch, replica) in enumerate(zip(watches, replicas, strict=True)):
+            digests = watch.digests(replica, step, rank)
+            digests.complete()
+            nodes[f"node{rank}"] = merged({rank: digests.reports()})
+        return finding(nodes)
+
+    for step in range(10_000):
+        for replica in replicas:
+            tensor = replica[step % len(replica)].tensor
+            tensor.reshape(-1).view(torch.uint8).add_(step % 251)
+        assert found_at(step) == ""
+    flip(replicas[1][0].tensor, 0)
+    assert sum(found_at(step) != "" for step in range(WINDOWS)) == 1

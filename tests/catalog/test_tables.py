@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_ckpt.analysis.report import page, read_report
+from ray_ckpt.analysis.report import page, read_report, to_json
 from ray_ckpt.catalog import checkpoint as view_module
 from ray_ckpt.catalog import tables
 from ray_ckpt.catalog.catalog import Catalog
@@ -104,6 +104,39 @@ def test_a_checkpoint_shows_how_long_it_took_and_what_became_of_it(tmp_path: Pat
     assert (first["replicas"], first["tiers"]) == (2, ["local", "peer", "remote"])
     shown = Catalog(run.folder)[20]._repr_html_()
     assert "0.25 s stall" in shown and "60 s drain" in shown and "passed: remote-only" in shown
+
+
+def test_replicas_that_differed_are_in_every_view(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path, steps=(10,), durable=(10,))
+    text = "model.w: rank(s) 1 on node(s) b differ from 2 others"
+    known = Catalog(run.folder)[10].info
+    run.log.append(
+        records.Commit2(
+            session=known.id.session,
+            step=20,
+            attempt="f" * 16,
+            level=Level.LOCAL,
+            replicas=0,
+            world_size=known.world_size,
+            num_nodes=known.num_nodes,
+            size_bytes=1,
+            root_digest="0" * 32,
+            metrics={},
+            suspect=text,
+        )
+    )
+    catalog = Catalog(run.folder)
+    assert rows(catalog.to_arrow(), "step", "suspect") == [(10, None), (20, text)]
+    assert text in catalog.to_arrow("events").to_pylist()[-1]["text"]
+    assert text in catalog[20]._repr_html_() and "drifted" not in catalog[10]._repr_html_()
+    assert ray_ckpt_cli("show", run.folder, 20) == 0
+    assert f"drifted apart  {text}" in capsys.readouterr().out
+    verdict = next(v for v in to_json(read_report(catalog, START_S))["verdicts"] if v["title"] == "Replicas")
+    assert (verdict["tone"], verdict["head"], verdict["text"]) == (
+        "bad",
+        "differed at 1 save",
+        f"Step 20: {text}.",
+    )
 
 
 def test_tiers_are_those_of_the_log(tmp_path: Path) -> None:
