@@ -8,10 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import replica_findings
+from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.replica_findings import MAX_TEXT, finding, merged
 from ray_ckpt.format import records as r
+from ray_ckpt.format.snapshot import decode_snapshot, encode_snapshot
 from ray_ckpt.types import Watched
 from tests.core.driver import Harness
 
@@ -138,3 +141,29 @@ def test_equal_replicas_leave_nothing_in_the_log() -> None:
     )
     assert not [effect for effect in effects if isinstance(effect, m.Warn)]
     assert replica_findings.finding({"node0": (), "node1": (report("a"),)}) == "", "found without a report"
+
+
+def test_a_finding_outlives_records_and_its_checkpoint() -> None:
+    """The status names the newest finding also when its checkpoint is retired or only a snapshot has it."""
+    run, _, commit = saved("a", "a", "b")
+    for step in range(20, 70, 10):
+        run.save(step)
+    assert commit.attempt not in {c.id.attempt for c in run.machine.history.live()}
+    snapshot = decode_snapshot(encode_snapshot(run.machine.history.to_snapshot(0.0)))
+    for history in (run.machine.history, RunHistory.from_snapshot(snapshot)):
+        assert history.suspect is not None and history.suspect.suspect == commit.suspect
+
+
+def test_findings_are_counted_and_logged_again_when_twice_as_many() -> None:
+    run, effects, _ = saved("a", "a", "b")
+    for step in range(20, 100, 10):
+        attempt = run.attempt(step)
+        for node, digit in zip(run.plan.nodes, "aab", strict=True):
+            watched = merged({rank: (report(digit),) for rank in node.ranks})
+            effects += run.feed(replace(run.stored(attempt, node.node_id), watched=watched))
+        for node in run.plan.nodes:
+            effects += run.feed(*(run.copied(attempt, node.node_id, holder) for holder in node.holders))
+    warned = [e.text for e in effects if isinstance(e, m.Warn) and "drifted apart" in e.text]
+    assert [text.split(":")[0] for text in warned] == [f"Step {step}" for step in (10, 20, 40, 80)]
+    samples = [s for s in run.machine.take_samples() if s.metric is telemetry.REPLICA_FINDINGS]
+    assert len(samples) == 9
