@@ -211,6 +211,10 @@ class RunOptions:
     """Ray node label, such as a rack: nodes with the same value fail together, so copies go to nodes with
     another value. auto: the first of FAILURE_DOMAIN_LABELS that a node has; none: each node is its own
     domain."""
+    spare_nodes: str = ""
+    """Ray node label as `label=value`: idle nodes with it get copies of the newest checkpoint, so that a
+    worker that is placed on one of them restores from its own disk. Copies go at `repair_bytes_per_s`, after
+    all others, and only into free space below `low_watermark`. "": none."""
     replicate_bytes_per_s: int | None = None
     """Bandwidth of each node for copies to other nodes. None: no limit."""
     repair_bytes_per_s: int = 256 * MIB
@@ -240,6 +244,9 @@ class RunOptions:
         domain = self.failure_domain
         good = isinstance(domain, str) and domain != ""
         self._need("failure_domain", good, "'auto', 'none' or the name of a Ray node label")
+        spares = self.spare_nodes
+        good = isinstance(spares, str) and (spares == "" or all(spares.partition("=")))
+        self._need("spare_nodes", good, "a Ray node label and its value, such as 'role=spare', or ''")
         good = self.compress is None or self.compress <= MAX_COMPRESS_LEVEL
         self._need("compress", good, f"a zstd level of at most {MAX_COMPRESS_LEVEL}")
         self._check_origin()

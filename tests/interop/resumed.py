@@ -40,7 +40,7 @@ class _Stacked(nn.Sequential):
     """The model of `tests.interop.megatron` beside its stacked layer, which is not used."""
 
     def __init__(self) -> None:
-        super().__init__(*megatron.make(8)[0])
+        super().__init__(*megatron.make(8)[0].children())
         self.layers = nn.Module()
         self.layers.w = nn.Parameter(torch.zeros_like(megatron.STACKED))
 

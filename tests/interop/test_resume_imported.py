@@ -46,7 +46,8 @@ def written(sample: str, folder: Path) -> Path:
 def run(storage: Path, kind: str, kill_at: int, out: Path) -> int:
     """Train to step AT + 4 in a process of its own; return its exit code."""
     words = [sys.executable, "-m", "tests.interop.resumed", storage, kind, AT + 4, kill_at, out]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Ray of the killed process takes seconds to end; the next one must not find it
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
     return subprocess.run([*map(str, words)], env=environment, timeout=TIMEOUT_S).returncode
 
 
