@@ -140,8 +140,9 @@ class RunOptions:
     drain_bytes_per_s: int | None = None
     """Bandwidth of each node to the storage path; copies to other nodes go first. None: no limit."""
     compress: int | None = None
-    """zstd level (1 to 19) for shards on the storage path of which a sample shrinks by a tenth or more; other
-    shards are stored uncompressed. None: all are. Stock readers need the files decompressed first."""
+    """Compress shards on the storage path, at this zstd level (1 to 19; 1 is best), by planes of bytes where
+    numbers shrink that way. A shard of which a sample shrinks by less than a twentieth stays as it is. None:
+    all do. Stock readers cannot read compressed shards; `ray-ckpt export` writes plain ones."""
     storage_options: Mapping[str, str] | None = None
     """Options to open a storage path that is a URL. They must not be secrets; `env:NAME` stands for the value
     of an environment variable of each node. S3: backend, profile, endpoint_url, region, anonymous, checksum,
