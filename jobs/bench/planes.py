@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import zstandard
@@ -43,7 +44,8 @@ def _trained(num_steps: int) -> list[torch.Tensor]:
     for step in range(num_steps):
         chosen = torch.randint(len(blocks), (BATCH,), generator=torch.Generator().manual_seed(step))
         batch = torch.stack([torch.as_tensor(blocks[int(number)]).long() for number in chosen])
-        next_byte_loss(model, batch[:, :-1], batch[:, 1:]).backward()
+        loss: Any = next_byte_loss(model, batch[:, :-1], batch[:, 1:])
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     states = optimizer.state.values()

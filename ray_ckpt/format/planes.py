@@ -68,7 +68,7 @@ def encode_frame(
     if element_size == 1:
         return None
     planes = [_stored_plane(plane, compressor) for plane in _split(data, element_size)]
-    checksum = xxhash.xxh64_intdigest(data) & 0xFFFFFFFF
+    checksum = xxhash.xxh64_intdigest(data.data) & 0xFFFFFFFF
     sizes = b"".join(_SIZE.pack(len(plane)) for plane in planes)
     rest = data[len(data) - len(data) % element_size :].tobytes()
     return b"".join((_HEADER.pack(MAGIC, element_size, checksum), sizes, *planes, rest))
@@ -97,7 +97,7 @@ def decode_frame(stored: memoryview, raw_nbytes: int, decompressor: zstandard.Zs
         numbers[:, at] = _raw_plane(stored[start : start + nbytes], count, decompressor)
         start += nbytes
     raw[count * element_size :] = np.frombuffer(stored[start:], np.uint8)
-    if xxhash.xxh64_intdigest(raw) & 0xFFFFFFFF != checksum:
+    if xxhash.xxh64_intdigest(raw.data) & 0xFFFFFFFF != checksum:
         raise DamagedPlanes("its checksum differs")
     return raw.data
 
@@ -107,7 +107,7 @@ def _best_element_size(
 ) -> int:
     """Return the size of the numbers with the smallest stored sample; 1 if zstd alone is about as good."""
     sample = _sample(data)
-    best, fewest = 1, len(alone.compress(sample)) - MIN_GAIN * len(sample)
+    best, fewest = 1, len(alone.compress(sample.data)) - MIN_GAIN * len(sample)
     for element_size in ELEMENT_SIZES:
         if len(sample) >= element_size:
             stored = sum(len(_stored_plane(plane, compressor)) for plane in _split(sample, element_size))
@@ -135,7 +135,7 @@ def _split(data: Bytes, element_size: int) -> Iterator[Bytes]:
 
 def _stored_plane(plane: Bytes, compressor: zstandard.ZstdCompressor) -> bytes | memoryview:
     """Return the stored bytes of a plane: a frame of zstd, or the plane itself if it does not shrink."""
-    stored = compressor.compress(plane)
+    stored = compressor.compress(plane.data)
     return stored if len(stored) <= MAX_PLANE_RATIO * len(plane) else plane.data
 
 
