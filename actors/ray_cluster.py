@@ -51,6 +51,11 @@ class NodesNow:
             self._domains[failure_domain] = domains
         return self._domains[failure_domain]
 
+    def with_label(self, text: str) -> frozenset[str]:
+        """Return the live nodes that have the label `label=value`; none for ""."""
+        label, _, value = text.partition("=")
+        return frozenset(node for node, labels in self.labels.items() if label and labels.get(label) == value)
+
 
 def nodes_now() -> NodesNow:
     """Return the live nodes of the cluster."""

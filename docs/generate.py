@@ -41,6 +41,7 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
     "Copies on other nodes": (
         "replicas",
         "failure_domain",
+        "spare_nodes",
         "replicate_bytes_per_s",
         "repair_bytes_per_s",
         "scrub_bytes_per_s",

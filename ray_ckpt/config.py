@@ -141,8 +141,9 @@ class RunOptions:
     drain_bytes_per_s: int | None = None
     """Bandwidth of each node to the storage path; copies to other nodes go first. None: no limit."""
     compress: int | None = None
-    """zstd level (1 to 19) for shards on the storage path of which a sample shrinks by a tenth or more; other
-    shards are stored uncompressed. None: all are. Stock readers need the files decompressed first."""
+    """Compress shards on the storage path, at this zstd level (1 to 19; 1 is best), by planes of bytes where
+    numbers shrink that way. A shard of which a sample shrinks by less than a twentieth stays as it is. None:
+    all do. Stock readers cannot read compressed shards; `ray-ckpt export` writes plain ones."""
     storage_options: Mapping[str, str] | None = None
     """Options to open a storage path that is a URL. They must not be secrets; `env:NAME` stands for the value
     of an environment variable of each node. S3: backend, profile, endpoint_url, region, anonymous, checksum,
@@ -219,6 +220,10 @@ class RunOptions:
     """Ray node label, such as a rack: nodes with the same value fail together, so copies go to nodes with
     another value. auto: the first of FAILURE_DOMAIN_LABELS that a node has; none: each node is its own
     domain."""
+    spare_nodes: str = ""
+    """Ray node label as `label=value`: idle nodes with it get copies of the newest checkpoint, so that a
+    worker that is placed on one of them restores from its own disk. Copies go at `repair_bytes_per_s`, after
+    all others, and only into free space below `low_watermark`. "": none."""
     replicate_bytes_per_s: int | None = None
     """Bandwidth of each node for copies to other nodes. None: no limit."""
     repair_bytes_per_s: int = 256 * MIB
@@ -250,6 +255,9 @@ class RunOptions:
         domain = self.failure_domain
         good = isinstance(domain, str) and domain != ""
         self._need("failure_domain", good, "'auto', 'none' or the name of a Ray node label")
+        spares = self.spare_nodes
+        good = isinstance(spares, str) and (spares == "" or all(spares.partition("=")))
+        self._need("spare_nodes", good, "a Ray node label and its value, such as 'role=spare', or ''")
         good = self.compress is None or self.compress <= MAX_COMPRESS_LEVEL
         self._need("compress", good, f"a zstd level of at most {MAX_COMPRESS_LEVEL}")
         self._check_origin()

@@ -26,6 +26,7 @@ def test_the_defaults_are_good_and_so_is_everything_at_once() -> None:
         high_watermark=1,
         scrub_bytes_per_s=0,
         failure_domain="rack",
+        spare_nodes="role=spare",
     )
     assert options.keep_best == ("val/loss", "max", 1)
 
@@ -67,6 +68,9 @@ def test_the_defaults_are_good_and_so_is_everything_at_once() -> None:
         ("low_watermark", 0),
         ("low_watermark", 0.9),
         ("failure_domain", ""),
+        ("spare_nodes", "spare"),
+        ("spare_nodes", "role="),
+        ("spare_nodes", None),
         ("failure_domain", None),
         ("reserve_bytes", -1),
         ("repair_bytes_per_s", 0),

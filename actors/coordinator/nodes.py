@@ -51,13 +51,14 @@ class NodeList:
 
 
 def seen_by(nodes: NodesNow, options: RunOptions) -> m.NodesSeen:
-    """Return a reading for a run, with the failure domains of the run's options."""
+    """Return a reading for a run, with the failure domains and the spares of the run's options."""
     wall_s = time.time()
     return m.NodesSeen(
         live=nodes.live,
         draining=nodes.draining,
         left_s={node: max(at_s - wall_s, 0.0) for node, at_s in nodes.gone_at_s.items()},
         domains=nodes.domains(options.failure_domain),
+        spares=nodes.with_label(options.spare_nodes),
     )
 
 

@@ -45,12 +45,14 @@ ROWS: Mapping[str, str] = {  # name -> module of this package, with a function `
     "catalog": "history:catalog_rows",
     "retention": "history:retention_rows",
     "simulator": "coordinator:schedule_rows",
+    "planes": "planes",
     "dcp": "dcp",
     "ticket": "ticket",
     "fleet": "fleet",
     "recover": "recover",
 }
-IF_NAMED = ("overhead", "remote", "dcp", "ticket", "fleet", "recover")  # or with --peers: they take minutes
+# These take minutes: they run if named, or with --peers.
+IF_NAMED = ("overhead", "remote", "planes", "dcp", "ticket", "fleet", "recover")
 SIZE = "1GiB"
 REPEAT = 5
 QUICK_BYTES = 64 << 20  # state in a quick run, which must end within a minute on two cores

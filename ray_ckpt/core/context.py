@@ -27,7 +27,7 @@ class Context:
 
     | Field | Owner |
     |---|---|
-    | `options`, `now_s`, `wall_s`, `draining`, `leaves_at_s`, `domains` | `run_machine` |
+    | `options`, `now_s`, `wall_s`, `draining`, `leaves_at_s`, `domains`, `spares` | `run_machine` |
     | `plan`, `found_session_key` | `sessions` |
     | `save_signals` | `save_steps` |
     | `warned`, `samples` | `context`, through `warn_once`, `measure` and `take_samples` |
@@ -42,6 +42,7 @@ class Context:
     draining: frozenset[str] = frozenset()  # live nodes that will leave soon
     leaves_at_s: Mapping[str, float] = field(default_factory=dict)  # draining node -> time (monotonic)
     domains: Mapping[str, str] = field(default_factory=dict)  # failure domain by node
+    spares: frozenset[str] = frozenset()  # live nodes with the label of spares, also those of the group
     save_signals: deque[tuple[SessionKey, int]] = field(
         default_factory=lambda: deque(maxlen=MAX_SAVE_SIGNALS)
     )

@@ -34,6 +34,7 @@ class Maintenance:
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
         self._next_s = 0.0
         self._disks: dict[str, DiskSpace] = {}  # by node; readings not used yet
+        self._last_disks: dict[str, DiskSpace] = {}  # by node; the last readings
         self._crowded: set[str] = set()  # nodes with full disks and nothing to evict, by their last readings
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
         self._bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
@@ -82,7 +83,22 @@ class Maintenance:
             links=context.links,
             budget=self._copying,
             now_s=context.now_s,
+            spares=self._spares(),
         )
+
+    def _spares(self) -> frozenset[str]:
+        """Return the idle spares that have room for the newest checkpoint without evicting anything."""
+        context, lineage = self._context, self._context.history.lineage()
+        if not context.spares or not lineage:
+            return frozenset()
+        low_watermark, attempt = context.options.low_watermark, lineage[-1].id.attempt
+
+        def has_room(node: str) -> bool:
+            disk = self._last_disks.get(node)
+            missing = lineage[-1].size_bytes - self._bytes_on(node, attempt)
+            return disk is None or disk.free_bytes - missing >= (1 - low_watermark) * disk.total_bytes
+
+        return frozenset(filter(has_room, context.spares - frozenset(context.session_nodes())))
 
     def _scrub(self, wall_s: float) -> Iterator[m.Effect]:
         context = self._context
@@ -181,9 +197,12 @@ class Maintenance:
     def disks_seen(self, disks: Mapping[str, DiskSpace]) -> None:
         """Take readings of some disks; a disk without one is as it was."""
         self._disks |= disks
+        self._last_disks |= disks
 
     def nodes_changed(self, lost: frozenset[str]) -> None:
         self._repairs.lost(lost)
         self._crowded -= lost
-        self._disks = {node: disk for node, disk in self._disks.items() if node not in lost}
+        for readings in (self._disks, self._last_disks):
+            for node in lost & readings.keys():
+                del readings[node]
         self._next_s = 0.0

@@ -65,6 +65,7 @@ class NodesSeen:
     draining: frozenset[str] = frozenset()  # live nodes that will leave soon
     left_s: Mapping[str, float] = field(default_factory=dict)  # draining node -> seconds until it leaves
     domains: Mapping[str, str] = field(default_factory=dict)  # node -> rack or zone; "" if not known
+    spares: frozenset[str] = frozenset()  # live nodes with the label of spares
     disks: Mapping[str, DiskSpace] = field(default_factory=dict)  # by node; empty: not measured this time
 
 

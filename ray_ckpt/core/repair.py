@@ -3,8 +3,9 @@
 Every fragment of a checkpoint that is worth copies (`worth_copies`) should be on `replicas + 1` live nodes
 that stay in the cluster, or on all of these nodes if they are fewer. `Repairs` plans the copies, a few at a
 time and within a budget; the run machine orders them, adds new copies to the holders and calls `ended`.
-Repair writes no record: a new coordinator finds missing copies by the inventories. A copy that arrives late
-or twice is an extra copy, which retention removes together with the checkpoint.
+Idle nodes that are spares (option `spare_nodes`) get copies of the newest checkpoint when nothing else is to
+be copied. Repair writes no record: a new coordinator finds missing copies by the inventories. A copy that
+arrives late or twice is an extra copy, which retention removes together with the checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def worth_copies(lineage: Sequence[CheckpointInfo]) -> tuple[CheckpointInfo, ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Need:
-    """A fragment with too few copies on nodes that stay."""
+    """A fragment with too few copies on nodes that stay, or with no copy on some spares."""
 
     checkpoint: CheckpointInfo
     recency: int  # 0: the newest checkpoint
@@ -43,11 +44,15 @@ class _Need:
     staying: frozenset[str]  # holders that stay in the cluster
     draining: frozenset[str]  # holders that are about to leave the cluster
     missing: int
+    spares: frozenset[str] = frozenset()  # the only nodes that may take the copies, if not empty
 
     @property
-    def urgency(self) -> tuple[bool, int, int, int]:
-        """Sort key: fragments on draining nodes only, then the newest checkpoint, then the fewest holders."""
-        return bool(self.staying), self.recency, len(self.staying), self.node_index
+    def urgency(self) -> tuple[bool, bool, int, int, int]:
+        """Sort key: fragments on draining nodes only, then the newest checkpoint, then the fewest holders.
+
+        Copies for spares come last.
+        """
+        return bool(self.staying), bool(self.spares), self.recency, len(self.staying), self.node_index
 
 
 @dataclass(slots=True)
@@ -84,13 +89,18 @@ class Repairs:
         links: Links,
         budget: Budget,
         now_s: float,
+        spares: Set[str] = frozenset(),
     ) -> Iterator[Replicate]:
-        """Yield the copies to start now. `checkpoints` are worth copies and sorted from the newest."""
+        """Yield the copies to start now. `checkpoints` are worth copies and sorted from the newest.
+
+        `spares` are idle nodes with room, each of which gets all fragments of the newest checkpoint.
+        """
         self._expire(now_s)
         self._forget_others({c.id.attempt for c in checkpoints})
         staying = holders.live - draining
         needs = list(_needs(checkpoints, holders, staying, min(replicas + 1, len(staying))))
         self.deficit = sum(need.missing for need in needs)
+        needs += _spare_needs(checkpoints[:1], holders, spares & staying)
         if not needs:
             return
         load = _load(checkpoints, holders) + Counter(copy.holder for copy in self._active)
@@ -143,7 +153,7 @@ class Repairs:
         if now_s < problem.not_before_s:
             return None
         copies = need.staying | self._on_their_way(need)
-        others = {n for n in staying - copies if problem.blame[n] < MAX_TRIES}
+        others = {n for n in (need.spares or staying) - copies if problem.blame[n] < MAX_TRIES}
         sending = Counter(copy.source for copy in self._active)
         for source in sorted(need.staying or need.draining, key=lambda n: (problem.blame[n], sending[n], n)):
             if reached := [n for n in others if links.works(source, n, now_s)]:
@@ -192,6 +202,22 @@ def _needs(
                     staying=held & staying,
                     draining=held - staying,
                     missing=wanted - len(held & staying),
+                )
+
+
+def _spare_needs(newest: Sequence[CheckpointInfo], holders: Holders, spares: Set[str]) -> Iterator[_Need]:
+    """Yield the fragments of the newest checkpoint that some spares lack."""
+    for checkpoint in newest:
+        for index, nodes in holders.fragments(checkpoint.id.attempt).items():
+            if (lacking := spares - nodes) and (held := frozenset(nodes & holders.live)):
+                yield _Need(
+                    checkpoint=checkpoint,
+                    recency=0,
+                    node_index=index,
+                    staying=held,
+                    draining=frozenset(),
+                    missing=len(lacking),
+                    spares=frozenset(lacking),
                 )
 
 

@@ -476,7 +476,7 @@ class RunMachine:
         if lost or len(event.live) != len(context.holders.live) or event.draining != context.draining:
             self._maintenance.nodes_changed(lost)
         context.holders.seen(event.live)
-        context.draining, context.domains = event.draining, event.domains
+        context.draining, context.domains, context.spares = event.draining, event.domains, event.spares
         context.leaves_at_s = {node: context.now_s + left_s for node, left_s in event.left_s.items()}
         if event.disks:
             self._maintenance.disks_seen(event.disks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal, TypeVar
 
@@ -67,6 +67,8 @@ class Schedule:
     def __init__(self, seed: int, sizes: range = FEW_NODES) -> None:
         self.chance = chance = random.Random(seed)
         options = _options(chance, keep_local_at_end=seed % 4 == 3)
+        if seed % 7 == 5:
+            options = replace(options, spare_nodes="role=spare")  # of all nodes, those that are idle
         size = chance.choice(sizes)
         self.scale = max(1, size // FEW_NODES[-1])  # factor of the sizes of groups and batches
         self.max_nodes = MAX_NODES * self.scale

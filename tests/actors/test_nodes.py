@@ -76,7 +76,7 @@ def test_a_tick_reads_the_nodes_once_for_all_runs(fake: FakeRay, tmp_path: Path)
     async def ticks() -> None:
         engine = Engine(ServiceKeys.make(datetime.now(UTC), encrypt=False))
         for name, domain in (("a", "none"), ("b", RACK), ("c", RACK)):
-            options = RunOptions(failure_domain=domain)
+            options = RunOptions(failure_domain=domain, spare_nodes=f"{RACK}=r1" if name == "b" else "")
             spec = RunSpec(name=name, storage_path=str(tmp_path), options=options)
             engine.runs.open[spec.key] = engine.new_run(spec)
         watch = ClusterWatch(engine)
@@ -86,6 +86,7 @@ def test_a_tick_reads_the_nodes_once_for_all_runs(fake: FakeRay, tmp_path: Path)
         assert a.live == b.live == c.live == frozenset(fake.live)
         assert set(a.domains.values()) == {""} and set(b.domains.values()) == {"r0", "r1"}
         assert b.domains is c.domains, "runs with the same option share what was computed"
+        assert b.spares == {node for node, rack in b.domains.items() if rack == "r1"} and not c.spares
         await asyncio.sleep(TICK_S)
         fake.live.pop()
         await watch._tick()

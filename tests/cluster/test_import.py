@@ -13,6 +13,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
@@ -21,6 +22,7 @@ from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli import app
 from ray_ckpt.train import CheckpointCallback
+from tests.capture.ranks import on_ranks
 
 dcp: Any = checkpoint
 AT, TOTAL = 3, 5
@@ -63,9 +65,19 @@ def save_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -
 
 
 def save_verl(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Train the same steps as verl's only rank, which has FSDP2, and write its files."""
     folder.mkdir()
-    for kind, value in (("model", model), ("optim", optimizer)):
-        torch.save(value.state_dict(), folder / f"{kind}_world_size_1_rank_0.pt")
+
+    def write(rank: int) -> None:
+        sharded: Any = build()[0]
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)))
+        own = torch.optim.AdamW(sharded.parameters(), lr=0.1)
+        for number in range(1, AT + 1):
+            step(sharded, own, number)
+        for kind, value in (("model", sharded), ("optim", own)):
+            torch.save(value.state_dict(), folder / f"{kind}_world_size_1_rank_{rank}.pt")
+
+    on_ranks(1, write)
 
 
 @pytest.mark.slow

@@ -65,6 +65,25 @@ def scrubbed(run: Harness, scrub: m.Scrub, *, damage: tuple[str, ...] = ()) -> t
 # -- repair ------------------------------------------------------------------------------------------
 
 
+def test_an_idle_spare_gets_the_newest_checkpoint_if_it_has_room() -> None:
+    run = run_on("abst", spare_nodes="role=spare", low_watermark=0.5)
+    run.feed(
+        m.NodesSeen(
+            live=frozenset(run.live),
+            spares=frozenset("bst"),  # b trains
+            disks={"s": ROOMY, "t": DiskSpace(free_bytes=500 + CHECKPOINT_BYTES - 1, total_bytes=1000)},
+        )
+    )
+    run.save(10)
+    copies = of(look(run), m.Replicate)
+    assert {(c.node_index, c.holder) for c in copies} == {(0, "s"), (1, "s")}
+    assert run.machine.view.copies_missing == 0
+    carry_out(run, copies)
+    assert not of(look(run), m.Replicate)
+    run.save(20)
+    assert {(c.attempt.step, c.holder) for c in of(look(run), m.Replicate)} == {(20, "s")}
+
+
 def test_what_a_dead_node_held_is_copied_to_another() -> None:
     run = run_on("abc")
     run.save(10)

@@ -34,6 +34,7 @@ def assign(
     links: Links | None = None,
     budget: Budget | None = None,
     now_s: float = 0.0,
+    spares: str = "",
 ) -> list[str]:
     """Return the copies to start, as step, fragment, source and holder: "7.0 a>b"."""
     return [
@@ -47,6 +48,7 @@ def assign(
             links=links or Links(),
             budget=budget or unlimited(),
             now_s=now_s,
+            spares=frozenset(spares),
         )
     ]
 
@@ -86,6 +88,25 @@ def test_a_lost_copy_is_made_again_on_another_node_and_only_once() -> None:
     repairs.ended(ended(7, "b"), 0.0)
     assert assign(repairs, newest, holders) == []
     assert repairs.deficit == 0
+
+
+def test_each_spare_gets_every_fragment_of_the_newest_checkpoint_alone() -> None:
+    repairs, holders = Repairs(), holders_of("abst", {7: ("ab", "ab"), 9: ("abs", "ab")})
+    checkpoints = [checkpoint(step, num_nodes=2) for step in (9, 7)]
+    started = assign(repairs, checkpoints, holders, spares="st")
+    assert sorted(copy.partition(" ")[0] + copy[-1] for copy in started) == ["9.0t", "9.1s", "9.1t"]
+    assert repairs.deficit == 0, "nothing is missing without them"
+    assert assign(repairs, checkpoints, holders, spares="st") == [], "they are under way"
+
+
+def test_copies_for_spares_come_after_all_others_and_within_the_budget() -> None:
+    holders = holders_of("abcs", {7: ("a",), 9: ("ab",)})
+    checkpoints = [checkpoint(step) for step in (9, 7)]
+    assert assign(Repairs(), checkpoints, holders, spares="s")[1:] == ["9.0 b>s"]
+    nbytes = checkpoints[0].size_bytes
+    small = Budget(bytes_per_s=nbytes / 100, burst_bytes=nbytes)
+    assert assign(Repairs(), checkpoints, holders, spares="s", budget=small) == ["7.0 a>c"]
+    assert assign(Repairs(), checkpoints, holders, spares="s", draining="s") == ["7.0 a>c"]
 
 
 def test_no_more_copies_are_wanted_than_there_are_nodes() -> None:

@@ -128,12 +128,23 @@ def test_groups_of_their_own_commit_together(training: Training) -> None:
             assert same(states[0][name], at_4[role][0][name]), (role, name)
 
 
-def test_fsdp1_commits_a_step(training: Training) -> None:
-    """On the CPU, FSDP1 gives no whole tensors after verl's save, so that a resume is not compared here."""
+def test_fsdp1_resumes_bit_for_bit_and_becomes_fsdp2(training: Training) -> None:
+    """On the CPU, FSDP1 gives no whole tensors after verl's save, so that losses are compared."""
     training.start({"actor": 2, "critic": 2}, strategy="fsdp")
     training.each("train", [1, 2])
     training.save(2)
+    losses = training.each("train", [3, 4, 5])
     assert [c.step for c in Catalog(training.folder).lineage] == [2]
+
+    training.start({"actor": 2, "critic": 2}, strategy="fsdp")
+    assert training.resume() == 2
+    assert training.each("train", [3, 4, 5]) == losses, "bit for bit"
+
+    training.start({"actor": 2, "critic": 2}, strategy="fsdp2")
+    assert training.resume() == 2
+    for role, found in training.each("train", [3, 4, 5]).items():
+        for rank, values in enumerate(found):
+            assert values == pytest.approx(losses[role][rank], rel=1e-4), (role, rank)
 
 
 def test_the_tracker_names_steps_that_have_committed_alone(training: Training) -> None:
