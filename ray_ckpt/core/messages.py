@@ -14,6 +14,7 @@ from ray_ckpt.core.values import (
     GroupNode,
     Inventory,
     RankProgress,
+    Salvage,
     SessionKey,
     SessionPlan,
     Token,
@@ -183,6 +184,28 @@ class BarrierAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SalvageRequested:
+    """A launcher is about to end a group that has lost ranks; the reply comes when the salvage has ended."""
+
+    token: Token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurvivorsReported:
+    """A node reports its part of a salvage; each report replaces the node's last one.
+
+    `offers` are the finished steps of the ranks that offer their live state. `kept` has, by rank and step,
+    the own states of ranks that the node keeps, each with the rank's class: a digest of what the rank holds
+    in common with other ranks.
+    """
+
+    session_key: SessionKey
+    node_id: str
+    offers: Mapping[int, int]
+    kept: Mapping[int, Mapping[int, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRestored:
     """Each rank of a node has restored and verified its state, or lists the parts that no source provided."""
 
@@ -342,6 +365,8 @@ Event: TypeAlias = (
     | RanksProgressed
     | RanksRestored
     | BarrierReached
+    | SalvageRequested
+    | SurvivorsReported
     | NodeRestored
     | DrainEnded
     | DescriptionWritten
@@ -417,6 +442,22 @@ class AnnounceSaveStep:
 
     session_key: SessionKey
     signal: SaveSignal
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskSurvivors:
+    """Request from nodes what they have for a salvage; `SurvivorsReported` is the answer."""
+
+    session_key: SessionKey
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderSalvage:
+    """Send the decision on a salvage to nodes."""
+
+    salvage: Salvage
     nodes: tuple[str, ...]
 
 
@@ -542,6 +583,8 @@ Effect: TypeAlias = (
     | Fail
     | NotifyOutcome
     | AnnounceSaveStep
+    | AskSurvivors
+    | OrderSalvage
     | Replicate
     | Drain
     | WriteDescription
