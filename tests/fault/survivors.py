@@ -22,8 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ray_ckpt
+from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.errors import ConfigError
 from tests.cluster.ranks import CALL_S
 from tests.fault.ranks import Group
+from tests.fault.rig import wait_for
 
 WIDTH = 32
 WIDE = 512  # of a model whose shards are too large to be sent after each step
@@ -158,3 +161,28 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+def saved_steps(task: Task) -> list[int]:
+    """Return the steps of the run's commits; none before the run has begun."""
+    try:
+        return sorted(c.step for c in Catalog(Path(task.storage) / task.run).list(all=True))
+    except ConfigError:
+        return []
+
+
+def last_step(task: Task, world_size: int) -> int:
+    """Return the last step that any rank has finished."""
+    return max((found[-1]["step"] for k in range(world_size) if (found := lines(task, k))), default=0)
+
+
+def wait_for_step(task: Task, rank: int, step: int) -> None:
+    wait_for(lambda: (lines(task, rank)[-1:] or [{"step": 0}])[0]["step"] >= step, what=f"step {step}")
+
+
+def check_lines(task: Task, rank: int, calm: dict[int, dict[str, Any]]) -> None:
+    """Compare all steps of a rank, also those that it did twice, with the same steps of a calm run."""
+    found = lines(task, rank)
+    assert {line["step"] for line in found} == set(calm), "steps are left out"
+    for line in found:
+        assert line == calm[line["step"]], f"rank {rank}"
