@@ -11,12 +11,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
 import xxhash
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,7 +27,7 @@ import ray_ckpt
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import ConfigError
 from tests.cluster.ranks import CALL_S
-from tests.fault.ranks import Group
+from tests.fault.ranks import FaultRank
 from tests.fault.rig import wait_for
 
 WIDTH = 32
@@ -134,8 +136,14 @@ class Trainers:
     """A group of ranks on these nodes that trains a task."""
 
     def __init__(self, nodes: Sequence[str], task: Task) -> None:
-        self.group = Group(nodes)
-        self.calls = [actor.run.remote(train, task) for actor in self.group.actors]
+        self._folder = TemporaryDirectory()  # meshes meet at the file too, when they are made
+        actor = ray.remote(FaultRank).options
+        where = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        self._actors = [actor(num_cpus=0, scheduling_strategy=each).remote() for each in where]
+        meeting = f"{self._folder.name}/meet"
+        joins = [rank.join.remote(k, len(nodes), meeting) for k, rank in enumerate(self._actors)]
+        self.pids: list[int] = ray.get(joins, timeout=CALL_S)
+        self.calls = [rank.run.remote(train, task) for rank in self._actors]
 
     def wait(self) -> list[Any]:
         """Wait until all ranks have ended; return their last steps, or the errors of those that failed."""
@@ -149,7 +157,9 @@ class Trainers:
         return found
 
     def stop(self) -> None:
-        self.group.stop()
+        for rank in self._actors:
+            ray.kill(rank)
+        self._folder.cleanup()
 
 
 def _plain(value: Any) -> Any:
