@@ -334,7 +334,7 @@ class NodeAgent(RelayEndpoints):
     async def keep_state(self, run_uid: str, session_key: SessionKey, state: StepState) -> None:
         """Keep the own state of a rank after a step, of this node or of a peer, for a salvage."""
         run = self._runs.get(run_uid)
-        if run.require_plan().session_key == session_key:
+        if run.machine.plan is not None and run.machine.plan.session_key == session_key:
             keep(run.step_states, state.rank, state.step, state)
             kept = n.StepStateKept(
                 session_key=session_key, rank=state.rank, step=state.step, holds=state.holds

@@ -195,8 +195,7 @@ class SurvivorsReported:
     """A node reports its part of a salvage; each report replaces the node's last one.
 
     `offers` are the finished steps of the ranks that offer their live state. `kept` has, by rank and step,
-    the own states of ranks that the node keeps, each with the rank's class: a digest of what the rank holds
-    in common with other ranks.
+    the classes of the ranks whose own state the node keeps.
     """
 
     session_key: SessionKey
@@ -447,9 +446,7 @@ class AnnounceSaveStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskSurvivors:
-    """Request from nodes what they have for a salvage; `SurvivorsReported` is the answer."""
-
-    session_key: SessionKey
+    session_key: SessionKey  # `SurvivorsReported` is the answer
     nodes: tuple[str, ...]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.step_states import keep
+from ray_ckpt.core.step_states import keep, salvage_of
 from ray_ckpt.core.values import Captured, SessionKey, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.format.names import attempt_of
@@ -152,7 +152,15 @@ class NodeMachine:
             yield n.Release(attempt=event.attempt, rank=event.rank)
             yield n.ResolveSave(attempt=event.attempt, level=known.level, error=known.error)
             return
-        if plan is None or here is None or not plan.has(event.attempt) or event.rank not in here.ranks:
+        is_lost = plan is not None and event.attempt == salvage_of(plan, event.attempt.step)
+        is_lost &= name not in self._saves  # the agent that had the order for this salvage has died
+        if (
+            plan is None
+            or here is None
+            or is_lost
+            or not plan.has(event.attempt)
+            or event.rank not in here.ranks
+        ):
             yield n.Release(attempt=event.attempt, rank=event.rank)
             yield from self._settle(event.attempt, None, self._stray_error(event.attempt), keep_files=True)
             return

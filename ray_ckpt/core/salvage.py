@@ -16,10 +16,9 @@ from ray_ckpt.core.awaited import ranks_text
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.open_attempts import OpenAttempts
 from ray_ckpt.core.placement import place_replicas
-from ray_ckpt.core.step_states import SALVAGE_TRY
+from ray_ckpt.core.step_states import salvage_of
 from ray_ckpt.core.values import Salvage, SessionKey, SessionNode, SessionPlan, Token
 from ray_ckpt.errors import CheckpointError
-from ray_ckpt.format.names import make_attempt
 
 GATHER_S = 2.0  # wait for the offers of survivors, whose collective operations fail at almost the same time
 ENDS_S = 20.0  # longest wait of a launcher for a salvage; then the group ends in any case
@@ -84,24 +83,21 @@ class Salvages:
 
     def _decide(self, plan: SessionPlan) -> Iterator[m.Effect]:
         """Decide, and open the attempt if there is one: all nodes learn the decision."""
-        salvage = choose(plan, self._reports)
-        if salvage.attempt is not None and (saved := self._saved_step()) >= salvage.attempt.step:
-            salvage = Salvage(session_key=plan.session_key, reason=f"step {saved} is saved already")
-        if salvage.attempt is None:
+        live = self._context.holders.live
+        salvage = choose(plan, {node: report for node, report in self._reports.items() if node in live})
+        attempt = salvage.attempt
+        if attempt is not None and (saved := self._saved_step()) >= attempt.step:
+            reason = f"step {saved} is saved already"
+            attempt, salvage = None, Salvage(session_key=plan.session_key, reason=reason)
+        if attempt is None:
             yield m.Warn(text=f"The survivors of session {plan.session} save no last step: {salvage.reason}.")
         else:
             salvage = replace(salvage, nodes=self._placed(salvage.nodes))
-            self._attempts.add(
-                Attempt(
-                    id=salvage.attempt,
-                    nodes=salvage.nodes,
-                    started_s=self._context.now_s,
-                    is_salvage=True,
-                )
-            )
+            now_s = self._context.now_s
+            self._attempts.add(Attempt(id=attempt, nodes=salvage.nodes, started_s=now_s, is_salvage=True))
             yield m.Warn(
                 text=f"Session {plan.session} has lost ranks: rank(s) {ranks_text(salvage.savers)} save "
-                f"step {salvage.attempt.step}."
+                f"step {attempt.step}."
             )
         self._decided = salvage
         yield m.OrderSalvage(salvage=salvage, nodes=self._context.session_nodes())
@@ -151,19 +147,18 @@ def choose(plan: SessionPlan, reports: Mapping[str, m.SurvivorsReported]) -> Sal
     A step is whole if a node keeps the own state of each rank after this step, and if a rank of each class
     offers its live state of this step.
     """
-    offers = {rank: step for report in reports.values() for rank, step in report.offers.items()}
+    offers = {
+        rank: step
+        for report in reports.values()
+        for rank, step in report.offers.items()
+        if step in report.kept.get(rank, {})  # otherwise another node writes the files of this rank
+    }
     reason = "no rank offers a finished step"
     for step in sorted(set(offers.values()), reverse=True):
         savers = tuple(sorted(rank for rank, at in offers.items() if at == step))
         found = _whole(plan, reports, step, savers)
         if not isinstance(found, str):
-            attempt = make_attempt(
-                run_uid=plan.run_uid,
-                epoch=plan.epoch,
-                session=plan.session,
-                step=step,
-                attempt=SALVAGE_TRY,
-            )
+            attempt = salvage_of(plan, step)
             return Salvage(session_key=plan.session_key, attempt=attempt, savers=savers, nodes=found)
         reason = found if reason.startswith("no rank") else reason
     return Salvage(session_key=plan.session_key, reason=reason)

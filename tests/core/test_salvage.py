@@ -10,10 +10,9 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.salvage import ENDS_S, GATHER_S, choose
-from ray_ckpt.core.step_states import KEPT_STEPS, keep
+from ray_ckpt.core.step_states import KEPT_STEPS, keep, salvage_of
 from ray_ckpt.core.values import RankProgress, Salvage, SessionNode, SessionPlan
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.names import make_attempt
 from ray_ckpt.types import FileEntry
 from tests.core.driver import Harness, of, one
 
@@ -109,7 +108,7 @@ def test_a_node_writes_one_fragment_with_live_and_kept_states() -> None:
     machine = started()
     for rank in range(3):
         machine.handle(kept(rank, 3))
-    at = make_attempt(run_uid=PLAN.run_uid, session=1, epoch=1, step=3, attempt=1 << 20)
+    at = salvage_of(PLAN, 3)
     here = SessionNode(node_id="a", node_index=0, ranks=(0, 1, 2), holders=("c",))
     salvage = Salvage(session_key=KEY, attempt=at, savers=(1,), nodes=(here,))
     order = n.SalvageOrdered(salvage=salvage, epoch=1)
@@ -126,6 +125,20 @@ def test_a_node_writes_one_fragment_with_live_and_kept_states() -> None:
     fragment = one(effects, n.WriteFragment).fragment
     assert (fragment.node_index, fragment.num_nodes, fragment.ranks) == (0, 1, (0, 1, 2))
     assert machine.incomplete() == (), "no rank is missing in it"
+
+
+def test_an_agent_without_the_order_takes_no_part() -> None:
+    """A new agent does not know which ranks belong to the fragment of its node."""
+    machine, at = started(), salvage_of(PLAN, 3)
+    sealed = n.ShardSealed(attempt=at, rank=1, replicated=(), metrics=None)
+    assert not of(machine.handle(sealed), n.WriteShard)
+
+
+def test_a_rank_whose_state_only_a_peer_keeps_does_not_save() -> None:
+    """Its new agent would write another fragment than the peer does."""
+    found = decide(report("a", {0: 7}, {1: [7]}), report("b", {2: 7}, {0: [7], 1: [7], 2: [7]}))
+    assert found.savers == (2,)
+    assert [(node.node_id, node.ranks) for node in found.nodes] == [("a", (1,)), ("b", (0, 2))]
 
 
 # -- stories of a run ----------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Training:
         return " ".join(str(xxhash.xxh3_64_hexdigest(repr(part).encode()))[:8] for part in state)
 
 
-def _parallel(net: nn.Module, kind: str) -> Any:
+def _parallel(net: nn.Sequential, kind: str) -> Any:
     match kind:
         case "ddp":
             # DDP would sum its gradients in another order after the first step of a process.

@@ -52,6 +52,11 @@ class Scene:
             time.sleep(0.05)
         return False
 
+    def wait_restored(self, num_lines: int) -> int:
+        """Wait for a step of rank 0 after so many lines; return the step before it, which was restored."""
+        wait_for(lambda: len(lines(self.task, 0)) > num_lines, what="a step after a restart")
+        return int(lines(self.task, 0)[num_lines]["step"]) - 1
+
     def finish(self) -> None:
         """Train to the end without faults, and compare every line of the run with the calm run."""
         trainers = self.train()
@@ -115,8 +120,7 @@ def test_a_kill_costs_one_step_at_most(home: Home, tmp_path: Path) -> None:
     for _ in range(KILLS):
         before = len(lines(scene.task, 0))
         trainers = scene.train()
-        wait_for(lambda n=before: len(lines(scene.task, 0)) > n, what="a step")
-        restored = lines(scene.task, 0)[before]["step"] - 1
+        restored = scene.wait_restored(before)
         if what:
             found[f"{what}: {done - restored} step(s) lost"] += 1
             print(f"the death of a {what} after step {done} costs {done - restored} step(s)")

@@ -29,7 +29,7 @@ class Loop:
 
     def __init__(self, **options: Any) -> None:
         self.link = LocalLink(RunOptions(memory="double", **{"salvage": True, **options}), world_size=2)
-        self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.model: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.ckpt = Checkpointer(link=self.link, model=self.model, optimizer=self.optimizer)
 
