@@ -19,7 +19,7 @@ from ray_ckpt.catalog.uri import own_resume
 from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.node_messages import SaveOutcome
-from ray_ckpt.core.values import RankProgress
+from ray_ckpt.core.values import RankProgress, Salvage, SessionKey
 from ray_ckpt.engine.groups import group_nodes
 from ray_ckpt.errors import CheckpointError, ConfigError, RunConflict, ServiceError, Unavailable, text_of
 from ray_ckpt.format.names import check_run_name
@@ -27,7 +27,7 @@ from ray_ckpt.location import Location, storage_options
 from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.restore.reader import RestoreTicket, SharedRows
-from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard
+from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard, StepState
 from ray_ckpt.types import (
     UNKNOWN_LAUNCH,
     AttemptId,
@@ -43,6 +43,7 @@ log = logging.getLogger("ray_ckpt")
 OPEN_S = 300.0  # time to start agents on all nodes of a cold cluster
 CALL_S = 120.0  # longest wait for an answer from the coordinator or an agent
 AWAITED_S = 5.0  # longest wait for the list of missing ranks, which only an error message uses
+MAX_KEEPING = 16  # such calls; a slow agent then misses states, and a salvage is not possible
 OPEN_TRIES = 3  # a coordinator that dies is restarted by Ray within seconds
 
 
@@ -129,6 +130,11 @@ def finish_run(spec: RunSpec, *, has_failed: bool = False) -> CheckpointInfo | N
     finished = coordinator().finish.remote(spec.key, timeout_s, has_failed)
     newest: CheckpointInfo | None = get_result(finished, timeout_s + CALL_S)
     return newest
+
+
+def salvage(spec: RunSpec) -> None:
+    """Let the survivors of a group that has lost ranks save the last step, and wait until they have."""
+    get_result(coordinator().salvage.remote(spec.key), CALL_S)
 
 
 def exposure(*, run: str, storage_path: str) -> tuple[Exposure, ...]:
@@ -227,6 +233,7 @@ class RayLink:
         self._answer: Any = None  # answer to an earlier progress report, not read yet
         self._group: GroupCard | None = None  # the group at work, at rank 0
         self._recovery: Future[None] = Future()  # the answer to the last request for a new agent
+        self._keeping: list[Any] = []  # calls with states of steps that the agent has perhaps not answered
         self._missing = ""  # what is missing on the storage path, by the last answer
         self._connected_at_s = time.time()
 
@@ -338,6 +345,19 @@ class RayLink:
     def notify_preemption(self, notice: Notice) -> None:
         with contextlib.suppress(CheckpointError):
             self._agent.notify_preemption.remote(notice)
+
+    def keep(self, session_key: SessionKey, state: StepState) -> None:
+        with contextlib.suppress(Unavailable, ray.exceptions.RayError):
+            if len(self._keeping) >= MAX_KEEPING:
+                self._keeping = list(ray.wait(self._keeping, num_returns=MAX_KEEPING, timeout=0)[1])
+            if len(self._keeping) < MAX_KEEPING:
+                self._keeping.append(self._agent.keep_state.remote(self._uid, session_key, state))
+
+    def asked(self, session: int) -> Future[bool]:
+        return _future_of(self._agent.await_question.remote(self._uid, session))
+
+    def offer(self, session: int, step: int) -> Future[Salvage]:
+        return _future_of(self._agent.offer_survivor.remote(self._uid, session, self._rank, step))
 
     def annotate(self, step: int, metrics: Mapping[str, float], attempt: AttemptId | None) -> Future[None]:
         return self._agent.annotate.remote(self._uid, step, metrics, attempt).future()  # type: ignore[no-any-return]

@@ -33,6 +33,7 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
         "every_s",
         "overhead_budget",
         "partial_grads",
+        "salvage",
         "max_block_s",
         "goal_timeout_s",
         "attempt_timeout_s",

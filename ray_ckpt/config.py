@@ -193,6 +193,10 @@ class RunOptions:
     partial_grads: bool = False
     """Also save within a gradient accumulation window, with the gradients. False: a save waits for the end of
     the window. Not possible with FSDP, which does not expose gradients."""
+    salvage: bool = False
+    """After the loss of ranks or nodes, save the last finished step from the ranks that are left, if they
+    hold all tensors (DDP, HSDP). For that, each rank sends its own state (random state, data position) to its
+    node after each step. False: a restart continues from the last save."""
     max_block_s: float = 0.0
     """Longest wait of a save for the previous one; after it the save is skipped and counted."""
     goal_timeout_s: float = 60.0

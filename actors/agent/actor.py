@@ -35,13 +35,16 @@ from ray_ckpt.config import ADDRESS_ENV, transport_ports
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.ownership import RunMark
-from ray_ckpt.core.values import DiskSpace, Inventory, RankProgress, SessionKey
+from ray_ckpt.core.step_states import keep
+from ray_ckpt.core.values import DiskSpace, Inventory, RankProgress, Salvage, SessionKey
 from ray_ckpt.engine.node_ports import (
+    AskAwaited,
     EndAwaited,
     OutcomeAwaited,
     RankMet,
     RankProgressed,
     RankRestored,
+    SurvivorCame,
 )
 from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
 from ray_ckpt.format import zstd
@@ -50,7 +53,7 @@ from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.restore.reader import RestoreTicket, SharedRows
 from ray_ckpt.storage.local.scrub import verify_stored
-from ray_ckpt.trainer.link import ArenaGrant, SealedShard
+from ray_ckpt.trainer.link import ArenaGrant, SealedShard, StepState
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.types import AttemptId, Level, RankRestore
@@ -184,6 +187,14 @@ class NodeAgent(RelayEndpoints):
         """Show the ranks of this node the step after which all ranks save."""
         order = n.SaveStepAnnounced(session_key=session_key, signal=signal, epoch=epoch)
         await self._runs.get(run_uid).obey(order)
+
+    async def ask_survivors(self, run_uid: str, session_key: SessionKey, epoch: int) -> None:
+        """Ask the ranks of this node for offers, and report what this node has for a salvage."""
+        await self._runs.get(run_uid).obey(n.SurvivorsAsked(session_key=session_key, epoch=epoch))
+
+    async def order_salvage(self, run_uid: str, salvage: Salvage, epoch: int) -> None:
+        """Take part in a salvage as decided."""
+        await self._runs.get(run_uid).obey(n.SalvageOrdered(salvage=salvage, epoch=epoch))
 
     async def notify_outcome(
         self,
@@ -323,6 +334,30 @@ class NodeAgent(RelayEndpoints):
         )
         run.host.handle(event)
         await run.captures.wait_released(shard)
+
+    async def keep_state(self, run_uid: str, session_key: SessionKey, state: StepState) -> None:
+        """Keep the own state of a rank after a step, of this node or of a peer, for a salvage."""
+        run = self._runs.get(run_uid)
+        if run.machine.plan is not None and run.machine.plan.session_key == session_key:
+            keep(run.step_states, state.rank, state.step, state)
+            kept = n.StepStateKept(
+                session_key=session_key, rank=state.rank, step=state.step, holds=state.holds
+            )
+            run.host.handle(kept)
+
+    async def await_question(self, run_uid: str, session: int) -> bool:
+        """Wait until the ranks of this node are asked for an offer. Return False if the session is over."""
+        run = self._runs.get(run_uid)
+        asked: bool = await run.request(lambda token: AskAwaited(token=token, session=session))
+        return asked
+
+    async def offer_survivor(self, run_uid: str, session: int, rank: int, step: int) -> Salvage:
+        """Take the offer of a rank for a salvage, and return the decision."""
+        run = self._runs.get(run_uid)
+        decided: Salvage = await run.request(
+            lambda token: SurvivorCame(token=token, session=session, rank=rank, step=step)
+        )
+        return decided
 
     async def skip(self, run_uid: str, attempt: AttemptId, rank: int, reason: str) -> None:
         """Record that a rank cannot save."""

@@ -16,10 +16,11 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import Inventory, StoredFragment
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import shard_file, state_file
-from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.format.shard import ShardLayout, build_layout
+from ray_ckpt.storage.local.direct import Written, read_blocks_direct
 from ray_ckpt.storage.local.scrub import verify_fragment
 from ray_ckpt.storage.local.staging import Holding
-from ray_ckpt.trainer.link import SealedShard
+from ray_ckpt.trainer.link import SealedShard, StepState
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.sending import Outgoing, send_files
@@ -52,6 +53,28 @@ def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...]
     )
     arena.check(buffer, attempt.attempt)  # fails if the rank captured into the arena during the write
     stored = run.staging.put(run.run_uid, attempt.directory, state, [shard.state])
+    return _entries(shard.rank, world_size, layout, written, stored)
+
+
+def store_step_state(
+    run: NodeRun, attempt: AttemptId, state: StepState
+) -> tuple[tuple[FileEntry, ...], tuple[ManifestRow, ...]]:
+    """Hash and write the two files of a rank from its own state after a step, as `store_shard` does."""
+    layout, world_size = build_layout(state.slices), run.require_plan().world_size
+    run.check_space(len(state.shard) + len(state.state), what=f"The own state of rank {state.rank}")
+    put = partial(run.staging.put, run.run_uid, attempt.directory)
+    spans = [(0, len(layout.header)), *((p.byte_offset, p.nbytes) for p in layout.slices)]
+    file = shard_file(state.rank, world_size)
+    written = put(file, [memoryview(state.shard)], size_bytes=layout.size_bytes, spans=spans)
+    stored = put(state_file(state.rank, world_size), [state.state])
+    return _entries(state.rank, world_size, layout, written, stored)
+
+
+def _entries(
+    rank: int, world_size: int, layout: ShardLayout, written: Written, stored: Written
+) -> tuple[tuple[FileEntry, ...], tuple[ManifestRow, ...]]:
+    """Return the entries and rows of the shard file and the state file of a rank."""
+    file, state = shard_file(rank, world_size), state_file(rank, world_size)
     rows = [
         ManifestRow(
             kind="header",
@@ -71,7 +94,7 @@ def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...]
             )
             for p, found in zip(layout.slices, written.spans[1:], strict=True)
         ),
-        ManifestRow(kind="state", file=state, byte_offset=0, nbytes=len(shard.state), digest=stored.digest),
+        ManifestRow(kind="state", file=state, byte_offset=0, nbytes=stored.size_bytes, digest=stored.digest),
     ]
     entries = (
         FileEntry(name=file, size_bytes=written.size_bytes, digest=written.digest),

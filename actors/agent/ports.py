@@ -7,11 +7,14 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ray_ckpt.actors.agent.files import peer_answers, send_copy, store_shard
+import ray
+
+from ray_ckpt.actors.agent.files import peer_answers, send_copy, store_shard, store_step_state
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.priority import trim_heaps
 from ray_ckpt.actors.agent.restoring import NodeRestore, error_text
@@ -37,6 +40,8 @@ from ray_ckpt.types import AttemptId, FileEntry, Fragment, SaveFacts
 if TYPE_CHECKING:
     from ray_ckpt.actors.agent.run import NodeRun
 
+log = logging.getLogger("ray_ckpt.agent")
+
 PROBE_S = 3.0  # longest wait for the answer to a probe
 
 
@@ -54,6 +59,10 @@ class RayNodePorts:
         match work:
             case n.WriteShard():
                 self._node.spawn(self._write_shard(work))
+            case n.WriteStepState():
+                self._node.spawn(self._write_step_state(work))
+            case n.SendStepState():
+                self._node.spawn(self._send_step_state(work))
             case n.WriteFragment(fragment=fragment):
                 self._node.spawn(self._write_fragment(fragment))
             case n.SendCopy():
@@ -99,6 +108,38 @@ class RayNodePorts:
         finally:
             run.captures.end_write(shard)
         run.host.handle(event)
+
+    async def _write_step_state(self, work: n.WriteStepState) -> None:
+        run, attempt, rank = self._run, work.attempt, work.rank
+        state = run.step_states.get(rank, {}).get(attempt.step)
+        try:
+            if state is None:
+                raise Unavailable(f"the own state of rank {rank} is gone")
+            files, rows = await in_thread(self._node.disk_io, store_step_state, run, attempt, state)
+        except Exception as error:
+            event: n.NodeEvent = n.SaveFailed(attempt=attempt, rank=rank, reason=error_text(error))
+        else:
+            event = n.ShardWritten(attempt=attempt, rank=rank, files=files, rows=rows)
+        run.host.handle(event)
+
+    async def _send_step_state(self, work: n.SendStepState) -> None:
+        """Send the newest state of a rank to a peer, one at a time: a slow peer misses older ones."""
+        run, node, sent = self._run, self._node, -1
+        if work.rank in run.sending_states:
+            return
+        run.sending_states.add(work.rank)
+        try:
+            while (newest := max(run.step_states.get(work.rank, {}), default=-1)) > sent:
+                agent = (await node.agents.find([work.peer])).get(work.peer)
+                if agent is None:
+                    return
+                state, sent = run.step_states[work.rank][newest], newest
+                await agent.keep_state.remote(run.run_uid, work.session_key, state)
+        except (ray.exceptions.RayError, CheckpointError) as error:
+            node.agents.forget(work.peer)
+            log.debug("peer %s keeps no state: %s", work.peer[:12], error)
+        finally:
+            run.sending_states.discard(work.rank)
 
     async def _write_fragment(self, fragment: Fragment) -> None:
         run, pool = self._run, self._node.disk_io
@@ -161,6 +202,8 @@ class RayNodePorts:
                     await node.report("replica_ended", event)
                 case m.SaveRefused():
                     await node.report("save_refused", event)
+                case m.SurvivorsReported():
+                    await node.report("survivors_reported", uid, event)
                 case m.RanksProgressed():
                     answer = await node.request("ranks_progressed", uid, event, may_wait_s=may_wait_s)
                 case m.RanksRestored():
@@ -183,6 +226,7 @@ class RayNodePorts:
         if run.restore is not None:
             run.restore.supersede()
         run.take_start(plan)
+        run.step_states = {}
         run.restore = NodeRestore(self._node, run, plan)
 
     def release(self, attempt: AttemptId, rank: int) -> None:

@@ -21,6 +21,7 @@ from ray_ckpt.engine.node_host import NodeHost
 from ray_ckpt.engine.node_ports import CallerLeft, NodeHostEvent, OrderReceived, SessionAwaited
 from ray_ckpt.errors import RunSuperseded, Unavailable
 from ray_ckpt.storage.local.disks import Disks
+from ray_ckpt.trainer.link import StepState
 from ray_ckpt.transport.sending import Limiter
 
 DRAIN_THREADS = 2  # concurrent uploads; each holds some 200 MiB of parts and read-ahead
@@ -48,6 +49,8 @@ class NodeRun:
         self.uploads: dict[tuple[str, int], DrainRateLimiter] = {}  # by attempt and fragment
         self.memory = RankMemory()
         self.captures = Captures()
+        self.step_states: dict[int, dict[int, StepState]] = {}  # rank -> step -> state, for a salvage
+        self.sending_states: set[int] = set()  # ranks whose states are on their way to a peer
         self.restore: NodeRestore | None = None  # of the last session that began on this node
         self.endpoints: dict[str, str] = {}  # addresses of agents, by node
         self.annotating = 0  # number of annotations that wait for a save, or for the log

@@ -172,6 +172,11 @@ class Coordinator:
             )
         return replace(joined, parts=parts)
 
+    async def salvage(self, key: str) -> None:
+        """Let the survivors of a group that has lost ranks save the last step; return when that has ended."""
+        run = await self._opener.reach(key)
+        await self.engine.request(run, lambda token: m.SalvageRequested(token=token))
+
     async def finish(self, key: str, timeout_s: float, has_failed: bool = False) -> CheckpointInfo | None:
         """End or give up the run; return its last checkpoint once that checkpoint is durable."""
         run = await self._opener.reach(key)
@@ -292,6 +297,11 @@ class Coordinator:
 
     async def save_refused(self, event: m.SaveRefused) -> None:
         self._handle(event.attempt.run_uid, event)
+
+    async def survivors_reported(self, run_uid: str, event: m.SurvivorsReported) -> None:
+        """Record what a node has for a salvage."""
+        await self._recovery.ready()
+        self._handle(run_uid, event)
 
     async def ranks_progressed(self, run_uid: str, event: m.RanksProgressed) -> tuple[Awaited, ...]:
         """Record the progress of a node's ranks, and return the ranks that the group waits for."""

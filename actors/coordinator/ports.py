@@ -162,6 +162,10 @@ class RayPorts:
                 return "notify_outcome", (uid, attempt, level, problem, epoch)
             case n.SaveStepAnnounced(session_key=session_key, signal=signal, epoch=epoch):
                 return "announce_save_step", (uid, session_key, signal, epoch)
+            case n.SurvivorsAsked(session_key=session_key, epoch=epoch):
+                return "ask_survivors", (uid, session_key, epoch)
+            case n.SalvageOrdered(salvage=salvage, epoch=epoch):
+                return "order_salvage", (uid, salvage, epoch)
             case n.CopyOrdered(attempt=attempt, node_index=index, holder=holder, epoch=epoch):
                 return "replicate", (uid, attempt, index, holder, cards[holder].endpoint, epoch)
             case n.DeleteOrdered(directories=directories, epoch=epoch):

@@ -314,6 +314,11 @@ def _version(live: LiveSlice) -> tuple[int, int]:
     return version(live.leaf), version(live.tensor)
 
 
+def versions(slices: Sequence[LiveSlice]) -> tuple[tuple[int, int], ...]:
+    """Return the change counters of tensors, in order. Raises RuntimeError for inference tensors."""
+    return tuple(map(_version, slices))
+
+
 def _is_on_host(source: torch.Tensor) -> bool:
     return bool(source.is_cpu)
 

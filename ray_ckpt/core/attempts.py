@@ -64,6 +64,7 @@ class Attempt:
     failed: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes whose copy failed
     stored_s: float = 0.0  # time at which the last node had stored its own files
     commit_s: float = 0.0  # time at which the commit record was decided
+    is_salvage: bool = False  # survivors save the step: ranks that do not take part are not missing
     story: list[str] = field(default_factory=list)  # the changes of `state`
 
     def change(self, event: AttemptEvent) -> None:

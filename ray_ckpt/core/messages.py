@@ -14,6 +14,7 @@ from ray_ckpt.core.values import (
     GroupNode,
     Inventory,
     RankProgress,
+    Salvage,
     SessionKey,
     SessionPlan,
     Token,
@@ -186,6 +187,27 @@ class BarrierAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SalvageRequested:
+    """A launcher is about to end a group that has lost ranks; the reply comes when the salvage has ended."""
+
+    token: Token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurvivorsReported:
+    """A node reports its part of a salvage; each report replaces the node's last one.
+
+    `offers` are the finished steps of the ranks that offer their live state. `kept` has, by rank and step,
+    the classes of the ranks whose own state the node keeps.
+    """
+
+    session_key: SessionKey
+    node_id: str
+    offers: Mapping[int, int]
+    kept: Mapping[int, Mapping[int, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRestored:
     """Each rank of a node has restored and verified its state, or lists the parts that no source provided."""
 
@@ -345,6 +367,8 @@ Event: TypeAlias = (
     | RanksProgressed
     | RanksRestored
     | BarrierReached
+    | SalvageRequested
+    | SurvivorsReported
     | NodeRestored
     | DrainEnded
     | DescriptionWritten
@@ -420,6 +444,20 @@ class AnnounceSaveStep:
 
     session_key: SessionKey
     signal: SaveSignal
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskSurvivors:
+    session_key: SessionKey  # `SurvivorsReported` is the answer
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderSalvage:
+    """Send the decision on a salvage to nodes."""
+
+    salvage: Salvage
     nodes: tuple[str, ...]
 
 
@@ -545,6 +583,8 @@ Effect: TypeAlias = (
     | Fail
     | NotifyOutcome
     | AnnounceSaveStep
+    | AskSurvivors
+    | OrderSalvage
     | Replicate
     | Drain
     | WriteDescription

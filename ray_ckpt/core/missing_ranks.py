@@ -48,7 +48,7 @@ class MissingRanks:
     def _lacking(self) -> Iterator[tuple[AttemptId, float, tuple[int, ...]]]:
         """Yield attempts that only some ranks have captured: id, age in seconds, and the missing ranks."""
         now_s, captures = self._context.now_s, self._progress.captures
-        started_s = {a.id: a.started_s for a in self._attempts if a.state == "writing"}
+        started_s = {a.id: a.started_s for a in self._attempts if a.state == "writing" and not a.is_salvage}
         found = {attempt: now_s for attempt in captures.fresh(now_s) if self._attempts.may_open(attempt)}
         for attempt, since_s in sorted((found | started_s).items(), key=lambda item: item[0].step):
             if missing := self.of(attempt):
@@ -109,7 +109,7 @@ class MissingRanks:
 
     def why_incomplete(self, attempt: Attempt, limit_s: float) -> CheckpointError:
         """Return the error of an attempt that is too old: misuse only if missing ranks are idle."""
-        missing = self.of(attempt.id)
+        missing = () if attempt.is_salvage else self.of(attempt.id)
         if idle := [k for k in missing if self._progress.is_idle(k)]:
             return self.why_missed(attempt.id, idle)
         where = f"; {where_text(missing[0], self._progress.by_rank())}" if missing else ""

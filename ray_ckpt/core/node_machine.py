@@ -14,6 +14,7 @@ from typing import Any
 
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.replica_findings import merged
+from ray_ckpt.core.step_states import keep, salvage_of
 from ray_ckpt.core.values import Captured, SessionKey, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.format.names import attempt_of
@@ -26,6 +27,9 @@ MAX_SETTLED = 256  # outcomes kept to answer late requests
 @dataclass(slots=True, kw_only=True)
 class _Save:
     attempt: AttemptId
+    here: SessionNode
+    num_nodes: int
+    is_salvage: bool = False
     sealed: set[int] = field(default_factory=set)
     replicated: set[str] = field(default_factory=set)
     written: dict[int, n.ShardWritten] = field(default_factory=dict)
@@ -48,6 +52,8 @@ class NodeMachine:
         self.outcomes: OrderedDict[str, n.SaveOutcome] = OrderedDict()
         self._deleted: OrderedDict[str, None] = OrderedDict()  # attempts whose deletion was ordered
         self._unreachable: set[str] = set()  # peers to probe until they answer
+        self._kept: dict[int, dict[int, str]] = {}  # rank -> step -> class, of the own states kept here
+        self._offers: dict[int, int] = {}  # rank -> the finished step that it offers for a salvage
 
     def handle(self, event: n.NodeEvent) -> tuple[n.NodeEffect, ...]:
         """Apply one event and return the effects, to be carried out in order.
@@ -62,11 +68,10 @@ class NodeMachine:
 
     def incomplete(self) -> tuple[Captured, ...]:
         """Return the saves, at most MAX_UNSETTLED, that only some ranks of this node have captured."""
-        num_ranks = len(self.here.ranks) if self.here is not None else 0
         return tuple(
             Captured(attempt=save.attempt, ranks=tuple(sorted(save.sealed)))
             for save in self._saves.values()
-            if len(save.sealed) < num_ranks
+            if len(save.sealed) < len(save.here.ranks) and not save.is_salvage
         )
 
     def is_deleted(self, attempt: str) -> bool:
@@ -114,6 +119,7 @@ class NodeMachine:
         self.here = next((n for n in event.plan.nodes if n.node_id == event.node_id), None)
         if last is None or last.session_key < event.plan.session_key:  # else the order is repeated
             self.is_released = self.is_finished = False
+            self._kept, self._offers = {}, {}
             yield n.BeginSession(plan=event.plan, replaced=last.session if last is not None else None)
 
     def _on_session_ended(self, event: n.SessionEnded) -> Iterator[n.NodeEffect]:
@@ -148,12 +154,22 @@ class NodeMachine:
             yield n.Release(attempt=event.attempt, rank=event.rank)
             yield n.ResolveSave(attempt=event.attempt, level=known.level, error=known.error)
             return
-        if plan is None or here is None or not plan.has(event.attempt) or event.rank not in here.ranks:
+        is_lost = plan is not None and event.attempt == salvage_of(plan, event.attempt.step)
+        is_lost &= name not in self._saves  # the agent that had the order for this salvage has died
+        if (
+            plan is None
+            or here is None
+            or is_lost
+            or not plan.has(event.attempt)
+            or event.rank not in here.ranks
+        ):
             yield n.Release(attempt=event.attempt, rank=event.rank)
             yield from self._settle(event.attempt, None, self._stray_error(event.attempt), keep_files=True)
             return
         yield from self._forget_oldest()
-        save = self._saves.setdefault(name, _Save(attempt=event.attempt))
+        save = self._saves.setdefault(
+            name, _Save(attempt=event.attempt, here=here, num_nodes=len(plan.nodes))
+        )
         if event.rank in save.sealed:
             return
         save.sealed.add(event.rank)
@@ -171,18 +187,19 @@ class NodeMachine:
 
     def _on_shard_written(self, event: n.ShardWritten) -> Iterator[n.NodeEffect]:
         yield n.Release(attempt=event.attempt, rank=event.rank)
-        save, plan, here = self._saves.get(event.attempt.attempt), self.plan, self.here
-        if save is None or plan is None or here is None:
+        save, plan = self._saves.get(event.attempt.attempt), self.plan
+        if save is None or plan is None:
             yield from self._written_late(event.attempt)
             return
         save.written[event.rank] = event
+        here = save.here
         if len(save.written) == len(here.ranks):
             written = [save.written[rank] for rank in here.ranks]
             yield n.WriteFragment(
                 fragment=Fragment(
                     attempt=event.attempt,
                     node_index=here.node_index,
-                    num_nodes=len(plan.nodes),
+                    num_nodes=save.num_nodes,
                     world_size=plan.world_size,
                     ranks=here.ranks,
                     files=tuple(f for w in written for f in w.files),
@@ -200,12 +217,12 @@ class NodeMachine:
             yield from self._settle(event.attempt, None, Unavailable(event.reason))
 
     def _on_fragment_written(self, event: n.FragmentWritten) -> Iterator[n.NodeEffect]:
-        save, here = self._saves.get(event.attempt.attempt), self.here
-        if save is None or here is None:
+        save = self._saves.get(event.attempt.attempt)
+        if save is None or self.here is None:
             yield from self._written_late(event.attempt)
             return
         save.fragment = event.entry
-        yield from self._report(save, here)
+        yield from self._report(save)
 
     def _written_late(self, attempt: AttemptId) -> Iterator[n.NodeEffect]:
         """Delete the files of a save dropped in the meantime; leave any other save to the coordinator."""
@@ -226,6 +243,53 @@ class NodeMachine:
     def _on_save_step_announced(self, event: n.SaveStepAnnounced) -> Iterator[n.NodeEffect]:
         if self.plan is not None and self.plan.session_key == event.session_key:
             yield n.ShowSaveSignal(signal=event.signal)
+
+    # -- salvages --------------------------------------------------------------------------------------
+
+    def _on_step_state_kept(self, event: n.StepStateKept) -> Iterator[n.NodeEffect]:
+        """Note a state that is kept here; one of an own rank is kept by a peer as well."""
+        if self.plan is None or self.plan.session_key != event.session_key:
+            return
+        keep(self._kept, event.rank, event.step, event.holds)
+        if self.here is not None and event.rank in self.here.ranks and len(self.plan.nodes) > 1:
+            others = {node.node_id for node in self.plan.nodes} - {self.here.node_id}
+            after = self.plan.nodes[(self.here.node_index + 1) % len(self.plan.nodes)].node_id
+            peer = next((holder for holder in self.here.holders if holder in others), after)
+            yield n.SendStepState(session_key=event.session_key, rank=event.rank, step=event.step, peer=peer)
+
+    def _on_survivor_offered(self, event: n.SurvivorOffered) -> Iterator[n.NodeEffect]:
+        if self.plan is not None and self.plan.session_key == event.session_key:
+            self._offers[event.rank] = event.step
+            yield from self._report_survivors(event.session_key)
+
+    def _on_survivors_asked(self, event: n.SurvivorsAsked) -> Iterator[n.NodeEffect]:
+        if self.plan is not None and self.plan.session_key == event.session_key:
+            yield n.AskRanks()
+            yield from self._report_survivors(event.session_key)
+
+    def _report_survivors(self, session_key: SessionKey) -> Iterator[n.NodeEffect]:
+        kept = {rank: dict(steps) for rank, steps in self._kept.items()}
+        yield n.ReportSurvivors(session_key=session_key, offers=dict(self._offers), kept=kept)
+
+    def _on_salvage_ordered(self, event: n.SalvageOrdered) -> Iterator[n.NodeEffect]:
+        """Write the own states of ranks that do not save, and let the other ranks save."""
+        salvage, attempt = event.salvage, event.salvage.attempt
+        if self.plan is None or self.here is None or self.plan.session_key != salvage.session_key:
+            return
+        here = next((node for node in salvage.nodes if node.node_id == self.here.node_id), None)
+        is_new = attempt is not None and attempt.attempt not in {*self._saves, *self.outcomes}
+        if attempt is not None and here is not None and is_new:
+            yield from self._forget_oldest()
+            num_nodes = len(salvage.nodes)
+            self._saves[attempt.attempt] = _Save(
+                attempt=attempt, here=here, num_nodes=num_nodes, is_salvage=True
+            )
+            for rank in here.ranks:
+                if rank not in salvage.savers:
+                    yield n.WriteStepState(attempt=attempt, rank=rank)
+        yield n.AnswerOffers(salvage=salvage)
+
+    # -- copies and deletions --------------------------------------------------------------------------
 
     def _on_copy_ordered(self, event: n.CopyOrdered) -> Iterator[n.NodeEffect]:
         yield self._copy(event.attempt, event.node_index, event.holder)
@@ -270,10 +334,11 @@ class NodeMachine:
     def _on_coordinator_returned(self, event: n.CoordinatorReturned) -> Iterator[n.NodeEffect]:
         if self.here is not None:
             for save in list(self._saves.values()):
-                yield from self._report(save, self.here)
+                yield from self._report(save)
 
-    def _report(self, save: _Save, here: SessionNode) -> Iterator[n.NodeEffect]:
+    def _report(self, save: _Save) -> Iterator[n.NodeEffect]:
         """Report a save that is complete on this node, and send its copies; repeating this is harmless."""
+        here = save.here
         if save.fragment is None:
             return
         files = (save.fragment, *(f for rank in here.ranks for f in save.written[rank].files))
@@ -336,6 +401,10 @@ _HANDLERS: Mapping[type[n.NodeEvent], Callable[[NodeMachine, Any], Iterable[n.No
     n.RunPutAway: NodeMachine._on_run_put_away,
     n.ShardSealed: NodeMachine._on_shard_sealed,
     n.ShardWritten: NodeMachine._on_shard_written,
+    n.StepStateKept: NodeMachine._on_step_state_kept,
+    n.SurvivorOffered: NodeMachine._on_survivor_offered,
+    n.SurvivorsAsked: NodeMachine._on_survivors_asked,
+    n.SalvageOrdered: NodeMachine._on_salvage_ordered,
     n.SaveFailed: NodeMachine._on_save_failed,
     n.FragmentWritten: NodeMachine._on_fragment_written,
     n.EpochPersisted: NodeMachine._on_epoch_persisted,

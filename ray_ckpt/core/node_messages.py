@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ray_ckpt.core.values import SessionKey, SessionPlan
+from ray_ckpt.core.values import Salvage, SessionKey, SessionPlan
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, Level, ManifestRow, Watched
@@ -49,6 +49,25 @@ class ShardSealed:
     replicated: tuple[str, ...]  # see `SealedShard.replicated`
     metrics: Mapping[str, float] | None
     watched: tuple[Watched, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStateKept:
+    """The own state of a rank after a step is kept on this node; `holds` is the class of the rank."""
+
+    session_key: SessionKey
+    rank: int
+    step: int
+    holds: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurvivorOffered:
+    """A rank stands at a finished step, and its live state may be saved."""
+
+    session_key: SessionKey
+    rank: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +179,22 @@ class SaveStepAnnounced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SurvivorsAsked:
+    """A group may have lost ranks: the coordinator requests what this node has for a salvage."""
+
+    session_key: SessionKey
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SalvageOrdered:
+    """The coordinator has decided on a salvage."""
+
+    salvage: Salvage
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunReleased:
     """The launcher has ended the run; this session and all earlier sessions are over. Checkpoints stay."""
 
@@ -186,6 +221,8 @@ Order: TypeAlias = (
     | CopyOrdered
     | DeleteOrdered
     | SaveStepAnnounced
+    | SurvivorsAsked
+    | SalvageOrdered
     | RunReleased
     | RunPutAway
 )
@@ -194,6 +231,8 @@ Order: TypeAlias = (
 
 NodeEvent: TypeAlias = (
     ShardSealed
+    | StepStateKept
+    | SurvivorOffered
     | ShardWritten
     | SaveFailed
     | FragmentWritten
@@ -210,6 +249,45 @@ NodeEvent: TypeAlias = (
 class WriteShard:
     attempt: AttemptId
     rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteStepState:
+    """Write the files of a rank that takes no part in a salvage, from the state that this node keeps."""
+
+    attempt: AttemptId
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendStepState:
+    """Send the own state of a rank after a step to a peer, which keeps it too; there is no answer."""
+
+    session_key: SessionKey
+    rank: int
+    step: int
+    peer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSurvivors:
+    """Report to the coordinator what this node has for a salvage."""
+
+    session_key: SessionKey
+    offers: Mapping[int, int]
+    kept: Mapping[int, Mapping[int, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskRanks:
+    """Ask this node's ranks for an offer, also those that hang in a collective operation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOffers:
+    """Answer the ranks that have made an offer."""
+
+    salvage: Salvage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +421,11 @@ class ShowSaveSignal:
 
 NodeEffect: TypeAlias = (
     WriteShard
+    | WriteStepState
+    | SendStepState
+    | ReportSurvivors
+    | AskRanks
+    | AnswerOffers
     | Release
     | WriteFragment
     | ReportStored

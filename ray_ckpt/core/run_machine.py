@@ -32,6 +32,7 @@ from ray_ckpt.core.open_attempts import OpenAttempts
 from ray_ckpt.core.ownership import is_offline, is_rollback
 from ray_ckpt.core.progress import SessionProgress
 from ray_ckpt.core.retirement import Retirement
+from ray_ckpt.core.salvage import Salvages
 from ray_ckpt.core.save_intervals import SaveIntervals
 from ray_ckpt.core.save_steps import SaveSteps
 from ray_ckpt.core.save_times import SaveTimes
@@ -50,7 +51,13 @@ CLOCK_S = 0.01  # resolution of the machine's time: there may be thousands of ev
 # Before its fence is in the log, a coordinator may lack commits or be superseded, so it handles only these.
 _BEFORE_THE_FENCE = (m.LogOpened, m.Appended, m.Ticked, m.NodesSeen)
 _ANSWERED = (
-    m.GroupOpened | m.NodeRestored | m.BarrierReached | m.FinishRequested | m.DrainRequested | Requested
+    m.GroupOpened
+    | m.NodeRestored
+    | m.BarrierReached
+    | m.SalvageRequested
+    | m.FinishRequested
+    | m.DrainRequested
+    | Requested
 )
 
 
@@ -71,6 +78,7 @@ class RunMachine:
         missing = MissingRanks(context, progress=self._progress, attempts=self._attempts)
         self._saves = Saves(context, progress=self._progress, attempts=self._attempts, missing=missing)
         self._barriers = Barriers(context)
+        self._salvages = Salvages(context, attempts=self._attempts)
         self._save_steps = SaveSteps(
             context, progress=self._progress, attempts=self._attempts, times=self._times
         )
@@ -270,6 +278,7 @@ class RunMachine:
             )
         yield from self._sessions.fail(error)
         yield from self._barriers.fail(error)
+        yield from self._salvages.fail(error)
         yield from self._finishing.fail(error)
         for event in [*self._early, *self._requests.waiting]:
             yield from self._refuse(event)
@@ -465,6 +474,7 @@ class RunMachine:
         yield from self._save_steps.ticked(is_training=is_training, interval_s=self._intervals.interval_s)
         yield from self._sessions.ticked()
         yield from self._barriers.ticked()
+        yield from self._salvages.ticked()
         yield from self._retirement.ticked()
         yield from self._drain_schedule.ticked()
 
@@ -529,6 +539,8 @@ _HANDLERS: Mapping[type[m.Event], Callable[[RunMachine, Any], Iterable[m.Effect]
     m.RanksRestored: lambda run, event: run._sessions.ranks_restored(event),
     m.RanksProgressed: RunMachine._on_ranks_progressed,
     m.BarrierReached: lambda run, event: run._barriers.met(event),
+    m.SalvageRequested: lambda run, event: run._salvages.requested(event),
+    m.SurvivorsReported: lambda run, event: run._salvages.reported(event),
     m.NodeStored: RunMachine._on_node_stored,
     m.ReplicaEnded: RunMachine._on_replica_ended,
     m.SaveRefused: lambda run, event: run._saves.refused(event),

@@ -266,7 +266,7 @@ class Saves:
         if not self._progress.progressed(event, self._attempts.may_open):
             return
         for attempt in self._attempts:
-            if attempt.is_committing:
+            if attempt.is_committing or attempt.is_salvage:
                 continue
             passed = {rank for rank in event.ranks if self._progress.has_passed(rank, attempt.id.step)}
             if passed and (missed := sorted(passed.intersection(self._missing.of(attempt.id)))):

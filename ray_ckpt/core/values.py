@@ -121,6 +121,21 @@ class RankProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Salvage:
+    """The decision on a salvage: a save of a finished step by ranks that outlive others of their group.
+
+    `savers` capture what they hold in common with other ranks; the own state of all other ranks comes from
+    `nodes`, which keep it for them. Without an attempt nothing is saved, for `reason`.
+    """
+
+    session_key: SessionKey
+    attempt: AttemptId | None = None
+    savers: tuple[int, ...] = ()
+    nodes: tuple[SessionNode, ...] = ()  # nodes that write a fragment, with the ranks in it
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
     """Ranks of a node that have captured an attempt, while other ranks of the node have not."""
 

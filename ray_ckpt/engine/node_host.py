@@ -16,6 +16,7 @@ from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.values import SessionPlan, Token
 from ray_ckpt.engine.node_ports import (
+    AskAwaited,
     BarrierDue,
     CallerLeft,
     EndAwaited,
@@ -32,6 +33,7 @@ from ray_ckpt.engine.node_ports import (
     RankRestored,
     ReportAnswered,
     SessionAwaited,
+    SurvivorCame,
     WaitingDue,
     WorkEnded,
 )
@@ -116,7 +118,7 @@ class NodeHost:
                 self._outcomes.pop(token, None)
                 self._ends.pop(token, None)
                 self._beginnings = [other for other in self._beginnings if other != token]
-            case RankProgressed() | RankMet() | RankRestored():
+            case RankProgressed() | RankMet() | RankRestored() | SurvivorCame() | AskAwaited():
                 self._rank_came(event)
             case ReportAnswered(report=m.RanksProgressed() | m.RanksRestored(), value=tuple() as awaited):
                 self.awaited = awaited
@@ -140,7 +142,7 @@ class NodeHost:
         for effect in self.machine.handle(event):
             self._carry_out(effect, token)
 
-    def _rank_came(self, event: RankProgressed | RankMet | RankRestored) -> None:
+    def _rank_came(self, event: RankProgressed | RankMet | RankRestored | SurvivorCame | AskAwaited) -> None:
         """Pass an event of a rank to the session at work, if the event is of that session."""
         if self.session is not None and self.session.plan.session == event.session:
             self.session.rank_came(event)
@@ -207,9 +209,13 @@ class NodeHost:
                     self._end_callers(Unavailable("The run has finished.", hint="Open it again."))
                     ports.free()
                 ports.start(effect, token)
-            case n.WriteShard() | n.WriteFragment() | n.SendCopy():
+            case n.WriteShard() | n.WriteStepState() | n.SendStepState() | n.WriteFragment() | n.SendCopy():
                 ports.start(effect)
-            case n.ReportStored() | n.ReportCopied() | n.ReportRefused():
+            case n.AskRanks() | n.AnswerOffers() if self.session is not None:
+                self.session.salvage(effect)
+            case n.AskRanks() | n.AnswerOffers():
+                pass
+            case n.ReportStored() | n.ReportCopied() | n.ReportRefused() | n.ReportSurvivors():
                 ports.report(self._report_of(effect))
             case n.CheckPeer(peer=peer):
                 due = ProbeDue(peer=peer, until_s=ports.now_s() + PROBE_FOR_S)
@@ -237,7 +243,9 @@ class NodeHost:
             case n.PersistEpoch():
                 raise AssertionError("only an order has a higher epoch")
 
-    def _report_of(self, effect: n.ReportStored | n.ReportCopied | n.ReportRefused) -> m.Event:
+    def _report_of(
+        self, effect: n.ReportStored | n.ReportCopied | n.ReportRefused | n.ReportSurvivors
+    ) -> m.Event:
         """Return the event that the coordinator receives for a report of the machine."""
         match effect:
             case n.ReportStored(attempt=attempt):
@@ -263,6 +271,8 @@ class NodeHost:
                     source=self.node_id,
                     is_unreachable=effect.is_unreachable,
                 )
+            case n.ReportSurvivors(session_key=key, offers=offers, kept=kept):
+                return m.SurvivorsReported(session_key=key, node_id=self.node_id, offers=offers, kept=kept)
             case n.ReportRefused(attempt=attempt, ranks=ranks, reason=reason):
                 return m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)
 

@@ -26,7 +26,15 @@ class ProbePeer:
 
 
 NodeWork: TypeAlias = (
-    n.WriteShard | n.WriteFragment | n.SendCopy | n.DeleteFolder | n.ForgetRun | n.PersistEpoch | ProbePeer
+    n.WriteShard
+    | n.WriteStepState
+    | n.SendStepState
+    | n.WriteFragment
+    | n.SendCopy
+    | n.DeleteFolder
+    | n.ForgetRun
+    | n.PersistEpoch
+    | ProbePeer
 )
 """Work on this node's disk, or with a peer."""
 
@@ -119,6 +127,24 @@ class RankMet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SurvivorCame:
+    """A rank offers its live state, that of a finished step, for a salvage. The reply is a `Salvage`."""
+
+    token: Token
+    session: int
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskAwaited:
+    """A rank waits until it is asked for an offer. The reply False means that its session is over."""
+
+    token: Token
+    session: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankRestored:
     """A rank has restored, and waits for the group. The reply False means that a new session has begun."""
 
@@ -170,6 +196,8 @@ NodeHostEvent: TypeAlias = (
     | CallerLeft
     | RankProgressed
     | RankMet
+    | SurvivorCame
+    | AskAwaited
     | RankRestored
     | ProbeDue
     | SessionTimer

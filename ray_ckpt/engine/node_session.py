@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ray_ckpt.core import messages as m
+from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.barriers import BARRIER_S
 from ray_ckpt.core.progress import PROGRESS_GATHER_S, progress_period_s
-from ray_ckpt.core.values import RankProgress, SessionPlan, Token
+from ray_ckpt.core.values import RankProgress, Salvage, SessionPlan, Token
 from ray_ckpt.engine.node_ports import (
+    AskAwaited,
     BarrierDue,
     ProgressDue,
     RankMet,
@@ -17,6 +19,7 @@ from ray_ckpt.engine.node_ports import (
     RankRestored,
     ReportAnswered,
     SessionTimer,
+    SurvivorCame,
     WaitingDue,
 )
 from ray_ckpt.errors import RunConflict, RunSuperseded, Unavailable
@@ -55,6 +58,10 @@ class NodeSession:
         self._met = 0  # the highest barrier that all ranks have reached
         self._restored: dict[int, RankRestore] = {}
         self._restoring: list[Token] = []  # callers that wait for the group's restore
+        self._asking: list[Token] = []  # ranks that wait to be asked for an offer
+        self._is_asked = False
+        self._offering: list[Token] = []  # ranks that have made an offer for a salvage
+        self._salvage: Salvage | None = None
         self._is_restored = False  # all ranks of the group have restored
         self._is_training = False  # a rank of this node has reported its progress
 
@@ -75,8 +82,14 @@ class NodeSession:
         self._fail_restore(error)
         for number in self._barriers:
             self._end_barrier(number, error)
+        asking, self._asking = self._asking, []
+        for token in asking:
+            self._host.ports.reply(token, False)
+        offering, self._offering = self._offering, []
+        for token in offering:
+            self._host.ports.fail(token, error)
 
-    def rank_came(self, event: RankProgressed | RankMet | RankRestored) -> None:
+    def rank_came(self, event: RankProgressed | RankMet | RankRestored | SurvivorCame | AskAwaited) -> None:
         match event:
             case RankProgressed():
                 self._progressed(event)
@@ -84,6 +97,14 @@ class NodeSession:
                 self._came(event)
             case RankRestored():
                 self._rank_restored(event)
+            case AskAwaited(token=token):
+                self._asking.append(token)
+                self._answer_survivors()
+            case SurvivorCame(token=token, rank=rank, step=step):
+                self._offering.append(token)
+                key = self.plan.session_key
+                self._host.handle(n.SurvivorOffered(session_key=key, rank=rank, step=step))
+                self._answer_survivors()
 
     def due(self, event: SessionTimer) -> None:
         match event:
@@ -100,6 +121,23 @@ class NodeSession:
                 self._barrier_answered(event.report, event)
             case m.NodeRestored():
                 self._restore_answered(event)
+
+    def salvage(self, effect: n.AskRanks | n.AnswerOffers) -> None:
+        """Ask the ranks for an offer, or answer their offers with the decision."""
+        self._is_asked = True
+        if isinstance(effect, n.AnswerOffers):
+            self._salvage = effect.salvage
+        self._answer_survivors()
+
+    def _answer_survivors(self) -> None:
+        if self._is_asked:
+            asking, self._asking = self._asking, []
+            for token in asking:
+                self._host.ports.reply(token, True)
+        if self._salvage is not None:
+            offering, self._offering = self._offering, []
+            for token in offering:
+                self._host.ports.reply(token, self._salvage)
 
     # -- progress ------------------------------------------------------------------------------------
 

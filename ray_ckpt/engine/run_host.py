@@ -199,6 +199,10 @@ class RunHost:
                 self.send(nodes, outcome)
             case m.AnnounceSaveStep(session_key=session_key, signal=signal, nodes=nodes):
                 self.send(nodes, n.SaveStepAnnounced(session_key=session_key, signal=signal, epoch=epoch))
+            case m.AskSurvivors(session_key=session_key, nodes=nodes):
+                self.send(nodes, n.SurvivorsAsked(session_key=session_key, epoch=epoch))
+            case m.OrderSalvage(salvage=salvage, nodes=nodes):
+                self.send(nodes, n.SalvageOrdered(salvage=salvage, epoch=epoch))
             case m.Replicate(attempt=attempt, node_index=index, source=node, holder=holder):
                 copy = n.CopyOrdered(attempt=attempt, node_index=index, holder=holder, epoch=epoch)
                 self.send((node,), copy)

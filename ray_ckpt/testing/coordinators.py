@@ -336,6 +336,9 @@ class Coordinators(StorageWork):
             _note_order(agent, event)
         if isinstance(event, n.SessionStarted):
             agent.route.use(message.batch.relay if message.batch is not None else "")
+        plan = agent.machine.plan
+        if isinstance(event, n.SalvageOrdered) and plan and plan.session_key == event.salvage.session_key:
+            self.oracle.salvages_step(event.salvage, plan)
         self.num_orders += 1
         token = f"order-{self.num_orders}"
         self.order_calls[token] = OrderCall(message, fate, agent.number)

@@ -43,6 +43,9 @@ class Healing:
             process.host.notices.expire(frozenset(), process.host.ports.wall_s())
         for node in world.nodes.values():
             node.is_draining = False
+        for launcher in list(world.launchers.values()):
+            if launcher.group is not None and launcher.group.dead:
+                world.kill_ranks(launcher.name)  # the launcher notices the death of its ranks
         self._start_coordinators(4)
         self._check_agents()
         self._start_coordinators(2)  # a coordinator that found a group may have been fenced

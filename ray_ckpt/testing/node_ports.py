@@ -38,6 +38,8 @@ class WireNodePorts:
             assert plan is not None
             file = shard_file(work.rank, plan.world_size)
             world.nodes[self.name].disk.write(work.attempt.directory)
+        if isinstance(work, n.WriteStepState):
+            world.nodes[self.name].disk.write(work.attempt.directory)
         if isinstance(work, n.SendCopy):
             at_s = world.now_s + world.copy_s
         world.wire.append(Local(self.name, self.number, work, file, at_s, token=token))
@@ -45,7 +47,9 @@ class WireNodePorts:
     def report(self, event: m.Event, may_wait_s: float = 0.0) -> None:
         self.world.report(self.name, self.number, event)
 
-    def begin(self, plan: SessionPlan) -> None: ...
+    def begin(self, plan: SessionPlan) -> None:
+        if self.agent is not None:
+            self.agent.states = {}
 
     def release(self, attempt: AttemptId, rank: int) -> None:
         for member in self.world.members_on(self.name) if self.agent is not None else ():

@@ -20,6 +20,7 @@ from ray_ckpt.engine.node_ports import (
     ProbePeer,
     RankMet,
     RankRestored,
+    SurvivorCame,
     WorkEnded,
 )
 from ray_ckpt.engine.ports import OpenOnNode
@@ -116,7 +117,7 @@ class Nodes:
     def can_save(self, group: Group, member: Member) -> bool:
         """Return True if a member may save; training is collective, so no member is two saves ahead."""
         slowest = min(other.saved for other in group.members)
-        return member.state == "training" and member.saved == slowest
+        return member.state == "training" and member.saved == slowest and not group.dead
 
     def members_on(self, node: str) -> Iterator[Member]:
         for _, _, member in self.members():
@@ -169,7 +170,7 @@ class Nodes:
     def call_agent(
         self,
         member: Member,
-        event: OutcomeAwaited | EndAwaited | RankMet | RankRestored,
+        event: OutcomeAwaited | EndAwaited | RankMet | RankRestored | SurvivorCame,
     ) -> None:
         """Let a rank call its agent, and wait for the answer; nothing happens if there is no agent."""
         agent = self.nodes[member.node].agent
@@ -192,6 +193,15 @@ class Nodes:
 
     def _order_answered(self, node: Node, done: OrderCall, value: object, error: Exception | None) -> None:
         raise NotImplementedError  # see Coordinators
+
+    def _keep(self, node: Node, agent: Agent, work: n.StepStateKept) -> None:
+        raise NotImplementedError  # see Survivors
+
+    def _send_state(self, node: Node, agent: Agent, work: n.SendStepState, fate: Fate) -> None:
+        raise NotImplementedError  # see Survivors
+
+    def _write_state(self, node: Node, agent: Agent, work: n.WriteStepState, fate: Fate) -> None:
+        raise NotImplementedError  # see Survivors
 
     def _check_answer(self, agent: Agent, call: RankCall, value: object) -> None:
         """Check an answer against the orders and calls so far."""
@@ -273,6 +283,12 @@ class Nodes:
                 node.disk.put(held, tuple(file.name for file in fragment.files))
                 self._arrived(node, (held.attempt.attempt, held.node_index))
                 self._to_agent(node, n.FragmentWritten(attempt=held.attempt, entry=held.fragment))
+            case n.StepStateKept():
+                self._keep(node, agent, work)
+            case n.SendStepState():
+                self._send_state(node, agent, work, fate)
+            case n.WriteStepState():
+                self._write_state(node, agent, work, fate)
             case n.SendCopy():
                 self._send(node, message, work, fate)
             case ProbePeer(peer=peer, until_s=until_s):
@@ -297,7 +313,7 @@ class Nodes:
                     agent.began = agent.ended = agent.over = (0, 0)
                 host.handle(WorkEnded(work=work, token=token, error=failure))
                 self._open_again(node)
-            case OutcomeAwaited() | EndAwaited() | RankMet() | RankRestored():
+            case OutcomeAwaited() | EndAwaited() | RankMet() | RankRestored() | SurvivorCame():
                 if work.token in self.rank_calls:
                     self.rank_calls[work.token].has_arrived = True
                 self._to_agent(node, work)

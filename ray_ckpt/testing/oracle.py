@@ -1,20 +1,21 @@
 """Oracle: checks the promises after every step, from the store, the disks, and all replies.
 
-The promises are P1 to P6 and P8 of the design, and equal answers to all ranks (P9). The oracle replays the
+The promises are P1 to P6 and P8 of the design, equal answers to all ranks (P9), and
+salvages of one step (P10). The oracle replays the
 log itself and does not use the state of the machines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ray_ckpt.config import RunOptions, resume_step
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.messages import BarrierAnswer, BarrierReached, DeleteOrphans, GroupOpened
 from ray_ckpt.core.missing_ranks import STAYS_OUT_S
-from ray_ckpt.core.values import SessionKey, SessionPlan
+from ray_ckpt.core.values import Salvage, SessionKey, SessionPlan
 from ray_ckpt.engine.launchers import OWNER_DEAD_S
 from ray_ckpt.errors import CheckpointError, FormatError
 from ray_ckpt.format import records as r
@@ -87,6 +88,10 @@ class Oracle:
     # (coordinator, session, barrier) -> the coordinator's answer to the ranks
     answers: dict[tuple[str, SessionKey, int], BarrierAnswer] = field(default_factory=dict)
     sessions: list[SessionPlan] = field(default_factory=list)  # sessions in which ranks have trained
+    num_classes: int = 1  # of ranks that hold the same tensors
+    # attempt of a salvage -> rank -> step of its state, and whether this is its live state
+    salvages: dict[str, dict[int, tuple[int, bool]]] = field(default_factory=dict)
+    salvaged: dict[str, SessionPlan] = field(default_factory=dict)  # attempt of a salvage -> its group
     writer: str = ""  # writer of the last epoch
     began_s: float = 0.0  # world time at the record of the first session
     stale: bool = True  # True: copies may have changed since their last check
@@ -195,6 +200,8 @@ class Oracle:
         must(plan is not None, "P1", f"nobody has saved {op}")
         assert plan is not None
         must(self._is_logged(plan), "P3", f"{op} was saved in another session, {plan.session_key}")
+        if op.attempt in self.salvaged:
+            self._check_salvage(op)
         steps = [c.step for c in self.history.checkpoints.values() if c.id.session == op.session]
         must(not steps or max(steps) < op.step, "P3", f"{op} comes after step {max(steps, default=0)}")
         versions = [self.stored_on.get((op.attempt, index), {}) for index in range(op.num_nodes)]
@@ -285,6 +292,31 @@ class Oracle:
     def saves(self, attempt: AttemptId, plan: SessionPlan) -> None:
         self.plans[attempt.attempt] = plan
         self.attempts[attempt.attempt] = attempt
+
+    def class_of(self, rank: int) -> str:
+        """Return the class of a rank: which tensors it holds in common with others."""
+        return f"class {rank % self.num_classes}"
+
+    def salvages_step(self, salvage: Salvage, plan: SessionPlan) -> None:
+        """Record the decision on a salvage, which its fragments follow."""
+        if salvage.attempt is not None:
+            self.saves(salvage.attempt, replace(plan, nodes=salvage.nodes))
+            self.salvaged[salvage.attempt.attempt] = plan
+
+    def captures(self, attempt: AttemptId, rank: int, step: int, *, is_live: bool) -> None:
+        """Record the state of a rank in a salvage: its live state, or its own state as a node keeps it."""
+        self.salvages.setdefault(attempt.attempt, {})[rank] = step, is_live
+
+    def _check_salvage(self, op: r.Commit) -> None:
+        """Check P10: a salvage has the own state of each rank and all tensors, and all are of its step."""
+        plan, parts = self.salvaged[op.attempt], self.salvages.get(op.attempt, {})
+        ranks = {rank for node in plan.nodes for rank in node.ranks}
+        must(parts.keys() == ranks, "P10", f"{op} has the ranks {sorted(parts)}, not all of {sorted(ranks)}")
+        for rank, (step, _) in parts.items():
+            must(step == op.step, "P10", f"{op} has the state of rank {rank} after step {step}")
+        saved = {self.class_of(rank) for rank, (_, is_live) in parts.items() if is_live}
+        lost = {self.class_of(rank) for rank in ranks} - saved
+        must(not lost, "P10", f"{op} lacks what the ranks of {sorted(lost)} held")
 
     def gives_up(
         self, coordinator: str, attempt: AttemptId, error: CheckpointError | None, live: Set[str]

@@ -21,6 +21,7 @@ from ray_ckpt.engine.node_ports import (
     OutcomeAwaited,
     RankMet,
     RankRestored,
+    SurvivorCame,
 )
 from ray_ckpt.engine.ports import Call, HostEvent, StorageEffect
 from ray_ckpt.engine.relays import Batch, OrderRelays, ReportRoute
@@ -50,6 +51,7 @@ class Agent:
     began: SessionKey = (0, 0)  # the newest session that an order has begun
     ended: SessionKey = (0, 0)  # the newest session that an order has ended
     over: SessionKey = (0, 0)  # the newest session that is surely over: its end is carried out
+    states: dict[int, dict[int, int]] = field(default_factory=dict)  # own states kept: rank -> step -> state
 
     @property
     def machine(self) -> NodeMachine:
@@ -126,6 +128,9 @@ class Member:
 class Group:
     members: list[Member]
     steps: list[int] = field(default_factory=list)  # steps of the group's saves, in order
+    done: dict[int, int] = field(default_factory=dict)  # rank -> its last finished step, with salvages
+    dead: set[int] = field(default_factory=set)  # ranks that died alone
+    offered: set[int] = field(default_factory=set)  # ranks that have offered their state for a salvage
 
 
 @dataclass(slots=True)
@@ -167,7 +172,7 @@ class RankCall:
 
     member: Member
     plan: SessionPlan  # of the ranks
-    event: OutcomeAwaited | EndAwaited | RankMet | RankRestored
+    event: OutcomeAwaited | EndAwaited | RankMet | RankRestored | SurvivorCame
     agent: int  # number of the agent
     has_arrived: bool = False
 

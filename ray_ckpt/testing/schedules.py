@@ -69,6 +69,8 @@ class Schedule:
         options = _options(chance, keep_local_at_end=seed % 4 == 3)
         if seed % 7 == 5:
             options = replace(options, spare_nodes="role=spare")  # of all nodes, those that are idle
+        if salvages(seed):
+            options = replace(options, salvage=True)
         size = chance.choice(sizes)
         self.scale = max(1, size // FEW_NODES[-1])  # factor of the sizes of groups and batches
         self.max_nodes = MAX_NODES * self.scale
@@ -82,6 +84,7 @@ class Schedule:
             disk_bytes=chance.choice([5_000, 100_000]),
             relay_nodes=RELAY_NODES[self.scale > 1] if seed % 3 == 2 else 0,
         )
+        self.world.oracle.num_classes = 1 + seed // 10 % 2
         self.foreign = unknown_attempt(self.chance, "1" * 32)  # attempt of an older log on the same path
         self.world.upload_late(self.foreign, age_s=2 * A_DAY_S)
         self.launchers = {name: Launcher(f"{name}-driver", name) for name in clusters}
@@ -132,6 +135,11 @@ class Schedule:
             self.log_is_trimmed: chance.choice([0, 0, 0, 1]),
             self.a_day_passes: chance.choice([0, 1]),
             self.files_arrive_late: 1,
+            # Without salvages, no number is drawn for these.
+            self.rank_finishes_step: 60 * self.world.options.salvage,
+            self.rank_dies: 8 * self.world.options.salvage,
+            self.survivor_offers: 60 * self.world.options.salvage,
+            self.launcher_salvages: 1 * self.world.options.salvage,
         }
 
     def happen(self) -> None:
@@ -206,7 +214,7 @@ class Schedule:
     def launchers_act(self) -> str | None:
         if (
             launcher := self._any(
-                [launcher for launcher in self.world.launchers.values() if _wants_group(launcher)]
+                [launcher for launcher in self.world.launchers.values() if self._wants_group(launcher)]
             )
         ) is None:
             return None
@@ -221,11 +229,57 @@ class Schedule:
         self.world.launch(launcher.name, size, in_parts=self.chance.random() < 0.2)
         return f"{launcher.name} launches"
 
+    def _wants_group(self, launcher: Launcher) -> bool:
+        """Return whether a launcher begins a group: its last one has lost ranks, and is perhaps salvaged."""
+        if launcher.state != "running":
+            return launcher.state == "idle"
+        assert launcher.group is not None
+        is_lost = any(member.state == "ended" for member in launcher.group.members) or launcher.group.dead
+        return bool(is_lost) and not (self.world.options.salvage and self.chance.random() < 0.9)
+
     def ranks_die(self) -> str | None:
         if (launcher := self._running_launcher()) is None:
             return None
         self.world.kill_ranks(launcher.name)
         return f"a rank of {launcher.name} dies"
+
+    def rank_finishes_step(self) -> str | None:
+        """Let the ranks of a group finish a step, one or all of them."""
+        world, chance = self.world, self.chance
+        found = [(g, x, rank) for _, g, x in world.members() if x.state == "training" for rank in x.ranks]
+        chance.shuffle(found)
+        finished = [str(k) for g, x, k in found[: chance.choice([1, 8, 8])] if world.finish_step(g, x, k)]
+        return f"rank(s) {', '.join(finished)} finish a step" if finished else None
+
+    def rank_dies(self) -> str | None:
+        """Let one rank of a group die; the others find that their collective operations fail."""
+        alive = [(g, k) for _, g, x in self.world.members() for k in x.ranks if k in g.done]
+        if (found := self._any(alive)) is None:
+            return None
+        self.world.kill_rank(*found)
+        return f"rank {found[1]} dies alone"
+
+    def survivor_offers(self) -> str | None:
+        """Let a rank of a group that has lost ranks offer its state."""
+        offers = [
+            (group, member, rank)
+            for _, group, member in self.world.members()
+            for rank in member.ranks
+            if member.state == "training"
+            and rank in group.done
+            and rank not in group.dead | group.offered
+            and (group.dead or any(other.state == "ended" for other in group.members))
+        ]
+        offers = offers if self.chance.random() < 0.6 else offers[:1]
+        for group, member, rank in offers:
+            self.world.offer(group, member, rank)
+        return ", ".join(f"rank {k} offers step {g.done[k]}" for g, _, k in offers) or None
+
+    def launcher_salvages(self) -> str | None:
+        if (launcher := self._running_launcher()) is None:
+            return None
+        self.world.request_salvage(launcher)
+        return f"{launcher.name} waits for a salvage"
 
     def driver_comes(self) -> str | None:
         """Start another driver with the same run name, perhaps after the death of the first driver."""
@@ -482,6 +536,11 @@ class Schedule:
         return f"{copy} on {name} is altered"
 
 
+def salvages(seed: int) -> bool:
+    """Return whether the schedule of a seed has salvages; the other seeds draw no number for them."""
+    return seed % 10 == 9
+
+
 def _options(chance: random.Random, *, keep_local_at_end: bool) -> RunOptions:
     return RunOptions(
         keep_last=chance.choice([1, 2, 3]),
@@ -503,13 +562,6 @@ def _fate(chance: random.Random, faults: float, message: Message) -> Fate:
     if not isinstance(message, (*NETWORK, Create, Local)) or chance.random() > 2 * faults:
         return "delivered"
     return "lost" if chance.random() < 0.5 else "unanswered"
-
-
-def _wants_group(launcher: Launcher) -> bool:
-    if launcher.state == "running":
-        assert launcher.group is not None
-        return any(member.state == "ended" for member in launcher.group.members)
-    return launcher.state == "idle"
 
 
 def _label(message: Message) -> str:

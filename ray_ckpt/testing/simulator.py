@@ -23,6 +23,7 @@ from ray_ckpt.engine.node_ports import (
     RankProgressed,
     RankRestored,
     ReportAnswered,
+    SurvivorCame,
 )
 from ray_ckpt.engine.ports import AgentDied, GroupFound, ServiceEnding
 from ray_ckpt.engine.stopping import objections
@@ -32,7 +33,7 @@ from ray_ckpt.format.names import make_attempt
 from ray_ckpt.format.records import Drilled, decode_record
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.storage.log_store import TRIM_AFTER_S, trim_log, write_snapshot
-from ray_ckpt.testing.coordinators import RUN, Coordinators
+from ray_ckpt.testing.coordinators import RUN
 from ray_ckpt.testing.oracle import must
 from ray_ckpt.testing.parts import (
     Answer,
@@ -52,10 +53,11 @@ from ray_ckpt.testing.parts import (
     Work,
 )
 from ray_ckpt.testing.stores import START_S, Copy
+from ray_ckpt.testing.survivors import Survivors
 from ray_ckpt.types import AttemptId, Level, RankRestore
 
 
-class World(Coordinators):
+class World(Survivors):
     """A world; the module docstring describes its use."""
 
     # -- events: messages ------------------------------------------------------------------------------
@@ -518,6 +520,8 @@ class World(Coordinators):
                 member.state, member.error = "ended", error
             case EndAwaited(), Exception() as error:
                 member.state, member.error = "ended", error
+            case SurvivorCame(), _:
+                self._answer_offer(call, event, message.value)
             case RankMet(number=number), tuple() if number == member.met + 1:
                 member.met = number
             case RankRestored(), False:

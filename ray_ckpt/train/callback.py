@@ -21,7 +21,7 @@ from typing import Any
 
 import ray.train
 
-from ray_ckpt.actors.client import RayLink, finish_run, open_group, open_run
+from ray_ckpt.actors.client import RayLink, finish_run, open_group, open_run, salvage
 from ray_ckpt.actors.messages import Joined, RunSpec
 from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.config import RunOptions, is_uri
@@ -117,9 +117,12 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             self._open()
 
     def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
-        """Note when the first failure since the last opened group was noticed, in Unix time."""
+        """Note when the first failure was noticed, in Unix time, and let survivors save the last step."""
         if self._launch.noticed_at_s is None:
             self._launch = replace(self._launch, noticed_at_s=time.time())
+            if self._spec is not None and self._joined is not None and self._spec.options.salvage:
+                with _guarded("survivors do not save the last step"):
+                    salvage(self._spec)
 
     def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
         """Note when the processes of the last opened group had ended, in Unix time."""

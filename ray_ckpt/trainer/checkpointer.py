@@ -13,7 +13,6 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -42,13 +41,14 @@ from ray_ckpt.trainer.handoff import SaveParts
 from ray_ckpt.trainer.item_reader import ItemReader
 from ray_ckpt.trainer.link import Link
 from ray_ckpt.trainer.metrics import MetricReader, detached
-from ray_ckpt.trainer.outcomes import Outcomes, SaveStats, UnprotectedGuard
+from ray_ckpt.trainer.outcomes import Outcomes, SaveStats, UnprotectedGuard, warn_of_annotation
 from ray_ckpt.trainer.rank_items import RankItems, gap_warnings
 from ray_ckpt.trainer.reports import Reports
 from ray_ckpt.trainer.restoring import Restoring, step_of
 from ray_ckpt.trainer.save_signal import SaveSignals
 from ray_ckpt.trainer.saver import Saver
 from ray_ckpt.trainer.step_count import Call, StepCount, whole_number
+from ray_ckpt.trainer.survivor import Survivor, make_survivor
 from ray_ckpt.types import AttemptId, Level
 
 log = logging.getLogger("ray_ckpt")
@@ -102,6 +102,7 @@ class Checkpointer:
         self._items: RankItems | None = None
         self._saver: Saver | None = None
         self._watch: ProgressThread | None = None
+        self._survivor: Survivor | None = None
         self._rng: Any = None  # the restored random state, kept until the first step
         # State of steps and saves:
         self._count = StepCount()
@@ -200,6 +201,7 @@ class Checkpointer:
         if self._probe is not None:
             self._probe.restored(items.items, checkpoint.step if checkpoint else None, warnings)
         self._saver = Saver(link, restored.session, items.stepped, on_wait=self._outcomes.count_wait)
+        self._survivor = make_survivor(link, (self._epoch, restored.session), items, self._saver)
         self._saver.prepare(items.predicted_layout(items.walk()))
         self._saved_step = info.step if info else live_step or 0
         self._count.restore(self._saved_step)
@@ -258,6 +260,8 @@ class Checkpointer:
             if is_whole:
                 self._save_last()
                 self._is_over = True
+            elif self._survivor is not None:
+                self._survivor.leave()
             self.flush(commit=is_whole)
             self._end_progress()
             raise
@@ -386,6 +390,8 @@ class Checkpointer:
             self._check_outcomes(step)
         self._reports.report_if_due(step)
         self._whole_step = step
+        if self._survivor is not None:
+            self._survivor.keep(step, self._count.mark())
         if self._probe is not None:
             self._probe.ended(step, items.items)
 
@@ -434,7 +440,7 @@ class Checkpointer:
                 raise ConfigError("There is no checkpoint of a step below 1.")
             if values := self._metrics.read(detached(metrics)):
                 done = self._link.annotate(step, values, self._outcomes.in_flight(step))
-                done.add_done_callback(lambda done: _warn_of_annotation(step, done))
+                done.add_done_callback(lambda done: warn_of_annotation(step, done))
         except Exception as error:  # there is no agent, or a value has an unexpected type: training goes on
             log.warning("step %s was not annotated: %s", step, text_of(error))
 
@@ -493,10 +499,9 @@ class Checkpointer:
         self.flush()
         self._is_closed = True
         self._end_progress()
-        if self._items is not None:
-            self._items.close()
-        if self._saver is not None:
-            self._saver.close()
+        for part in (self._survivor, self._items, self._saver):
+            if part is not None:
+                part.close()
         self._signals.close()
         _open.discard(self)
 
@@ -593,8 +598,3 @@ class Checkpointer:
     def _require_items(self) -> RankItems:
         assert self._items is not None, "steps are refused before the restore"
         return self._items
-
-
-def _warn_of_annotation(step: int, done: Future[None]) -> None:
-    if (error := done.exception()) is not None:
-        log.warning("step %d was not annotated: %s", step, text_of(getattr(error, "cause", None) or error))

@@ -14,13 +14,13 @@ from typing import Literal, Protocol
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.node_messages import SaveOutcome
-from ray_ckpt.core.values import RankProgress
+from ray_ckpt.core.values import RankProgress, Salvage, SessionKey
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.restore.reader import RestoreTicket, SharedRows
-from ray_ckpt.types import AttemptId, GroupPart, Level, RankRestore, Watched, ranks_of
+from ray_ckpt.types import AttemptId, GroupPart, Level, RankRestore, Slice, Watched, ranks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,21 @@ class SealedShard:
     stall_s: float  # time for which the save has blocked training so far
     capture_s: float  # time since the save began
     watched: tuple[Watched, ...] = ()  # digests that are compared between replicas
+
+
+MAX_STEP_STATE_BYTES = 1 << 20  # of a rank's own state, which travels in a control message after each step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """The state of a rank after a step that no other rank holds, ready to be written as the rank's files."""
+
+    rank: int
+    step: int
+    holds: str  # the class of the rank: a digest of the tensors that it holds in common with others
+    state: bytes  # the state file
+    slices: tuple[Slice, ...]
+    shard: bytes  # the shard file of these slices
 
 
 class RankLink(Protocol):
@@ -205,7 +220,23 @@ class SignalLink(RankLink, Protocol):
         ...
 
 
-class Link(RestoreLink, SaveLink, SignalLink, Protocol):
+class SurvivorLink(RankLink, Protocol):
+    """Calls of a rank that may outlive others of its group."""
+
+    def keep(self, session_key: SessionKey, state: StepState) -> None:
+        """Send this rank's own state after a step; drop it if the agent is slow or gone. Does not wait."""
+        ...
+
+    def asked(self, session: int) -> Future[bool]:
+        """Return a future that is done with True when this rank is to make an offer, or else with False."""
+        ...
+
+    def offer(self, session: int, step: int) -> Future[Salvage]:
+        """Offer this rank's live state, which is that of a finished step; the result is the decision."""
+        ...
+
+
+class Link(RestoreLink, SaveLink, SignalLink, SurvivorLink, Protocol):
     """All calls of a Checkpointer to the agent of its node."""
 
 

@@ -260,3 +260,9 @@ class Outcomes:
             raise error
         if error is not None:
             raise Unavailable(f"Step {attempt.step} was not saved: {error}")
+
+
+def warn_of_annotation(step: int, done: Future[None]) -> None:
+    """Log the error of a call that added metrics to a step, if there is one."""
+    if (error := done.exception()) is not None:
+        log.warning("step %d was not annotated: %s", step, text_of(getattr(error, "cause", None) or error))

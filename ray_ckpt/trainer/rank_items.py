@@ -105,10 +105,14 @@ class RankItems:
         """True while a save waits for the end of the window."""
         return self._num_postponed > 0
 
+    def is_accumulating(self) -> bool:
+        """Return whether gradients that would not be saved wait for an optimizer step."""
+        is_open = "gradients" not in self.items and self.window.is_open()
+        return is_open or any(item.is_accumulating() for item in self.items.values())
+
     def postpone(self) -> bool:
         """Return True if the save that is due now waits for the end of the window."""
-        is_open = "gradients" not in self.items and self.window.is_open()
-        if not is_open and not any(item.is_accumulating() for item in self.items.values()):
+        if not self.is_accumulating():
             self._num_postponed = 0
         else:
             self._num_postponed += 1

@@ -17,7 +17,7 @@ from ray_ckpt.capture.walk import replace_refs
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.node_messages import SaveOutcome
-from ray_ckpt.core.values import RankProgress
+from ray_ckpt.core.values import RankProgress, Salvage, SessionKey
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file, state_file
@@ -26,7 +26,7 @@ from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FileSource, RestoreTicket, SharedRows
-from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard
+from ray_ckpt.trainer.link import ArenaGrant, Identity, SealedShard, StepState
 from ray_ckpt.types import (
     AttemptId,
     CheckpointInfo,
@@ -61,6 +61,10 @@ class LocalLink:
     annotated: list[tuple[int, dict[str, float], AttemptId | None, Future[None]]] = field(
         default_factory=list
     )
+    kept: list[StepState] = field(default_factory=list)
+    question: Future[bool] = field(default_factory=Future)
+    offers: list[int] = field(default_factory=list)
+    decision: Future[Salvage] = field(default_factory=Future)
     page: SignalPage | None = None
     given: RestoreTicket = field(default_factory=lambda: RestoreTicket(session=1, epoch=1, checkpoint=None))
     whole: RestoreTicket | None = None
@@ -175,6 +179,16 @@ class LocalLink:
         done: Future[None] = Future()
         self.annotated.append((step, dict(metrics), attempt, done))
         return done
+
+    def keep(self, session_key: SessionKey, state: StepState) -> None:
+        self.kept.append(state)
+
+    def asked(self, session: int) -> Future[bool]:
+        return self.question
+
+    def offer(self, session: int, step: int) -> Future[Salvage]:
+        self.offers.append(step)
+        return self.decision
 
     def recover(self) -> None:
         self.recovered += 1

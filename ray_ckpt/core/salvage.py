@@ -1,0 +1,194 @@
+"""Salvages: a last save of a finished step by the ranks that outlive others of their group.
+
+A state that several ranks hold alike is not lost with some of these ranks. What each rank has alone, such as
+random state and data position, it has sent to its node after each step, and the node to a peer. A salvage
+commits a step only if all of it is that step's: see PROTOCOL.md section 4. One salvage is tried per session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.attempts import Attempt
+from ray_ckpt.core.awaited import ranks_text
+from ray_ckpt.core.context import Context
+from ray_ckpt.core.open_attempts import OpenAttempts
+from ray_ckpt.core.placement import place_replicas
+from ray_ckpt.core.step_states import salvage_of
+from ray_ckpt.core.values import Salvage, SessionKey, SessionNode, SessionPlan, Token
+from ray_ckpt.errors import CheckpointError
+
+GATHER_S = 2.0  # wait for the offers of survivors, whose collective operations fail at almost the same time
+ENDS_S = 20.0  # longest wait of a launcher for a salvage; then the group ends in any case
+
+
+class Salvages:
+    """The salvage of the group at work."""
+
+    def __init__(self, context: Context, *, attempts: OpenAttempts) -> None:
+        self._context, self._attempts = context, attempts
+        self._session_key: SessionKey = (0, 0)
+        self._since_s: float | None = None  # when the first report or request came
+        self._reports: dict[str, m.SurvivorsReported] = {}  # by node
+        self._decided: Salvage | None = None
+        self._waiting: list[Token] = []
+
+    def requested(self, event: m.SalvageRequested) -> Iterator[m.Effect]:
+        """Begin a salvage for a launcher whose group has lost ranks, unless one has begun."""
+        yield from self._enter_session()
+        if self._context.plan is None or not self._context.options.salvage:
+            yield m.Reply(token=event.token, value=None)
+            return
+        self._waiting.append(event.token)
+        yield from self._begin()
+
+    def reported(self, event: m.SurvivorsReported) -> Iterator[m.Effect]:
+        """Take the report of a node; decide when all ranks have made an offer."""
+        plan = self._context.plan
+        if plan is None or event.session_key != plan.session_key:
+            return
+        yield from self._enter_session()
+        if self._decided is not None:
+            yield m.OrderSalvage(salvage=self._decided, nodes=(event.node_id,))
+            return
+        self._reports[event.node_id] = event
+        yield from self._begin()
+        if sum(len(report.offers) for report in self._reports.values()) >= plan.world_size:
+            yield from self._decide(plan)
+
+    def ticked(self) -> Iterator[m.Effect]:
+        """Decide when the survivors have had time for their offers; answer launchers at the end."""
+        yield from self._enter_session()
+        plan, now_s = self._context.plan, self._context.now_s
+        if self._since_s is None or plan is None:
+            return
+        if self._decided is None and now_s - self._since_s >= GATHER_S:
+            yield from self._decide(plan)
+        if now_s - self._since_s >= ENDS_S or self._is_over():
+            yield from self._answer()
+
+    def _is_over(self) -> bool:
+        decided = self._decided
+        if decided is None:
+            return False
+        return decided.attempt is None or not self._attempts.is_open(decided.attempt.attempt)
+
+    def _begin(self) -> Iterator[m.Effect]:
+        if self._since_s is None and self._decided is None and self._context.plan is not None:
+            self._since_s = self._context.now_s
+            key, nodes = self._context.plan.session_key, self._context.session_nodes()
+            yield m.AskSurvivors(session_key=key, nodes=nodes)
+
+    def _decide(self, plan: SessionPlan) -> Iterator[m.Effect]:
+        """Decide, and open the attempt if there is one: all nodes learn the decision."""
+        live = self._context.holders.live
+        salvage = choose(plan, {node: report for node, report in self._reports.items() if node in live})
+        attempt = salvage.attempt
+        if attempt is not None and (saved := self._saved_step()) >= attempt.step:
+            reason = f"step {saved} is saved already"
+            attempt, salvage = None, Salvage(session_key=plan.session_key, reason=reason)
+        if attempt is None:
+            yield m.Warn(text=f"The survivors of session {plan.session} save no last step: {salvage.reason}.")
+        else:
+            salvage = replace(salvage, nodes=self._placed(salvage.nodes))
+            now_s = self._context.now_s
+            self._attempts.add(Attempt(id=attempt, nodes=salvage.nodes, started_s=now_s, is_salvage=True))
+            yield m.Warn(
+                text=f"Session {plan.session} has lost ranks: rank(s) {ranks_text(salvage.savers)} save "
+                f"step {attempt.step}."
+            )
+        self._decided = salvage
+        yield m.OrderSalvage(salvage=salvage, nodes=self._context.session_nodes())
+
+    def _saved_step(self) -> int:
+        """Return the newest step of the session that is committed, or complete on its nodes; -1 for none."""
+        saved = [attempt.id for attempt in self._attempts if attempt.is_local]
+        saved += [checkpoint.id for checkpoint in self._context.history.live()]
+        return max((a.step for a in saved if (a.epoch, a.session) == self._session_key), default=-1)
+
+    def _placed(self, nodes: Sequence[SessionNode]) -> tuple[SessionNode, ...]:
+        """Return the nodes with holders for their copies among the nodes that are left."""
+        context = self._context
+        holders = place_replicas(
+            training_nodes=[node.node_id for node in nodes],
+            live_nodes=context.holders.live,
+            replicas=context.options.replicas,
+            domains=context.domains,
+            draining=context.draining,
+        )
+        return tuple(replace(node, holders=holders[node.node_id]) for node in nodes)
+
+    def _answer(self) -> Iterator[m.Effect]:
+        waiting, self._waiting = self._waiting, []
+        for token in waiting:
+            yield m.Reply(token=token, value=None)
+
+    def _enter_session(self) -> Iterator[m.Effect]:
+        """Forget the salvage of an older session."""
+        plan = self._context.plan
+        session_key = plan.session_key if plan is not None else (0, 0)
+        if session_key != self._session_key:
+            yield from self._answer()
+            self._session_key, self._since_s, self._decided = session_key, None, None
+            self._reports.clear()
+
+    def fail(self, error: CheckpointError) -> Iterator[m.Effect]:
+        """Fail the launchers that wait."""
+        waiting, self._waiting = self._waiting, []
+        for token in waiting:
+            yield m.Fail(token=token, error=error)
+
+
+def choose(plan: SessionPlan, reports: Mapping[str, m.SurvivorsReported]) -> Salvage:
+    """Return the salvage of the newest step that is whole, else one without an attempt.
+
+    A step is whole if a node keeps the own state of each rank after this step, and if a rank of each class
+    offers its live state of this step.
+    """
+    offers = {
+        rank: step
+        for report in reports.values()
+        for rank, step in report.offers.items()
+        if step in report.kept.get(rank, {})  # otherwise another node writes the files of this rank
+    }
+    reason = "no rank offers a finished step"
+    for step in sorted(set(offers.values()), reverse=True):
+        savers = tuple(sorted(rank for rank, at in offers.items() if at == step))
+        found = _whole(plan, reports, step, savers)
+        if not isinstance(found, str):
+            attempt = salvage_of(plan, step)
+            return Salvage(session_key=plan.session_key, attempt=attempt, savers=savers, nodes=found)
+        reason = found if reason.startswith("no rank") else reason
+    return Salvage(session_key=plan.session_key, reason=reason)
+
+
+def _whole(
+    plan: SessionPlan, reports: Mapping[str, m.SurvivorsReported], step: int, savers: Sequence[int]
+) -> tuple[SessionNode, ...] | str:
+    """Return the nodes that write the fragments of a whole step, without holders, or why it is not whole."""
+    classes: dict[int, str] = {}
+    writers: dict[int, str] = {}  # rank -> node
+    for home in plan.nodes:
+        for rank in home.ranks:
+            keepers = [node for node in sorted(reports) if step in reports[node].kept.get(rank, {})]
+            if keepers:
+                writers[rank] = home.node_id if home.node_id in keepers else keepers[0]
+                classes[rank] = reports[writers[rank]].kept[rank][step]
+    ranks = sorted(rank for home in plan.nodes for rank in home.ranks)
+    if unkept := [rank for rank in ranks if rank not in writers]:
+        return f"no live node keeps the own state of rank(s) {ranks_text(unkept)} after step {step}"
+    offered = {classes[rank] for rank in savers}
+    if alone := [rank for rank in ranks if classes[rank] not in offered]:
+        return f"no survivor holds what rank(s) {ranks_text(alone)} held of step {step}"
+    used = [home.node_id for home in plan.nodes if home.node_id in writers.values()]
+    return tuple(
+        SessionNode(
+            node_id=node,
+            node_index=index,
+            ranks=tuple(rank for rank in ranks if writers[rank] == node),
+            holders=(),
+        )
+        for index, node in enumerate(used)
+    )

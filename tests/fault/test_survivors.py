@@ -1,0 +1,142 @@
+"""Ranks and nodes die; those that are left save the last step, exactly, or nobody does."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.fault.conftest import Home
+from tests.fault.rig import wait_for
+from tests.fault.survivors import Task, Trainers, check_lines, last_step, lines, saved_steps, wait_for_step
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+KILLS = int(os.environ.get("RAY_CKPT_KILLS", "12"))  # of the random test; 200 take half an hour
+STEPS_PER_KILL = 7
+SALVAGE_S = 12.0  # for the decision, the capture and the commit
+MAX_MISSED = 0.15  # share of kills in the moments in which nobody knows the dead rank's own state
+
+
+class Scene:
+    """A run on named nodes of the shared cluster, and the lines of the same run without faults."""
+
+    def __init__(self, home: Home, nodes: list[str], task: Task) -> None:
+        self.cluster, self.nodes, self.task = home.start(), nodes, task
+        calm = replace(task, run=f"{task.run}-calm", journal=f"{task.journal}-calm", pace_s=0.0)
+        trainers = Trainers(self._ids(), replace(calm, options={**task.options, "salvage": False}))
+        assert trainers.wait() == [task.total] * len(nodes)
+        trainers.stop()
+        self.calm = [{x["step"]: x for x in lines(calm, k)} for k in range(len(nodes))]
+
+    def _ids(self) -> list[str]:
+        return [self.cluster.nodes[name].node_id for name in self.nodes]
+
+    def train(self) -> Trainers:
+        return Trainers(self._ids(), self.task)
+
+    def kill_rank(self, trainers: Trainers, rank: int) -> None:
+        os.kill(trainers.pids[rank], signal.SIGKILL)
+
+    def wait_saved(self, step: int) -> bool:
+        """Wait until a step, or the one before, is in the log; False if that does not happen."""
+        end_s = time.monotonic() + SALVAGE_S
+        while time.monotonic() < end_s:
+            if saved_steps(self.task)[-1:] >= [step]:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def wait_restored(self, num_lines: int) -> int:
+        """Wait for a step of rank 0 after so many lines; return the step before it, which was restored."""
+        wait_for(lambda: len(lines(self.task, 0)) > num_lines, what="a step after a restart")
+        return int(lines(self.task, 0)[num_lines]["step"]) - 1
+
+    def finish(self) -> None:
+        """Train to the end without faults, and compare every line of the run with the calm run."""
+        trainers = self.train()
+        assert trainers.wait() == [self.task.total] * len(self.nodes)
+        trainers.stop()
+        for rank, calm in enumerate(self.calm):
+            check_lines(self.task, rank, calm)
+
+
+def make_task(tmp_path: Path, run: str, total: int, **options: object) -> Task:
+    kind = str(options.pop("kind", "ddp"))
+    return Task(
+        run=run,
+        storage=str(tmp_path / "runs"),
+        journal=str(tmp_path / run),
+        total=total,
+        kind=kind,
+        options=dict(options),
+    )
+
+
+@pytest.mark.parametrize("loses_node", [False, True])
+def test_replicas_with_shards_save_for_a_lost_replica(home: Home, tmp_path: Path, loses_node: bool) -> None:
+    scene = Scene(
+        home, ["node-a", "node-a", "node-b", "node-b"], make_task(tmp_path, "hsdp", 24, kind="hsdp")
+    )
+    trainers = scene.train()
+    wait_for_step(scene.task, 0, 8)
+    if loses_node:
+        scene.cluster.kill("node-b", wipe=True)
+    else:
+        scene.kill_rank(trainers, 3)
+    time.sleep(0.5)
+    done = last_step(scene.task, 4)
+    assert scene.wait_saved(done - 1)
+    trainers.stop()
+    home.start()
+    scene.finish()
+
+
+def test_shards_without_replicas_are_not_saved(home: Home, tmp_path: Path) -> None:
+    scene = Scene(home, ["node-a", "node-b"], make_task(tmp_path, "fsdp", 16, kind="fsdp"))
+    trainers = scene.train()
+    wait_for_step(scene.task, 0, 6)
+    scene.kill_rank(trainers, 1)
+    assert not scene.wait_saved(1)
+    trainers.stop()
+    scene.finish()
+    assert saved_steps(scene.task) == [16]
+
+
+@pytest.mark.timeout(60 + 30 * KILLS)
+def test_a_kill_costs_one_step_at_most(home: Home, tmp_path: Path) -> None:
+    """Ranks and nodes die at random times; each restart continues from the last finished step."""
+    nodes = ["node-a", "node-a", "node-b", "node-c"]
+    total = STEPS_PER_KILL * KILLS + 20
+    scene = Scene(home, nodes, make_task(tmp_path, "random", total, every_steps=10, keep_last=3))
+    chance, found = random.Random(7), Counter[str]()
+    restored = done = 0
+    what = ""
+    for _ in range(KILLS):
+        before = len(lines(scene.task, 0))
+        trainers = scene.train()
+        restored = scene.wait_restored(before)
+        if what:
+            found[f"{what}: {done - restored} step(s) lost"] += 1
+            print(f"the death of a {what} after step {done} costs {done - restored} step(s)")
+        wait_for_step(scene.task, 0, restored + chance.randint(2, STEPS_PER_KILL - 1))
+        time.sleep(chance.uniform(0.0, 2 * scene.task.pace_s))
+        what = "rank" if chance.random() < 0.7 else "node"
+        if what == "rank":
+            scene.kill_rank(trainers, chance.randrange(len(nodes)))
+        else:
+            scene.cluster.kill(chance.choice(["node-b", "node-c"]), wipe=True)
+        time.sleep(0.5)
+        done = max(lines(scene.task, rank)[-1]["step"] for rank in range(len(nodes)))
+        scene.wait_saved(done - 1)
+        trainers.stop()
+        home.start()
+    print(f"{KILLS} kills: {dict(found)}")
+    missed = sum(count for text, count in found.items() if int(text.split()[1]) > 1)
+    assert missed <= max(1, MAX_MISSED * KILLS)
+    scene.finish()

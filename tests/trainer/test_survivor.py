@@ -1,0 +1,158 @@
+"""A rank that may outlive others: what it keeps after each step, and when it offers its live state."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.step_states import SALVAGE_TRY
+from ray_ckpt.core.values import Salvage
+from ray_ckpt.format.names import make_attempt
+from ray_ckpt.format.shard import build_layout
+from ray_ckpt.trainer import survivor
+from ray_ckpt.trainer.checkpointer import Checkpointer
+from tests.capture.local import LocalLink
+
+STEPS = 3
+
+
+class Loop:
+    """The training of rank 0 of two, with a buffer and random numbers of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        self.link = LocalLink(RunOptions(memory="double", **{"salvage": True, **options}), world_size=2)
+        self.model: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.ckpt = Checkpointer(link=self.link, model=self.model, optimizer=self.optimizer)
+
+    def forward(self) -> None:
+        self.model(torch.randn(4, 8)).square().mean().backward()
+
+    def run(self, steps: int = STEPS) -> None:
+        """Train; the backward pass after the last step fails, as if another rank had died."""
+        for step in self.ckpt.steps(total=100):
+            self.forward()
+            if step > steps:
+                raise RuntimeError("connection closed by peer")
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.ckpt.step(step)
+
+    def decide(self, step: int, *savers: int) -> None:
+        session = (1, 1)
+        attempt = make_attempt(run_uid="0" * 32, session=1, epoch=1, step=step, attempt=SALVAGE_TRY)
+        self.link.decision.set_result(Salvage(session_key=session, attempt=attempt, savers=savers))
+
+
+@contextmanager
+def loop(**options: Any) -> Iterator[Loop]:
+    made = Loop(**options)
+    try:
+        yield made
+    finally:
+        made.ckpt.close()
+
+
+def fails(training: Loop) -> None:
+    with pytest.raises(RuntimeError, match="connection closed"):
+        training.run()
+
+
+def test_after_each_step_the_agent_gets_what_no_other_rank_holds() -> None:
+    with loop() as training:
+        training.link.decision.set_result(Salvage(session_key=(1, 1), reason="a test"))
+        fails(training)
+        assert [state.step for state in training.link.kept] == [1, 2, 3]
+        state = training.link.kept[-1]
+        keys = {part.key for part in state.slices}
+        assert {"model.1.running_mean", "rank0.rng.torch_cpu"} <= keys
+        assert not any("weight" in key for key in keys)
+        assert len(state.shard) == build_layout(state.slices).size_bytes
+        assert len({state.holds for state in training.link.kept[1:]}) == 1
+
+
+def test_a_survivor_saves_the_last_step_although_its_next_one_has_begun() -> None:
+    with loop() as training:
+        training.decide(STEPS, 0)
+        fails(training)
+        assert training.link.offers == [STEPS]
+        found = training.link.tensors(STEPS)
+        assert torch.equal(found["model.0.weight"], training.model[0].weight), "no rank else shares it out"
+        assert not torch.equal(found["rank0.rng.torch_cpu"], torch.get_rng_state()), "of the next forward"
+        assert not torch.equal(found["model.1.running_mean"], training.model[1].running_mean)
+        assert training.link.state(STEPS)["step"] == STEPS
+
+
+def test_survivors_share_out_what_they_hold_alike() -> None:
+    with loop() as training:
+        training.decide(STEPS, 0, 1)
+        fails(training)
+        saved = {key for key in training.link.tensors(STEPS) if key.startswith("optimizer")}
+        assert 0 < len(saved) < 12
+
+
+@pytest.mark.parametrize("changes", ["step", "tensor"])
+def test_a_state_that_is_of_no_finished_step_is_not_offered(
+    changes: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survivor, "WHOLE_S", 0.01)
+    with loop() as training:
+        training.ckpt.restore()
+        training.forward()
+        training.optimizer.step()
+        training.ckpt.step(1)
+        training.forward()
+        if changes == "step":
+            training.optimizer.step()
+        else:
+            with torch.no_grad():
+                training.model[0].weight.add_(1.0)
+        training.link.question.set_result(True)
+        thread = next(t for t in threading.enumerate() if t.name == "ray_ckpt-salvage")
+        thread.join(10.0)
+        assert not training.link.offers
+    why = "An optimizer step has begun after step 1" if changes == "step" else "model.0.weight was changed"
+    assert any(why in record.getMessage() for record in caplog.records)
+
+
+def test_a_rank_that_is_asked_makes_no_step_before_its_state_is_captured() -> None:
+    """Its training thread hangs in a collective operation, or goes on."""
+    with loop() as training:
+        training.ckpt.restore()
+        training.forward()
+        training.optimizer.step()
+        training.ckpt.step(1)
+        weight = training.model[0].weight.detach().clone()
+        training.link.question.set_result(True)
+        threading.Timer(0.3, training.decide, (1, 0)).start()
+        while not training.link.offers:
+            time.sleep(0.01)
+        training.forward()
+        training.optimizer.step()
+        assert torch.equal(training.link.tensors(1)["model.0.weight"], weight)
+        assert not torch.equal(training.model[0].weight, weight)
+
+
+def test_too_much_state_of_one_rank_is_not_sent(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survivor, "MAX_STEP_STATE_BYTES", 1000)
+    with loop() as training:
+        fails(training)
+        assert not training.link.kept and not training.link.offers
+    (warning,) = (r.getMessage() for r in caplog.records if "cannot be salvaged" in r.getMessage())
+    assert "rank 0 alone holds" in warning
+
+
+def test_without_the_option_nothing_is_kept() -> None:
+    with loop(salvage=False) as training:
+        fails(training)
+        assert not training.link.kept and not training.link.offers
