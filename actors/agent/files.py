@@ -8,15 +8,18 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from ray_ckpt.actors.agent.priority import ActiveCopies, DrainRateLimiter
 from ray_ckpt.actors.agent.run import NodeRun, require
+from ray_ckpt.actors.agent.still_files import has_remotely, like_here, store_still
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import Inventory, StoredFragment
 from ray_ckpt.errors import Unavailable
-from ray_ckpt.format.names import shard_file, state_file
-from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.format.names import STILL, shard_file, shard_files, state_file
+from ray_ckpt.format.shard import ShardLayout
+from ray_ckpt.storage.local.direct import Written, read_blocks_direct
 from ray_ckpt.storage.local.scrub import verify_fragment
 from ray_ckpt.storage.local.staging import Holding
 from ray_ckpt.trainer.link import SealedShard
@@ -30,8 +33,21 @@ COPY_BLOCK_BYTES = 8 << 20  # bytes sent between two checks that the arena still
 DRAIN_SPREAD_S = 0.5  # longest random wait before an upload, so that nodes do not all retry at once
 
 
-def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...], tuple[ManifestRow, ...]]:
-    """Hash and write the two files of a rank. The returned rows cover each byte of both files."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFiles:
+    """The files of a rank on this node's disk; `rows` cover each byte of all of them."""
+
+    files: tuple[FileEntry, ...]
+    rows: tuple[ManifestRow, ...]
+    shared_bytes: int  # bytes that were there already, in an earlier checkpoint
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files) - self.shared_bytes
+
+
+def store_shard(run: NodeRun, shard: SealedShard) -> StoredFiles:
+    """Hash and write the files of a rank; a still shard that is there already is linked."""
     attempt, buffer = shard.attempt, run.memory.buffer_of(shard)
     if buffer is None or buffer.layout is None:
         raise Unavailable(f"the arena of rank {shard.rank} is gone")
@@ -39,49 +55,53 @@ def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...]
     if arena.mode != "stream":
         arena.check(buffer, attempt.attempt)
     world_size = run.require_plan().world_size
-    run.check_space(layout.size_bytes + len(shard.state), what=f"The shard of rank {shard.rank}")
-    file, state = shard_file(shard.rank, world_size), state_file(shard.rank, world_size)
-    spans = [(0, len(layout.header)), *((p.byte_offset, p.nbytes) for p in layout.slices)]
-    written = run.staging.put(
-        run.run_uid,
-        attempt.directory,
-        file,
-        arena.chunks(buffer, attempt.attempt),
-        size_bytes=layout.size_bytes,
-        spans=spans,
+    run.check_space(
+        layout.shards[0].size_bytes + len(shard.state), what=f"The shard of rank {shard.rank}"
     )
-    arena.check(buffer, attempt.attempt)  # fails if the rank captured into the arena during the write
-    stored = run.staging.put(run.run_uid, attempt.directory, state, [shard.state])
-    rows = [
-        ManifestRow(
-            kind="header",
-            file=file,
-            byte_offset=0,
-            nbytes=len(layout.header),
-            digest=written.spans[0],
-        ),
-        *(
-            ManifestRow(
-                kind="slice",
-                file=file,
-                byte_offset=p.byte_offset,
-                nbytes=p.nbytes,
-                digest=found,
-                slice=p.slice,
+    entries: list[FileEntry] = []
+    rows: list[ManifestRow] = []
+    shared_bytes = 0
+    for number, part in enumerate(layout.shards):
+        file, is_shared = shard_file(shard.rank, world_size, number), False
+        spans = [(0, len(part.header)), *((p.byte_offset, p.nbytes) for p in part.slices)]
+        if number == STILL:
+            data = buffer.data(layout, number)
+            written, is_shared = store_still(run, attempt.directory, file, data, spans)
+        else:
+            written = run.staging.put(
+                run.run_uid,
+                attempt.directory,
+                file,
+                arena.chunks(buffer, attempt.attempt, number),
+                size_bytes=part.size_bytes,
+                spans=spans,
             )
-            for p, found in zip(layout.slices, written.spans[1:], strict=True)
-        ),
-        ManifestRow(kind="state", file=state, byte_offset=0, nbytes=len(shard.state), digest=stored.digest),
-    ]
-    entries = (
-        FileEntry(name=file, size_bytes=written.size_bytes, digest=written.digest),
-        FileEntry(name=state, size_bytes=stored.size_bytes, digest=stored.digest),
+        shared_bytes += written.size_bytes if is_shared else 0
+        entries.append(FileEntry(name=file, size_bytes=written.size_bytes, digest=written.digest))
+        rows += _shard_rows(file, part, written)
+    arena.check(buffer, attempt.attempt)  # fails if the rank captured into the arena during the write
+    state = state_file(shard.rank, world_size)
+    stored = run.staging.put(run.run_uid, attempt.directory, state, [shard.state])
+    entries.append(FileEntry(name=state, size_bytes=stored.size_bytes, digest=stored.digest))
+    rows.append(
+        ManifestRow(kind="state", file=state, byte_offset=0, nbytes=len(shard.state), digest=stored.digest)
     )
-    return entries, tuple(rows)
+    return StoredFiles(files=tuple(entries), rows=tuple(rows), shared_bytes=shared_bytes)
 
 
-def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies: ActiveCopies) -> int:
-    """Copy a fragment and its files to a peer, and return the bytes sent."""
+def _shard_rows(file: str, part: ShardLayout, written: Written) -> Iterator[ManifestRow]:
+    """Yield the rows of a shard: its header, then its slices."""
+    yield ManifestRow(
+        kind="header", file=file, byte_offset=0, nbytes=len(part.header), digest=written.spans[0]
+    )
+    for p, found in zip(part.slices, written.spans[1:], strict=True):
+        yield ManifestRow(
+            kind="slice", file=file, byte_offset=p.byte_offset, nbytes=p.nbytes, digest=found, slice=p.slice
+        )
+
+
+def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies: ActiveCopies) -> tuple[int, int]:
+    """Copy a fragment and its files to a peer; return the bytes sent, and those that the peer had."""
     if not run.machine.reaches(effect.holder):  # another copy may have failed while this copy was queued
         raise Unavailable("it has not answered since an earlier copy.", unreachable=True)
     held = holding(run, effect.attempt, effect.node_index)
@@ -89,9 +109,16 @@ def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies
 
     def outgoing(file: FileEntry) -> Outgoing:
         name = FileName(run_uid=run.run_uid, directory=directory, file=file.name)
-        request = PutRequest(name=name, size_bytes=file.size_bytes, digest=file.digest, epoch=effect.epoch)
+        request = PutRequest(
+            name=name,
+            size_bytes=file.size_bytes,
+            digest=file.digest,
+            epoch=effect.epoch,
+            like=like_here(run, directory, file) if effect.may_link else "",
+        )
         return Outgoing(request=request, chunks=partial(_wanted_bytes, run, effect.attempt, file.name))
 
+    shared_bytes = 0
     for batch in (
         held.fragment.files,
         (held.entry,),
@@ -99,10 +126,10 @@ def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies
         files = [outgoing(file) for file in batch]
         with copies.one():
             try:
-                send_files(endpoint, credentials, files, limiter=run.limiter)
+                shared_bytes += send_files(endpoint, credentials, files, limiter=run.limiter)
             except _Recaptured:  # the second try reads the file from the disk
-                send_files(endpoint, credentials, files, limiter=run.limiter)
-    return sum(file.size_bytes for file in (*held.fragment.files, held.entry))
+                shared_bytes += send_files(endpoint, credentials, files, limiter=run.limiter)
+    return sum(file.size_bytes for file in (*held.fragment.files, held.entry)) - shared_bytes, shared_bytes
 
 
 def peer_answers(run: NodeRun, peer: str, credentials: Credentials, within_s: float) -> bool:
@@ -203,10 +230,10 @@ def _stored_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memor
     """
     offset = 0
     for rank, arena in list(run.memory.arenas.items()):
-        buffer = arena.find(attempt.attempt)
-        if buffer is None or file != shard_file(rank, run.require_plan().world_size):
+        buffer, files = arena.find(attempt.attempt), shard_files(rank, run.require_plan().world_size)
+        if buffer is None or file not in files:
             continue
-        data = buffer.data(require(buffer.layout))
+        data = buffer.data(require(buffer.layout), files.index(file))
         while offset < len(data) and buffer.page.sealed == attempt.attempt:
             yield data[offset : offset + COPY_BLOCK_BYTES]
             if buffer.page.sealed != attempt.attempt:

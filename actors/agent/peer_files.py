@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator
 from typing_extensions import Buffer
 
 from ray_ckpt.actors.agent.run import NodeRun
+from ray_ckpt.actors.agent.still_files import has_same
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import attempt_of
 from ray_ckpt.storage.local.direct import read_blocks_direct
 from ray_ckpt.storage.local.files import size_of
 from ray_ckpt.transport.wire import FileName, PutRequest
+from ray_ckpt.types import FileEntry
 
 MAX_SERVED = 16  # concurrent reads by peers, each with blocks of read-ahead
 SERVE_WAIT_S = 30.0  # longest wait for another read to end; after it, the peer gets an error and retries
@@ -45,6 +47,18 @@ class PeerFiles:
         run.reach_epoch(request.epoch)
         self._check_wanted(run, name)
         return written.digest
+
+    def link(self, request: PutRequest) -> str | None:
+        name, run = request.name, self._run(request.name)
+        entry = FileEntry(name=name.file, size_bytes=request.size_bytes, digest=request.digest)
+        self._check_wanted(run, name)
+        if not has_same(run, request.like, entry):
+            return None
+        if not run.staging.link(name.run_uid, request.like, name.directory, name.file):
+            return None
+        run.reach_epoch(request.epoch)
+        self._check_wanted(run, name)
+        return entry.digest
 
     def _check_wanted(self, run: NodeRun, name: FileName) -> None:
         """Raise Unavailable if the folder is being deleted.

@@ -185,7 +185,7 @@ class Checkpointer:
         if self._session is not None:
             raise ConfigError("restore() was called twice.", hint="Call it once, before the first step.")
         link, options = self._link, self._link.options
-        items = self._items = RankItems(self._objects, link.identity, partial_grads=options.partial_grads)
+        items = self._items = RankItems(self._objects, link.identity, options)
         warnings = gap_warnings(self._objects) if link.identity.rank == 0 else ()
         for warning in warnings:
             log.warning("%s", warning)
@@ -199,7 +199,7 @@ class Checkpointer:
         checkpoint = restored.checkpoint
         if self._probe is not None:
             self._probe.restored(items.items, checkpoint.step if checkpoint else None, warnings)
-        self._saver = Saver(link, restored.session, items.stepped, on_wait=self._outcomes.count_wait)
+        self._saver = Saver(link, restored.session, items.still, on_wait=self._outcomes.count_wait)
         self._saver.prepare(items.predicted_layout(items.walk()))
         self._saved_step = info.step if info else live_step or 0
         self._count.restore(self._saved_step)

@@ -34,6 +34,13 @@ class PeerFiles(Protocol):
         """
         ...
 
+    def link(self, request: wire.PutRequest) -> str | None:
+        """Link a file to the same one in the checkpoint `request.like`, durably, and return its digest.
+
+        Return None if this node has no such file or cannot link it.
+        """
+        ...
+
     def read(self, name: wire.FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
         """Yield the bytes of a file from `offset` on. Raise FileNotFoundError if the node does not have it.
 
@@ -74,7 +81,10 @@ class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
             request = wire.decode_put(descriptor.command)
             _check_run(context, request.name)
             with Beats(writer) as beats:
-                answer = self._files.put(request, beats.watched(wire.chunks(reader)))
+                if request.like:
+                    answer = self._files.link(request) or wire.BYTES_WANTED
+                else:
+                    answer = self._files.put(request, beats.watched(wire.chunks(reader)))
         writer.write(answer.encode())
 
     def do_get(self, context: Any, ticket: Any) -> Any:
