@@ -15,7 +15,7 @@ from ray_ckpt.actors.agent.priority import ActiveCopies, DrainRateLimiter
 from ray_ckpt.actors.agent.run import NodeRun, require
 from ray_ckpt.actors.agent.still_files import has_remotely, like_here, store_still
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.values import Inventory, StoredFragment
+from ray_ckpt.core.values import Inventory, ScrubResult, StoredFragment
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import STILL, shard_file, shard_files, state_file
 from ray_ckpt.format.shard import ShardLayout
@@ -141,37 +141,53 @@ def peer_answers(run: NodeRun, peer: str, credentials: Credentials, within_s: fl
         return client.is_there(run.run_uid, within_s=within_s)
 
 
-def upload(run: NodeRun, attempt: AttemptId, node_index: int, copies: ActiveCopies) -> int:
+def upload(
+    run: NodeRun, attempt: AttemptId, node_index: int, like: str, copies: ActiveCopies
+) -> tuple[int, int]:
     """Upload a fragment and its files to the storage path, at a lower priority than copies to peers.
 
-    Returns the bytes of the files that were uploaded.
+    Still shards that the durable checkpoint `like` has are copied within the store. Returns the bytes of the
+    files that were uploaded, and of those that were copied.
     """
     time.sleep(random.uniform(0.0, DRAIN_SPREAD_S))
     held = holding(run, attempt, node_index)
-    key = (attempt.attempt, node_index)
+    key, shared_bytes = (attempt.attempt, node_index), 0
     pace = run.uploads[key] = DrainRateLimiter(run.drain_limiter, copies)
     try:
         for file in (*held.fragment.files, held.entry):
             if run.machine.is_deleted(attempt.attempt):  # a late upload would bring the step back
                 raise Unavailable(f"step {attempt.step} is being deleted here")
+            is_there = like and has_remotely(run, like, node_index, held.fragment.num_nodes, file)
+            if is_there and run.remote.share(like, attempt.directory, file):
+                shared_bytes += file.size_bytes
+                continue
             path = run.staging.path(run.run_uid, attempt.directory, file.name)
             run.remote.put_file(attempt.directory, file, path, pace=pace, level=run.spec.options.compress)
     finally:
         run.uploads.pop(key, None)
-    return sum(file.size_bytes for file in (*held.fragment.files, held.entry))
+    return sum(file.size_bytes for file in (*held.fragment.files, held.entry)) - shared_bytes, shared_bytes
 
 
-def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> tuple[str, ...]:
-    """Compare a fragment's files with their digests, quarantine bad files, and return the problems found."""
+def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
+    """Compare a fragment's files with their digests, quarantine bad files, and return the problems found.
+
+    A bad file is bad in each checkpoint that shares it, and goes to quarantine from all of them.
+    """
     try:
         num_nodes = holding(run, attempt, node_index).fragment.num_nodes
     except Unavailable:
-        return (f"fragment {node_index} is not complete here",)
+        return ScrubResult(damage=(f"fragment {node_index} is not complete here",))
     path = partial(run.staging.path, run.run_uid, attempt.directory)
     damaged = verify_fragment(path, node_index, num_nodes)
+    shared: set[tuple[AttemptId, int]] = set()
     for file in damaged:
+        for other in run.staging.sharers(run.run_uid, attempt.directory, file):
+            for held in run.staging.holdings(run.run_uid, directory=other):
+                if file in {entry.name for entry in held.fragment.files}:
+                    shared.add((held.fragment.attempt, held.fragment.node_index))
+            run.staging.quarantine(run.run_uid, other, file)
         run.staging.quarantine(run.run_uid, attempt.directory, file)
-    return damaged
+    return ScrubResult(damage=damaged, shared=tuple(sorted(shared, key=lambda pair: (pair[0].step, pair[1]))))
 
 
 def holding(run: NodeRun, attempt: AttemptId, node_index: int) -> Holding:

@@ -218,10 +218,11 @@ class Saver:
     def _prepared(self, walked: Walked) -> tuple[CopyPlan, bool]:
         """Return the plan of a save, and whether its buffer has the bytes of the still slices already."""
         plan = self._fitted(walked)
-        buffer = self._buffers[0]
-        if buffer.taken is None or self._verify or buffer.target.layout is not plan.layout:
+        taken, target = self._buffers[0].taken, self._buffers[0].target
+        is_new = not isinstance(target, Arena) or target.layout is not plan.layout
+        if taken is None or is_new or self._verify:
             return plan, False
-        changed = buffer.taken.changed(plan.still, buffer.target.views[len(plan.moving) :])
+        changed = taken.changed(plan.still, target.views[len(plan.moving) :])
         if not changed:
             return plan, True
         self._still.note_changed(changed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import random
@@ -128,7 +127,7 @@ class _Sender:
     def send(self, file: Outgoing) -> int:
         """Send one file, in up to MAX_TRIES tries; return the bytes that were not needed."""
         try:
-            for tried in itertools.count(1):
+            for tried in range(1, MAX_TRIES + 1):
                 if self._stop.is_set():  # checked before a connection, which may take seconds to fail
                     raise _Stopped
                 try:
@@ -138,6 +137,7 @@ class _Sender:
                         raise  # an error without this field comes from the source
                     log.info("copy %d of %d failed: %s", tried, MAX_TRIES, error)
                 self._sleep(RETRY_S * 2 ** (tried - 1) * (1 + random.random()))
+            raise AssertionError("the last try returns or raises")
         except BaseException:
             self._stop.set()
             raise

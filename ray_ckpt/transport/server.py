@@ -30,14 +30,8 @@ class PeerFiles(Protocol):
         """Store a file durably and return the digest of the stored bytes.
 
         Raise an error if the size or the digest differs, or if there is no space. A chunk stays valid as long
-        as it is referenced.
-        """
-        ...
-
-    def link(self, request: wire.PutRequest) -> str | None:
-        """Link a file to the same one in the checkpoint `request.like`, durably, and return its digest.
-
-        Return None if this node has no such file or cannot link it.
+        as it is referenced. With `request.like` there are no chunks: link the file to the same one in that
+        checkpoint, or return BYTES_WANTED if this node has none or cannot link it.
         """
         ...
 
@@ -81,10 +75,7 @@ class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
             request = wire.decode_put(descriptor.command)
             _check_run(context, request.name)
             with Beats(writer) as beats:
-                if request.like:
-                    answer = self._files.link(request) or wire.BYTES_WANTED
-                else:
-                    answer = self._files.put(request, beats.watched(wire.chunks(reader)))
+                answer = self._files.put(request, beats.watched(wire.chunks(reader)))
         writer.write(answer.encode())
 
     def do_get(self, context: Any, ticket: Any) -> Any:

@@ -114,7 +114,7 @@ def test_a_smaller_shard_fits_and_a_larger_one_is_refused(tmp_path: Path) -> Non
 def test_an_empty_state_has_an_arena_too(tmp_path: Path) -> None:
     path, layout = make(tmp_path, {})
     fill(laid_out(path, layout), layout, {}, ATTEMPT)
-    assert path.read_bytes()[ARENA_PAGE_BYTES:] == layout.header
+    assert path.read_bytes()[ARENA_PAGE_BYTES:] == layout.shards[0].header
 
 
 def test_a_file_that_is_too_small_is_an_error(tmp_path: Path) -> None:

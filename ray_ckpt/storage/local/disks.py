@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -170,6 +171,16 @@ class Disks:
         """
         self._call_all(lambda stage: stage.delete(run_uid, directory))
 
+    def sharers(self, run_uid: str, directory: str, file: str) -> tuple[str, ...]:
+        """Return the other checkpoints in which the file is the same one on the disk, by a hard link."""
+        stage = self._stage_of(run_uid, directory, file)
+        try:
+            found = stage.path(run_uid, directory, file).lstat()
+        except FileNotFoundError:
+            return ()
+        others = (name for name in stage.directories(run_uid) if name != directory and found.st_nlink > 1)
+        return tuple(name for name in others if _is_file(stage.path(run_uid, name, file), found))
+
     def quarantine(self, run_uid: str, directory: str, file: str) -> None:
         """Move a damaged file out of its checkpoint, which is then no longer a holding."""
         self._stage_of(run_uid, directory, file).quarantine(run_uid, directory, file)
@@ -308,3 +319,10 @@ class Disks:
         if failure is not None and not results:
             raise failure
         return results
+
+
+def _is_file(path: Path, known: os.stat_result) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        return (found.st_dev, found.st_ino) == (known.st_dev, known.st_ino)
+    return False

@@ -147,11 +147,7 @@ class Staging:
         origin, path = self.path(run_uid, source, file), self.path(run_uid, directory, file)
         with self._publishing:
             files.make_dirs(path.parent)
-        temporary = files.temporary_name(path.parent)
-        os.link(origin, temporary, follow_symlinks=False)
-        with self._publishing:
-            files.publish(temporary, path)
-            temporary.unlink(missing_ok=True)  # a rename to another name of the same file does nothing
+            files.link(origin, path)
 
     def delete(self, run_uid: str, directory: str) -> None:
         """Delete the files of one checkpoint durably, if there are any; data before manifests."""
