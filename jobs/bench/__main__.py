@@ -33,6 +33,7 @@ ROWS: Mapping[str, str] = {  # name -> module of this package, with a function `
     "snapshot": "snapshot",
     "device": "device",
     "small": "small",
+    "delta": "delta",
     "overhead": "overhead",
     "disk": "disk",
     "wire": "wire",
@@ -49,7 +50,15 @@ ROWS: Mapping[str, str] = {  # name -> module of this package, with a function `
     "fleet": "fleet",
     "recover": "recover",
 }
-IF_NAMED = ("overhead", "remote", "dcp", "ticket", "fleet", "recover")  # or with --peers: they take minutes
+IF_NAMED = (
+    "overhead",
+    "delta",
+    "remote",
+    "dcp",
+    "ticket",
+    "fleet",
+    "recover",
+)  # or with --peers: they take minutes
 SIZE = "1GiB"
 REPEAT = 5
 QUICK_BYTES = 64 << 20  # state in a quick run, which must end within a minute on two cores
