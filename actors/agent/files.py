@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena
 from ray_ckpt.actors.agent.priority import ActiveCopies, DrainRateLimiter
 from ray_ckpt.actors.agent.run import NodeRun, require
 from ray_ckpt.actors.agent.still_files import has_remotely, like_here, store_still
@@ -22,6 +23,7 @@ from ray_ckpt.format.shard import ShardLayout
 from ray_ckpt.storage.local.direct import Written, read_blocks_direct
 from ray_ckpt.storage.local.scrub import verify_fragment
 from ray_ckpt.storage.local.staging import Holding
+from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.trainer.link import SealedShard
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
@@ -58,27 +60,17 @@ def store_shard(run: NodeRun, shard: SealedShard) -> StoredFiles:
     run.check_space(
         layout.shards[0].size_bytes + len(shard.state), what=f"The shard of rank {shard.rank}"
     )
+    store = partial(_store, run, arena, buffer, shard)
+    numbers = range(len(layout.shards))
+    parts = map_in_order(store, numbers, threads=len(numbers), name="shard") if len(numbers) > 1 else [store(0)]
     entries: list[FileEntry] = []
     rows: list[ManifestRow] = []
     shared_bytes = 0
-    for number, part in enumerate(layout.shards):
-        file, is_shared = shard_file(shard.rank, world_size, number), False
-        spans = [(0, len(part.header)), *((p.byte_offset, p.nbytes) for p in part.slices)]
-        if number == STILL:
-            data = buffer.data(layout, number)
-            written, is_shared = store_still(run, attempt.directory, file, data, spans)
-        else:
-            written = run.staging.put(
-                run.run_uid,
-                attempt.directory,
-                file,
-                arena.chunks(buffer, attempt.attempt, number),
-                size_bytes=part.size_bytes,
-                spans=spans,
-            )
+    for number, (written, is_shared) in zip(numbers, parts, strict=True):
+        file = shard_file(shard.rank, world_size, number)
         shared_bytes += written.size_bytes if is_shared else 0
         entries.append(FileEntry(name=file, size_bytes=written.size_bytes, digest=written.digest))
-        rows += _shard_rows(file, part, written)
+        rows += _shard_rows(file, layout.shards[number], written)
     arena.check(buffer, attempt.attempt)  # fails if the rank captured into the arena during the write
     state = state_file(shard.rank, world_size)
     stored = run.staging.put(run.run_uid, attempt.directory, state, [shard.state])
@@ -87,6 +79,23 @@ def store_shard(run: NodeRun, shard: SealedShard) -> StoredFiles:
         ManifestRow(kind="state", file=state, byte_offset=0, nbytes=len(shard.state), digest=stored.digest)
     )
     return StoredFiles(files=tuple(entries), rows=tuple(rows), shared_bytes=shared_bytes)
+
+
+def _store(
+    run: NodeRun, arena: RankArena, buffer: ArenaMemory, shard: SealedShard, number: int
+) -> tuple[Written, bool]:
+    """Store a shard of a capture; return its digests, and whether it shares the bytes of an earlier one."""
+    layout = require(buffer.layout)
+    part, directory = layout.shards[number], shard.attempt.directory
+    file = shard_file(shard.rank, run.require_plan().world_size, number)
+    spans = [(0, len(part.header)), *((p.byte_offset, p.nbytes) for p in part.slices)]
+    if number == STILL:
+        return store_still(run, directory, file, buffer.data(layout, number), spans)
+    chunks = arena.chunks(buffer, shard.attempt.attempt)
+    written = run.staging.put(
+        run.run_uid, directory, file, chunks, size_bytes=part.size_bytes, spans=spans
+    )
+    return written, False
 
 
 def _shard_rows(file: str, part: ShardLayout, written: Written) -> Iterator[ManifestRow]:

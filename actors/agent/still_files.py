@@ -8,6 +8,9 @@ a file system without links or a checkpoint that is deleted meanwhile, the shard
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from operator import eq
 from typing import TYPE_CHECKING
 
 from ray_ckpt.errors import CheckpointError
@@ -15,11 +18,13 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
 from ray_ckpt.format.names import fragment_file, is_still_name
 from ray_ckpt.storage.local.direct import Written, hashed
+from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.types import FileEntry
 
 if TYPE_CHECKING:
     from ray_ckpt.actors.agent.run import NodeRun
 
+HASH_THREADS = 2  # of a still shard: memory is read at full speed, and training keeps its cores
 MAX_LIKE = 4  # earlier checkpoints that are examined, newest first: those of two buffers and two more
 
 
@@ -51,13 +56,25 @@ def store_still(
 
 
 def _hashed(run: NodeRun, file: str, data: memoryview, spans: Sequence[tuple[int, int]]) -> Written:
-    """Return the digests of a shard. One pass is enough if the bytes are those of the last time."""
+    """Return the digests of a shard.
+
+    The spans cover all of it, so a shard with the spans' digests of the last time has its digest too. Spans
+    are hashed in several threads, and a whole file is not.
+    """
     known_spans, known = run.still.get(file, ((), None))
-    if known is not None and known_spans == tuple(spans) and known.digest == digest(data):
-        return known
+    if known is not None and known_spans == tuple(spans):
+        digests = map_in_order(partial(_digest_of, data), spans, threads=HASH_THREADS, name="still")
+        with closing(digests):
+            if all(map(eq, digests, known.spans)):
+                return known
     found = hashed(data, spans)
     run.still[file] = tuple(spans), found
     return found
+
+
+def _digest_of(data: memoryview, span: tuple[int, int]) -> str:
+    offset, nbytes = span
+    return digest(data[offset : offset + nbytes])
 
 
 def like_here(run: NodeRun, directory: str, file: FileEntry) -> str:

@@ -29,7 +29,7 @@ from ray_ckpt.texts import size_text
 log = logging.getLogger("ray_ckpt")
 
 MIN_STILL_BYTES = 1 << 20  # of a shard that may be shared: below it, another file costs more
-MAX_LOOKS = 1024  # elements of a slice that are compared before its copy is left out: some 50 us on a host
+MAX_LOOKS = 64  # elements of a slice that are compared before its copy is left out: some 10 us on a host
 MAX_CHANGES = 3  # saves that found a change in still slices; after it, each layout has one shard
 
 
