@@ -37,7 +37,7 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
         "goal_timeout_s",
         "attempt_timeout_s",
     ),
-    "How to capture": ("overlap", "memory", "verify_captures"),
+    "How to capture": ("overlap", "memory", "static_items", "verify_captures"),
     "Copies on other nodes": (
         "replicas",
         "failure_domain",

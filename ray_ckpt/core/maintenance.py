@@ -161,7 +161,7 @@ class Maintenance:
             else:
                 self._found_on_node(event.attempt, event.node_index, event.place)
                 for attempt, node_index in event.shared:
-                    yield m.Warn(text=f"Step {attempt.step}: the copy on {where} shares a damaged file.")
+                    yield m.Warn(text=f"Step {attempt.step}: the copy on {where} is damaged: {files}.")
                     self._found_on_node(attempt, node_index, event.place)
 
     def _found_on_node(self, attempt: AttemptId, node_index: int, node: str) -> None:
