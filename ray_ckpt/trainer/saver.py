@@ -219,8 +219,7 @@ class Saver:
         """Return the plan of a save, and whether its buffer has the bytes of the still slices already."""
         plan = self._fitted(walked)
         taken, target = self._buffers[0].taken, self._buffers[0].target
-        is_new = not isinstance(target, Arena) or target.layout is not plan.layout
-        if taken is None or is_new or self._verify:
+        if taken is None or self._verify or not isinstance(target, Arena) or target.layout is not plan.layout:
             return plan, False
         changed = taken.changed(plan.still, target.views[len(plan.moving) :])
         if not changed:

@@ -21,7 +21,8 @@ from ray_ckpt.storage.local import files as files_module
 from ray_ckpt.storage.log_store import Unsupported
 from ray_ckpt.storage.remote.file_store import PosixFiles
 from ray_ckpt.transport.client import PeerClient
-from tests.support.still_nodes import STILL_FILE, UID, StillNode, attempt
+from tests.support.still_nodes import STILL_FILE, StillNode, attempt
+from tests.transport.peers import UID
 
 BASE = torch.arange(1 << 19, dtype=torch.float32)  # 2 MiB, above MIN_STILL_BYTES
 MOVING = shard_file(0, 1)

@@ -32,6 +32,7 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Module, *, inner: int = 4) -> None:
         super().__init__()
         self.base = base
+        assert isinstance(base.weight, torch.Tensor)
         rows, columns = base.weight.shape  # of GPT-2's Conv1D
         self.down = nn.Parameter(torch.randn(rows, inner) / rows)
         self.up = nn.Parameter(torch.zeros(inner, columns))

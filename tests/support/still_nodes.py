@@ -66,7 +66,8 @@ class StillNode:
             remote=RemoteRef(storage_path=str(storage), run_name=RUN).open(),
             spec=SimpleNamespace(options=RunOptions()),
         )
-        server = PeerServer("127.0.0.1", keys=KEYS, files=PeerFiles({UID: self.run}))
+        runs: Any = {UID: self.run}
+        server = PeerServer("127.0.0.1", keys=KEYS, files=PeerFiles(runs))
         stack.callback(server.shutdown)
         self.endpoint = server.endpoint
         self._copies = ActiveCopies()
