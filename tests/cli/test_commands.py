@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from rich.console import Console
 from rich.filesize import decimal
@@ -429,8 +430,8 @@ def test_show_names_what_is_as_in_the_checkpoint_before(tmp_path: Path) -> None:
     for step in (10, 30):
         assert "shared" not in as_json("show", log.folder, step)
     assert ray_ckpt_cli("verify", log.folder, "--all").count(": ok;") == 3
-    loaded = ray_ckpt.load(f"{log.folder}@20")
-    assert bytes(loaded["base"]["w"].numpy()) == base and int(loaded["head"]["w"][0]) == 20
+    view = ray_ckpt.Catalog(log.folder)[20]
+    assert np.asarray(view["base.w"]).tobytes() == base and np.asarray(view["head.w"])[0] == 20
 
 
 def test_show_of_what_is_not_on_the_storage_path(run: SampleRun) -> None:
