@@ -38,7 +38,14 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
         "goal_timeout_s",
         "attempt_timeout_s",
     ),
-    "How to capture": ("overlap", "memory", "verify_captures", "replicate", "replica_watch"),
+    "How to capture": (
+        "overlap",
+        "memory",
+        "static_items",
+        "verify_captures",
+        "replicate",
+        "replica_watch",
+    ),
     "Copies on other nodes": (
         "replicas",
         "failure_domain",

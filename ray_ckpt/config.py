@@ -169,6 +169,9 @@ class RunOptions:
     anew: tuple[str, ...] = ()
     """Names of items that begin as they were built where the checkpoint has nothing for them, or state of
     another class or form: ("optimizer",) when it is another optimizer from here on."""
+    static_items: tuple[str, ...] = ()
+    """Names of items of tensors that training does not change. Their bytes are stored and sent once and then
+    shared, as those of frozen parameters are in any case; a change is saved all the same."""
     unprotected_after: timedelta | int | None = None
     """End training with Unprotected, between two steps, after this time without a new checkpoint, or after
     this many failed saves in a row; a warning is logged halfway. None: never."""

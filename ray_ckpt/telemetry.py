@@ -76,6 +76,12 @@ SKIPPED_SAVES = Metric(
 SAVE_BYTES = Metric(
     "save_bytes", "counter", "Bytes written by saves; tier: local, peer, remote.", ("tier", "node")
 )
+SHARED_BYTES = Metric(
+    "save_shared_bytes",
+    "counter",
+    "Bytes of saves that a tier had already, in a file of an earlier checkpoint; tier: local, peer, remote.",
+    ("tier", "node"),
+)
 INTERVAL = Metric("save_interval_seconds", "gauge", "Interval between two saves as it is now; 0: not known.")
 LATENCY = Metric("save_latency_seconds", "gauge", "Recent time from the start of a save to its commit.")
 

@@ -36,7 +36,7 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.core.step_states import keep
-from ray_ckpt.core.values import DiskSpace, Inventory, RankProgress, Salvage, SessionKey
+from ray_ckpt.core.values import DiskSpace, Inventory, RankProgress, Salvage, ScrubResult, SessionKey
 from ray_ckpt.engine.node_ports import (
     AskAwaited,
     EndAwaited,
@@ -215,15 +215,17 @@ class NodeAgent(RelayEndpoints):
         order = n.CopyOrdered(attempt=attempt, node_index=node_index, holder=holder, epoch=epoch)
         await run.obey(order)
 
-    async def drain(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> None:
+    async def drain(self, run_uid: str, attempt: AttemptId, node_index: int, like: str, epoch: int) -> None:
         """Copy one fragment's files from this node to the storage path, the fragment itself last.
+
+        `like` is as in the order `Drain`.
 
         CorruptionError if a file on this node is damaged, OSError if the store or the disk fails.
         """
         run = self._runs.get(run_uid)
         await run.obey(n.EpochSeen(epoch=epoch))
-        sent = await run.drain_threads.run(upload, run, attempt, node_index, self._node.copies)
-        self._node.count_bytes(run.spec.name, "remote", sent)
+        sent = await run.drain_threads.run(upload, run, attempt, node_index, like, self._node.copies)
+        self._node.count_bytes(run.spec.name, "remote", *sent)
 
     async def uploads(self, run_uid: str) -> dict[str, int]:
         """Return, by attempt, the bytes that unfinished uploads have sent to the storage path."""
@@ -234,10 +236,10 @@ class NodeAgent(RelayEndpoints):
         order = n.DeleteOrdered(directories=directories, epoch=epoch)
         return await self._runs.get(run_uid).obey(order) or {}
 
-    async def scrub(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> tuple[str, ...]:
+    async def scrub(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> ScrubResult:
         """Read this node's copy of a fragment and its files from the disk; move bad files to quarantine.
 
-        Returns the files that differ from their digests. OSError if a file cannot be read at all.
+        OSError if a file cannot be read at all.
         """
         run = self._runs.get(run_uid)
         await run.obey(n.EpochSeen(epoch=epoch))
@@ -245,10 +247,11 @@ class NodeAgent(RelayEndpoints):
 
     async def scrub_remote(
         self, run_uid: str, attempt: AttemptId, num_nodes: int, node_index: int
-    ) -> tuple[str, ...]:
-        """Read a fragment's files on the storage path. Return the bad files, to be uploaded again."""
+    ) -> ScrubResult:
+        """Read a fragment's files on the storage path; bad files are to be uploaded again."""
         blocks = partial(self._runs.get(run_uid).remote.blocks, attempt.directory)
-        return await in_thread(self._node.remote_io, verify_stored, blocks, node_index, num_nodes)
+        damage = await in_thread(self._node.remote_io, verify_stored, blocks, node_index, num_nodes)
+        return ScrubResult(damage=damage)
 
     # -- the ranks' calls: restore and memory ------------------------------------------------------------
 

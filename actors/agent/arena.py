@@ -22,7 +22,7 @@ from pathlib import Path
 from ray_ckpt.errors import InsufficientSpace, Unavailable
 from ray_ckpt.format.arena_page import RING_BLOCK_BYTES, RING_BYTES, ArenaPage, ring_block
 from ray_ckpt.format.save_signal import PAGE_BYTES, write_flag
-from ray_ckpt.format.shard import ShardLayout
+from ray_ckpt.format.shard import RankLayout
 from ray_ckpt.storage.local.pages import map_shared, populate, seal_writes
 from ray_ckpt.trainer.link import ArenaGrant, ArenaMode
 from ray_ckpt.types import ARENA_PAGE_BYTES
@@ -42,7 +42,7 @@ _COPIES: Mapping[ArenaMode, int] = {"double": 2, "single": 1, "stream": 0}
 
 
 class ArenaMemory:
-    """One buffer of a rank: room for a shard of `size_bytes`, or a ring."""
+    """One buffer of a rank: room for shards of `size_bytes` together, or a ring."""
 
     def __init__(self, rank: int, size_bytes: int, *, named: bool = False) -> None:
         self.size_bytes = size_bytes
@@ -51,7 +51,7 @@ class ArenaMemory:
         self._named = self.path if named else None
         self.memory = map_shared(self._file, 0, total, writable=True)
         self.page = ArenaPage(self.memory)
-        self.layout: ShardLayout | None = None
+        self.layout: RankLayout | None = None
         self._lock = threading.Lock()  # guards the fields below
         self._is_populating = False
         self._is_closed = False
@@ -95,11 +95,17 @@ class ArenaMemory:
                 self.page = ArenaPage(self.memory)
             return seal_writes(self._file)
 
-    def data(self, layout: ShardLayout) -> memoryview:
-        """Return the bytes of the shard file."""
-        return self.memory[ARENA_PAGE_BYTES : ARENA_PAGE_BYTES + layout.size_bytes]
+    def data(self, layout: RankLayout, number: int = 0) -> memoryview:
+        """Return the bytes of a shard file, the first one unless `number` is given."""
+        start = ARENA_PAGE_BYTES + layout.starts[number]
+        return self.memory[start : start + layout.shards[number].size_bytes]
 
-    def stream(self, layout: ShardLayout, attempt: str) -> Iterator[memoryview]:
+    def is_laid_out(self, layout: RankLayout) -> bool:
+        """Return whether the headers of that layout are in place."""
+        headers = (shard.header for shard in layout.shards)
+        return all(self.data(layout, k)[: len(header)] == header for k, header in enumerate(headers))
+
+    def stream(self, layout: RankLayout, attempt: str) -> Iterator[memoryview]:
         """Yield the bytes of the shard file in blocks as the rank fills the ring; cut the last block to size.
 
         The rank may overwrite a block once the next one has been requested. Unavailable if the rank gives
@@ -183,18 +189,18 @@ class RankArena:
         paths = tuple(buffer.path for buffer in self.buffers)
         return ArenaGrant(mode=self.mode, paths=paths, size_bytes=self.buffers[0].size_bytes)
 
-    def chunks(self, buffer: ArenaMemory, attempt: str) -> Iterable[memoryview]:
-        """Return the bytes of the shard file; the bytes of a stream can be read only once."""
+    def chunks(self, buffer: ArenaMemory, attempt: str, number: int = 0) -> Iterable[memoryview]:
+        """Return the bytes of a shard file; the bytes of a stream can be read only once."""
         layout = buffer.layout
         assert layout is not None
-        return buffer.stream(layout, attempt) if self.mode == "stream" else [buffer.data(layout)]
+        return buffer.stream(layout, attempt) if self.mode == "stream" else [buffer.data(layout, number)]
 
     def check(self, buffer: ArenaMemory, attempt: str) -> None:
         """Raise Unavailable unless `buffer` holds `attempt` in the layout that the rank has sent."""
         if buffer.page.sealed != attempt:
             raise Unavailable(f"The rank captured into its arena again before {attempt} was written.")
-        header = buffer.layout.header if buffer.layout is not None else b""
-        if self.mode != "stream" and buffer.memory[ARENA_PAGE_BYTES:][: len(header)] != header:
+        layout = buffer.layout
+        if self.mode != "stream" and layout is not None and not buffer.is_laid_out(layout):
             raise Unavailable(f"The rank laid its arena out anew before {attempt} was written.")
 
     def find(self, attempt: str) -> ArenaMemory | None:

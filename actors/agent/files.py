@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena
 from ray_ckpt.actors.agent.priority import ActiveCopies, DrainRateLimiter
 from ray_ckpt.actors.agent.run import NodeRun, require
+from ray_ckpt.actors.agent.still_files import has_remotely, like_here, store_still
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.values import Inventory, StoredFragment
+from ray_ckpt.core.values import Inventory, ScrubResult, StoredFragment
 from ray_ckpt.errors import Unavailable
-from ray_ckpt.format.names import shard_file, state_file
+from ray_ckpt.format.names import STILL, shard_file, shard_files, state_file
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.storage.local.direct import Written, read_blocks_direct
 from ray_ckpt.storage.local.scrub import verify_fragment
 from ray_ckpt.storage.local.staging import Holding
+from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.trainer.link import SealedShard, StepState
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
@@ -31,8 +35,21 @@ COPY_BLOCK_BYTES = 8 << 20  # bytes sent between two checks that the arena still
 DRAIN_SPREAD_S = 0.5  # longest random wait before an upload, so that nodes do not all retry at once
 
 
-def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...], tuple[ManifestRow, ...]]:
-    """Hash and write the two files of a rank. The returned rows cover each byte of both files."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFiles:
+    """The files of a rank on this node's disk; `rows` cover each byte of all of them."""
+
+    files: tuple[FileEntry, ...]
+    rows: tuple[ManifestRow, ...]
+    shared_bytes: int  # bytes that were there already, in an earlier checkpoint
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files) - self.shared_bytes
+
+
+def store_shard(run: NodeRun, shard: SealedShard) -> StoredFiles:
+    """Hash and write the files of a rank; a still shard that is there already is linked."""
     attempt, buffer = shard.attempt, run.memory.buffer_of(shard)
     if buffer is None or buffer.layout is None:
         raise Unavailable(f"the arena of rank {shard.rank} is gone")
@@ -40,71 +57,85 @@ def store_shard(run: NodeRun, shard: SealedShard) -> tuple[tuple[FileEntry, ...]
     if arena.mode != "stream":
         arena.check(buffer, attempt.attempt)
     world_size = run.require_plan().world_size
-    run.check_space(layout.size_bytes + len(shard.state), what=f"The shard of rank {shard.rank}")
-    file, state = shard_file(shard.rank, world_size), state_file(shard.rank, world_size)
-    spans = [(0, len(layout.header)), *((p.byte_offset, p.nbytes) for p in layout.slices)]
-    written = run.staging.put(
-        run.run_uid,
-        attempt.directory,
-        file,
-        arena.chunks(buffer, attempt.attempt),
-        size_bytes=layout.size_bytes,
-        spans=spans,
+    run.check_space(layout.shards[0].size_bytes + len(shard.state), what=f"The shard of rank {shard.rank}")
+    store = partial(_store, run, arena, buffer, shard)
+    numbers = range(len(layout.shards))
+    parts = (
+        map_in_order(store, numbers, threads=len(numbers), name="shard") if len(numbers) > 1 else [store(0)]
     )
+    entries: list[FileEntry] = []
+    rows: list[ManifestRow] = []
+    shared_bytes = 0
+    for number, (written, is_shared) in zip(numbers, parts, strict=True):
+        file = shard_file(shard.rank, world_size, number)
+        shared_bytes += written.size_bytes if is_shared else 0
+        entries.append(FileEntry(name=file, size_bytes=written.size_bytes, digest=written.digest))
+        rows += _shard_rows(file, layout.shards[number], written)
     arena.check(buffer, attempt.attempt)  # fails if the rank captured into the arena during the write
-    stored = run.staging.put(run.run_uid, attempt.directory, state, [shard.state])
-    return _entries(shard.rank, world_size, layout, written, stored)
+    stored = run.staging.put(
+        run.run_uid, attempt.directory, state_file(shard.rank, world_size), [shard.state]
+    )
+    return _with_state(shard.rank, world_size, entries, rows, stored, shared_bytes)
 
 
-def store_step_state(
-    run: NodeRun, attempt: AttemptId, state: StepState
-) -> tuple[tuple[FileEntry, ...], tuple[ManifestRow, ...]]:
+def store_step_state(run: NodeRun, attempt: AttemptId, state: StepState) -> StoredFiles:
     """Hash and write the two files of a rank from its own state after a step, as `store_shard` does."""
     layout, world_size = build_layout(state.slices), run.require_plan().world_size
     run.check_space(len(state.shard) + len(state.state), what=f"The own state of rank {state.rank}")
     put = partial(run.staging.put, run.run_uid, attempt.directory)
-    spans = [(0, len(layout.header)), *((p.byte_offset, p.nbytes) for p in layout.slices)]
     file = shard_file(state.rank, world_size)
+    spans = [(0, len(layout.header)), *((p.byte_offset, p.nbytes) for p in layout.slices)]
     written = put(file, [memoryview(state.shard)], size_bytes=layout.size_bytes, spans=spans)
     stored = put(state_file(state.rank, world_size), [state.state])
-    return _entries(state.rank, world_size, layout, written, stored)
+    entries = [FileEntry(name=file, size_bytes=written.size_bytes, digest=written.digest)]
+    return _with_state(state.rank, world_size, entries, [*_shard_rows(file, layout, written)], stored)
 
 
-def _entries(
-    rank: int, world_size: int, layout: ShardLayout, written: Written, stored: Written
-) -> tuple[tuple[FileEntry, ...], tuple[ManifestRow, ...]]:
-    """Return the entries and rows of the shard file and the state file of a rank."""
-    file, state = shard_file(rank, world_size), state_file(rank, world_size)
-    rows = [
-        ManifestRow(
-            kind="header",
-            file=file,
-            byte_offset=0,
-            nbytes=len(layout.header),
-            digest=written.spans[0],
-        ),
-        *(
-            ManifestRow(
-                kind="slice",
-                file=file,
-                byte_offset=p.byte_offset,
-                nbytes=p.nbytes,
-                digest=found,
-                slice=p.slice,
-            )
-            for p, found in zip(layout.slices, written.spans[1:], strict=True)
-        ),
-        ManifestRow(kind="state", file=state, byte_offset=0, nbytes=stored.size_bytes, digest=stored.digest),
-    ]
-    entries = (
-        FileEntry(name=file, size_bytes=written.size_bytes, digest=written.digest),
-        FileEntry(name=state, size_bytes=stored.size_bytes, digest=stored.digest),
+def _with_state(
+    rank: int,
+    world_size: int,
+    entries: Sequence[FileEntry],
+    rows: Sequence[ManifestRow],
+    stored: Written,
+    shared_bytes: int = 0,
+) -> StoredFiles:
+    """Add the state file of a rank to its shards."""
+    name = state_file(rank, world_size)
+    entry = FileEntry(name=name, size_bytes=stored.size_bytes, digest=stored.digest)
+    row = ManifestRow(kind="state", file=name, byte_offset=0, nbytes=stored.size_bytes, digest=stored.digest)
+    return StoredFiles(files=(*entries, entry), rows=(*rows, row), shared_bytes=shared_bytes)
+
+
+def _store(
+    run: NodeRun, arena: RankArena, buffer: ArenaMemory, shard: SealedShard, number: int
+) -> tuple[Written, bool]:
+    """Store a shard of a capture; return its digests, and whether it shares the bytes of an earlier one."""
+    layout = require(buffer.layout)
+    part, directory = layout.shards[number], shard.attempt.directory
+    file = shard_file(shard.rank, run.require_plan().world_size, number)
+    spans = [(0, len(part.header)), *((p.byte_offset, p.nbytes) for p in part.slices)]
+    if number == STILL:
+        return store_still(run, directory, file, buffer.data(layout, number), spans)
+    chunks = arena.chunks(buffer, shard.attempt.attempt)
+    written = run.staging.put(run.run_uid, directory, file, chunks, size_bytes=part.size_bytes, spans=spans)
+    return written, False
+
+
+def _shard_rows(file: str, part: ShardLayout, written: Written) -> Iterator[ManifestRow]:
+    """Yield the rows of a shard: its header, then its slices."""
+    yield ManifestRow(
+        kind="header", file=file, byte_offset=0, nbytes=len(part.header), digest=written.spans[0]
     )
-    return entries, tuple(rows)
+    for p, found in zip(part.slices, written.spans[1:], strict=True):
+        yield ManifestRow(
+            kind="slice", file=file, byte_offset=p.byte_offset, nbytes=p.nbytes, digest=found, slice=p.slice
+        )
 
 
-def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies: ActiveCopies) -> int:
-    """Copy a fragment and its files to a peer, and return the bytes sent."""
+def send_copy(
+    run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies: ActiveCopies
+) -> tuple[int, int]:
+    """Copy a fragment and its files to a peer; return the bytes sent, and those that the peer had."""
     if not run.machine.reaches(effect.holder):  # another copy may have failed while this copy was queued
         raise Unavailable("it has not answered since an earlier copy.", unreachable=True)
     held = holding(run, effect.attempt, effect.node_index)
@@ -112,9 +143,16 @@ def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies
 
     def outgoing(file: FileEntry) -> Outgoing:
         name = FileName(run_uid=run.run_uid, directory=directory, file=file.name)
-        request = PutRequest(name=name, size_bytes=file.size_bytes, digest=file.digest, epoch=effect.epoch)
+        request = PutRequest(
+            name=name,
+            size_bytes=file.size_bytes,
+            digest=file.digest,
+            epoch=effect.epoch,
+            like=like_here(run, directory, file) if effect.may_link else "",
+        )
         return Outgoing(request=request, chunks=partial(_wanted_bytes, run, effect.attempt, file.name))
 
+    shared_bytes = 0
     for batch in (
         held.fragment.files,
         (held.entry,),
@@ -122,10 +160,10 @@ def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies
         files = [outgoing(file) for file in batch]
         with copies.one():
             try:
-                send_files(endpoint, credentials, files, limiter=run.limiter)
+                shared_bytes += send_files(endpoint, credentials, files, limiter=run.limiter)
             except _Recaptured:  # the second try reads the file from the disk
-                send_files(endpoint, credentials, files, limiter=run.limiter)
-    return sum(file.size_bytes for file in (*held.fragment.files, held.entry))
+                shared_bytes += send_files(endpoint, credentials, files, limiter=run.limiter)
+    return sum(file.size_bytes for file in (*held.fragment.files, held.entry)) - shared_bytes, shared_bytes
 
 
 def peer_answers(run: NodeRun, peer: str, credentials: Credentials, within_s: float) -> bool:
@@ -137,37 +175,53 @@ def peer_answers(run: NodeRun, peer: str, credentials: Credentials, within_s: fl
         return client.is_there(run.run_uid, within_s=within_s)
 
 
-def upload(run: NodeRun, attempt: AttemptId, node_index: int, copies: ActiveCopies) -> int:
+def upload(
+    run: NodeRun, attempt: AttemptId, node_index: int, like: str, copies: ActiveCopies
+) -> tuple[int, int]:
     """Upload a fragment and its files to the storage path, at a lower priority than copies to peers.
 
-    Returns the bytes of the files that were uploaded.
+    Still shards that the durable checkpoint `like` has are copied within the store. Returns the bytes of the
+    files that were uploaded, and of those that were copied.
     """
     time.sleep(random.uniform(0.0, DRAIN_SPREAD_S))
     held = holding(run, attempt, node_index)
-    key = (attempt.attempt, node_index)
+    key, shared_bytes = (attempt.attempt, node_index), 0
     pace = run.uploads[key] = DrainRateLimiter(run.drain_limiter, copies)
     try:
         for file in (*held.fragment.files, held.entry):
             if run.machine.is_deleted(attempt.attempt):  # a late upload would bring the step back
                 raise Unavailable(f"step {attempt.step} is being deleted here")
+            is_there = like and has_remotely(run, like, node_index, held.fragment.num_nodes, file)
+            if is_there and run.remote.share(like, attempt.directory, file):
+                shared_bytes += file.size_bytes
+                continue
             path = run.staging.path(run.run_uid, attempt.directory, file.name)
             run.remote.put_file(attempt.directory, file, path, pace=pace, level=run.spec.options.compress)
     finally:
         run.uploads.pop(key, None)
-    return sum(file.size_bytes for file in (*held.fragment.files, held.entry))
+    return sum(file.size_bytes for file in (*held.fragment.files, held.entry)) - shared_bytes, shared_bytes
 
 
-def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> tuple[str, ...]:
-    """Compare a fragment's files with their digests, quarantine bad files, and return the problems found."""
+def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
+    """Compare a fragment's files with their digests, quarantine bad files, and return the problems found.
+
+    A bad file is bad in each checkpoint that shares it, and goes to quarantine from all of them.
+    """
     try:
         num_nodes = holding(run, attempt, node_index).fragment.num_nodes
     except Unavailable:
-        return (f"fragment {node_index} is not complete here",)
+        return ScrubResult(damage=(f"fragment {node_index} is not complete here",))
     path = partial(run.staging.path, run.run_uid, attempt.directory)
     damaged = verify_fragment(path, node_index, num_nodes)
+    shared: set[tuple[AttemptId, int]] = set()
     for file in damaged:
+        for other in run.staging.sharers(run.run_uid, attempt.directory, file):
+            for held in run.staging.holdings(run.run_uid, directory=other):
+                if file in {entry.name for entry in held.fragment.files}:
+                    shared.add((held.fragment.attempt, held.fragment.node_index))
+            run.staging.quarantine(run.run_uid, other, file)
         run.staging.quarantine(run.run_uid, attempt.directory, file)
-    return damaged
+    return ScrubResult(damage=damaged, shared=tuple(sorted(shared, key=lambda pair: (pair[0].step, pair[1]))))
 
 
 def holding(run: NodeRun, attempt: AttemptId, node_index: int) -> Holding:
@@ -226,10 +280,10 @@ def _stored_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memor
     """
     offset = 0
     for rank, arena in list(run.memory.arenas.items()):
-        buffer = arena.find(attempt.attempt)
-        if buffer is None or file != shard_file(rank, run.require_plan().world_size):
+        buffer, files = arena.find(attempt.attempt), shard_files(rank, run.require_plan().world_size)
+        if buffer is None or file not in files:
             continue
-        data = buffer.data(require(buffer.layout))
+        data = buffer.data(require(buffer.layout), files.index(file))
         while offset < len(data) and buffer.page.sealed == attempt.attempt:
             yield data[offset : offset + COPY_BLOCK_BYTES]
             if buffer.page.sealed != attempt.attempt:

@@ -63,9 +63,13 @@ class Node:
     def credentials(self, run_uid: str) -> Credentials:
         return self.keys.credentials(run_uid)
 
-    def count_bytes(self, run_name: str, tier: str, size: int) -> None:
+    def count_bytes(self, run_name: str, tier: str, size: int, shared_bytes: int = 0) -> None:
+        """Count bytes that a save has moved to a tier, and bytes that were there already."""
         labels = {"tier": tier, "node": self.node_id}
         self._meters.record(run_name, Sample(metric=telemetry.SAVE_BYTES, value=size, labels=labels))
+        if shared_bytes:
+            shared = Sample(metric=telemetry.SHARED_BYTES, value=shared_bytes, labels=labels)
+            self._meters.record(run_name, shared)
 
     def spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(_logged(work))

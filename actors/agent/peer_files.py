@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator
 from typing_extensions import Buffer
 
 from ray_ckpt.actors.agent.run import NodeRun
+from ray_ckpt.actors.agent.still_files import has_same
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import attempt_of
 from ray_ckpt.storage.local.direct import read_blocks_direct
 from ray_ckpt.storage.local.files import size_of
-from ray_ckpt.transport.wire import FileName, PutRequest
+from ray_ckpt.transport.wire import BYTES_WANTED, FileName, PutRequest
+from ray_ckpt.types import FileEntry
 
 MAX_SERVED = 16  # concurrent reads by peers, each with blocks of read-ahead
 SERVE_WAIT_S = 30.0  # longest wait for another read to end; after it, the peer gets an error and retries
@@ -32,19 +34,25 @@ class PeerFiles:
 
     def put(self, request: PutRequest, chunks: Iterable[Buffer]) -> str:
         name, run = request.name, self._run(request.name)
-        run.check_space(request.size_bytes, what=f"A copy of {name.file}")
         self._check_wanted(run, name)
-        written = run.staging.put(
-            name.run_uid,
-            name.directory,
-            name.file,
-            chunks,
-            size_bytes=request.size_bytes,
-            expect=request.digest,
-        )
+        if request.like:
+            entry = FileEntry(name=name.file, size_bytes=request.size_bytes, digest=request.digest)
+            is_here = has_same(run, request.like, entry)
+            if not (is_here and run.staging.link(name.run_uid, request.like, name.directory, name.file)):
+                return BYTES_WANTED
+        else:
+            run.check_space(request.size_bytes, what=f"A copy of {name.file}")
+            run.staging.put(
+                name.run_uid,
+                name.directory,
+                name.file,
+                chunks,
+                size_bytes=request.size_bytes,
+                expect=request.digest,
+            )
         run.reach_epoch(request.epoch)
         self._check_wanted(run, name)
-        return written.digest
+        return request.digest
 
     def _check_wanted(self, run: NodeRun, name: FileName) -> None:
         """Raise Unavailable if the folder is being deleted.

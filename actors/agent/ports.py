@@ -97,14 +97,16 @@ class RayNodePorts:
         is_stream = arena is not None and arena.mode == "stream"
         pool = self._node.stream_io if is_stream else self._node.disk_io
         try:
-            files, rows = await in_thread(pool, store_shard, run, shard)
+            stored = await in_thread(pool, store_shard, run, shard)
         except Exception as error:  # after any error, the rank must get its arena back
             event: n.NodeEvent = n.SaveFailed(
                 attempt=shard.attempt, rank=shard.rank, reason=error_text(error)
             )
         else:
-            event = n.ShardWritten(attempt=shard.attempt, rank=shard.rank, files=files, rows=rows)
-            self._node.count_bytes(run.spec.name, "local", sum(file.size_bytes for file in files))
+            event = n.ShardWritten(
+                attempt=shard.attempt, rank=shard.rank, files=stored.files, rows=stored.rows
+            )
+            self._node.count_bytes(run.spec.name, "local", stored.written_bytes, stored.shared_bytes)
         finally:
             run.captures.end_write(shard)
         run.host.handle(event)
@@ -115,11 +117,11 @@ class RayNodePorts:
         try:
             if state is None:
                 raise Unavailable(f"the own state of rank {rank} is gone")
-            files, rows = await in_thread(self._node.disk_io, store_step_state, run, attempt, state)
+            stored = await in_thread(self._node.disk_io, store_step_state, run, attempt, state)
         except Exception as error:
             event: n.NodeEvent = n.SaveFailed(attempt=attempt, rank=rank, reason=error_text(error))
         else:
-            event = n.ShardWritten(attempt=attempt, rank=rank, files=files, rows=rows)
+            event = n.ShardWritten(attempt=attempt, rank=rank, files=stored.files, rows=stored.rows)
         run.host.handle(event)
 
     async def _send_step_state(self, work: n.SendStepState) -> None:
@@ -163,7 +165,7 @@ class RayNodePorts:
         try:
             credentials = node.credentials(run.run_uid)
             sent = await in_thread(node.peer_io, send_copy, run, work, credentials, node.copies)
-            node.count_bytes(run.spec.name, "peer", sent)
+            node.count_bytes(run.spec.name, "peer", *sent)
         except Exception as failure:  # after any error, the coordinator must get a report
             error = error_text(failure)
             is_unreachable = isinstance(failure, Unavailable) and bool(failure.fields.get("unreachable"))

@@ -23,7 +23,7 @@ import numpy as np
 from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena
 from ray_ckpt.actors.agent.priority import yield_to_training
 from ray_ckpt.errors import CheckpointError
-from ray_ckpt.format.names import shard_file
+from ray_ckpt.format.names import shard_files
 from ray_ckpt.restore.manifest import SavedRows
 from ray_ckpt.restore.reader import Bytes, FileSource, FlatSink, RestoreTicket, SourceReader, prefetch_seal
 from ray_ckpt.storage.local.memory import available_memory_bytes
@@ -120,9 +120,11 @@ class Prefetch:
         A rank holds its own shard, and what the ranks of other nodes share with it.
         """
         assert ticket.checkpoint is not None
-        own = {shard_file(rank, ticket.checkpoint.world_size) for rank in ticket.node_ranks}
+        world_size = ticket.checkpoint.world_size
+        own = {file for rank in ticket.node_ranks for file in shard_files(rank, world_size)}
         sizes = {file: _size_bytes(rows.of_file(file)) for file in {*files, *own}}
-        state_bytes = sum(size if file in own else size * len(own) for file, size in sizes.items())
+        num_ranks = len(ticket.node_ranks)
+        state_bytes = sum(size if file in own else size * num_ranks for file, size in sizes.items())
         left_bytes = (1 - MEMORY_RESERVE) * self._free_bytes - state_bytes
         return int(min(MEMORY_SHARE * self._free_bytes, left_bytes))
 
@@ -161,7 +163,9 @@ class Prefetch:
         finally:
             with self._lock:
                 if origin is not None and memory.seal() and not self._is_closed:
-                    self._sources[file] = replace(origin, path=memory.path, endpoint="", is_verified=True)
+                    self._sources[file] = replace(
+                        origin, path=memory.path, endpoint="", is_verified=True, base=ARENA_PAGE_BYTES
+                    )
                 else:
                     del self._memories[file]
                     memory.close()

@@ -17,7 +17,7 @@ from ray_ckpt.core.values import ResumePoint, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, CorruptionError, NewerFormat, RestoreError
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, choose_fragments, decode_columns
-from ray_ckpt.format.names import fragment_file, is_file_name, shard_file
+from ray_ckpt.format.names import fragment_file, is_file_name, shard_files
 from ray_ckpt.restore.reader import FileSource, RestoreTicket
 from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.local.disks import Disks
@@ -25,7 +25,14 @@ from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.wire import FileName
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, FragmentMetadata, Level
+from ray_ckpt.types import (
+    ARENA_PAGE_BYTES,
+    AttemptId,
+    CheckpointInfo,
+    FileEntry,
+    FragmentMetadata,
+    Level,
+)
 
 FETCH_THREADS = 8  # fragments fetched at a time: a peer answers in some ms, a store in some tens of ms
 DECODERS = 2  # fragments decoded at a time: more threads are no faster, and spend CPU on Python's lock
@@ -158,9 +165,12 @@ class SourceFinder:
         attempt = checkpoint.id
         found: list[FileSource] = []
         for rank, arena in self._arenas.items():
-            buffer = arena.find(attempt.attempt)
-            if buffer is not None and file == shard_file(rank, checkpoint.world_size):
-                found.append(FileSource(tier="memory", where=self._node_id, path=buffer.path))
+            buffer, files = arena.find(attempt.attempt), shard_files(rank, checkpoint.world_size)
+            if buffer is None or file not in files or buffer.layout is None:
+                continue
+            if (number := files.index(file)) < len(starts := buffer.layout.starts):
+                base = ARENA_PAGE_BYTES + starts[number]
+                found.append(FileSource(tier="memory", where=self._node_id, path=buffer.path, base=base))
         local = self._staging.path(self._run_uid, attempt.directory, file)
         if local.exists():
             found.append(FileSource(tier="local", where=self._node_id, path=str(local)))
@@ -175,7 +185,8 @@ class SourceFinder:
         return {name for name in names if is_file_name(name)}
 
     def _arena_files(self, resume: ResumePoint) -> set[str]:
-        return {shard_file(rank, resume.checkpoint.world_size) for rank in self._arenas}
+        world_size = resume.checkpoint.world_size
+        return {file for rank in self._arenas for file in shard_files(rank, world_size)}
 
     def _elsewhere(self, resume: ResumePoint, index: int) -> tuple[FileSource, ...]:
         peers = [node for node in resume.holders[index] if node != self._node_id and node in self._endpoints]

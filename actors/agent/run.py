@@ -20,6 +20,7 @@ from ray_ckpt.core.values import SessionKey, SessionNode, SessionPlan, Token
 from ray_ckpt.engine.node_host import NodeHost
 from ray_ckpt.engine.node_ports import CallerLeft, NodeHostEvent, OrderReceived, SessionAwaited
 from ray_ckpt.errors import RunSuperseded, Unavailable
+from ray_ckpt.storage.local.direct import Written
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.trainer.link import StepState
 from ray_ckpt.transport.sending import Limiter
@@ -52,6 +53,9 @@ class NodeRun:
         self.step_states: dict[int, dict[int, StepState]] = {}  # rank -> step -> state, for a salvage
         self.sending_states: set[int] = set()  # ranks whose states are on their way to a peer
         self.restore: NodeRestore | None = None  # of the last session that began on this node
+        self.still: dict[
+            str, tuple[tuple[tuple[int, int], ...], Written]
+        ] = {}  # digests of ranks' still shards
         self.endpoints: dict[str, str] = {}  # addresses of agents, by node
         self.annotating = 0  # number of annotations that wait for a save, or for the log
         self.checked_nonce = ""  # nonce of the coordinator for which the storage path was last checked

@@ -170,8 +170,8 @@ class RayPorts:
                 return "replicate", (uid, attempt, index, holder, cards[holder].endpoint, epoch)
             case n.DeleteOrdered(directories=directories, epoch=epoch):
                 return "delete", (uid, directories, epoch)
-            case m.Drain(attempt=attempt, node_index=index):
-                return "drain", (uid, attempt, index, epoch)
+            case m.Drain(attempt=attempt, node_index=index, like=like):
+                return "drain", (uid, attempt, index, like, epoch)
             case m.Scrub(attempt=attempt, node_index=index, place=place) if place == m.REMOTE:
                 num_nodes = run.machine.history.checkpoints[attempt.attempt].num_nodes
                 return "scrub_remote", (uid, attempt, num_nodes, index)

@@ -34,6 +34,7 @@ ROWS: Mapping[str, str] = {  # name -> module of this package, with a function `
     "device": "device",
     "small": "small",
     "watch": "watch",
+    "delta": "delta",
     "overhead": "overhead",
     "disk": "disk",
     "wire": "wire",
@@ -52,7 +53,7 @@ ROWS: Mapping[str, str] = {  # name -> module of this package, with a function `
     "recover": "recover",
 }
 # These take minutes: they run if named, or with --peers.
-IF_NAMED = ("overhead", "remote", "planes", "dcp", "ticket", "fleet", "recover")
+IF_NAMED = ("overhead", "delta", "remote", "planes", "dcp", "ticket", "fleet", "recover")
 SIZE = "1GiB"
 REPEAT = 5
 QUICK_BYTES = 64 << 20  # state in a quick run, which must end within a minute on two cores

@@ -30,7 +30,7 @@ from ray_ckpt.capture.load import load_items
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
-from ray_ckpt.format.shard import build_layout
+from ray_ckpt.format.shard import build_rank_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
 from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FileSource, SourceReader, num_threads
@@ -50,7 +50,7 @@ class RankMemory:
             "optimizer": adapt("optimizer", optimizer, owners),
         }
         self.walked = walk(self.items, rank=0, world_size=1)
-        self.layout = build_layout(live.slice for live in self.walked.slices)
+        self.layout = build_rank_layout(live.slice for live in self.walked.slices)
         by_key = {live.slice.key: live for live in self.walked.slices}
         self.slices = [by_key[placed.slice.key] for placed in self.layout.slices]
         self.memory = ArenaMemory(0, self.layout.size_bytes)

@@ -16,7 +16,7 @@ import torch
 from ray_ckpt.capture.walk import DTYPES
 from ray_ckpt.errors import StateError, Unavailable
 from ray_ckpt.format.arena_page import RING_BLOCK_BYTES, RING_BLOCKS, ArenaPage, ring_block
-from ray_ckpt.format.shard import PlacedSlice, ShardLayout
+from ray_ckpt.format.shard import PlacedSlice, RankLayout
 from ray_ckpt.storage.local.pages import keep_from_children, map_shared, populate
 from ray_ckpt.types import ARENA_PAGE_BYTES
 
@@ -83,22 +83,26 @@ class Mapping:
 
 
 class Arena:
-    """Memory for one whole shard file of a rank, with a tensor view for each slice."""
+    """Memory for the whole shard files of a rank, with a tensor view for each slice."""
 
     def __init__(self, path: str) -> None:
         self.mapping = Mapping(path)
         self.capacity_bytes = self.mapping.bytes.numel() - ARENA_PAGE_BYTES
-        self.layout: ShardLayout | None = None
+        self.layout: RankLayout | None = None
         self.views: tuple[torch.Tensor, ...] = ()
 
-    def lay_out(self, layout: ShardLayout) -> None:
-        """Write the header and make the views. StateError if the shard does not fit."""
+    def lay_out(self, layout: RankLayout) -> None:
+        """Write the headers and make the views. StateError if the shards do not fit."""
         if layout.size_bytes > self.capacity_bytes:
-            raise StateError(f"A shard of {layout.size_bytes} bytes needs a larger arena.")
+            raise StateError(f"Shards of {layout.size_bytes} bytes need a larger arena.")
         self.mapping.page.unseal()
-        self.layout, self.views = layout, tuple(self._view(placed) for placed in layout.slices)
-        header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-        self.mapping.bytes[ARENA_PAGE_BYTES : ARENA_PAGE_BYTES + len(layout.header)].copy_(header)
+        views: list[torch.Tensor] = []
+        for start, shard in zip(layout.starts, layout.shards, strict=True):
+            base = ARENA_PAGE_BYTES + start
+            views += (self._view(placed, base) for placed in shard.slices)
+            header = torch.frombuffer(bytearray(shard.header), dtype=torch.uint8)
+            self.mapping.bytes[base : base + len(shard.header)].copy_(header)
+        self.layout, self.views = layout, tuple(views)
 
     def begin(self) -> None:
         self.mapping.page.unseal()
@@ -106,8 +110,8 @@ class Arena:
     def seal(self, attempt: str) -> None:
         self.mapping.page.seal(attempt)
 
-    def _view(self, placed: PlacedSlice) -> torch.Tensor:
-        start = ARENA_PAGE_BYTES + placed.byte_offset
+    def _view(self, placed: PlacedSlice, base: int) -> torch.Tensor:
+        start = base + placed.byte_offset
         raw = self.mapping.bytes[start : start + placed.nbytes]
         return raw.view(DTYPES[placed.slice.dtype]).view(placed.slice.shape)
 

@@ -33,7 +33,7 @@ from ray_ckpt.capture.walk import (
     walk,
 )
 from ray_ckpt.errors import CheckpointError, InsufficientSpace, MismatchError
-from ray_ckpt.format.names import shard_file
+from ray_ckpt.format.names import shard_file, shard_files
 from ray_ckpt.format.tree import IMPORTED_FROM, TensorRef
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import Copy, Read, RestorePlan, RowKey, plan_restore, row_key
@@ -122,7 +122,7 @@ def load_items(
     saved = {name: items[name].renamed(t) if name in items else t for name, t in state["items"].items()}
     state = {**state, "items": saved}
     walked = walk(items, rank=rank, world_size=len(everyone), first=everyone[0])
-    near_files = frozenset(shard_file(k, world_size) for k in node_ranks)
+    near_files = frozenset(file for k in node_ranks for file in shard_files(k, world_size))
     of_rank = partial(_Wanted, rows, walked, classes, rank=rank, everyone=everyone, near_files=near_files)
     own_file = shard_file(rank, world_size)
     all_items = items

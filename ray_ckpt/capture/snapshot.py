@@ -153,6 +153,8 @@ class Snapshotter:
     ) -> Snapshot:
         """Copy `slices`, in the layout's order, into `target`; then call `finish`, or `fail` with the reason.
 
+        Slices at the end of the layout may be left out; their bytes in an arena then stay as they are.
+
         Slices with keys in `background` may be copied during training; `during` is called after these copies
         and before live state may change: before `start` returns if no slice is copied during training.
         Either `finish` or `fail` is called once, by the copying thread, or before `start` returns if nothing
@@ -217,7 +219,7 @@ class Snapshotter:
         batch, parts = _Batch([], []), []
         if not isinstance(target, Arena):
             return batch, [_Piece(live, live.tensor, is_late=live.slice.key in safe) for live in slices]
-        for live, view in zip(slices, target.views, strict=True):
+        for live, view in zip(slices, target.views, strict=False):  # still slices may be left out
             source = live.tensor
             # The key costs most, so the key is checked last.
             is_late = bool(safe) and live.changes_in_step and live.slice.key in safe

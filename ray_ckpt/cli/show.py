@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from rich.filesize import decimal
@@ -21,9 +21,10 @@ from ray_ckpt.cli.output import (
 )
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.manifest import rows_table
-from ray_ckpt.format.names import state_file
+from ray_ckpt.format.names import is_still_name, state_file
 from ray_ckpt.format.tree import IMPORTED_FROM, MAX_TREE_BYTES, decode_state
-from ray_ckpt.texts import metrics_text
+from ray_ckpt.texts import count_text, metrics_text
+from ray_ckpt.types import Level
 
 
 def show(
@@ -35,7 +36,8 @@ def show(
 ) -> None:
     """Show one checkpoint: its facts from the log, its files, and its tensors by item.
 
-    Without STEP it is the one that a restart resumes from. If a step has several attempts, it is the newest
+    `unchanged` are frozen parameters with the same bytes as in the durable checkpoint before. Without STEP
+    the checkpoint is the one that a restart resumes from. If a step has several attempts, it is the newest
     live one, with those on the lineage first.
 
     Example: `ray-ckpt show /shared/runs/gpt 3000 --slices`
@@ -47,6 +49,7 @@ def show(
     document = {"run_name": catalog.run_name, "run_uid": catalog.run_uid, **info_json(view)}
     if view.where is not None:
         document |= _content_json(view, slices)
+        document |= _shared_json(catalog, view, document["files"])
         if any(s.is_import for s in catalog.sessions if s.session == view.info.id.session):
             document[IMPORTED_FROM] = _origin(view)
     if as_json:
@@ -74,12 +77,34 @@ def show(
         **({"drifted apart": info.suspect} if info.suspect else {}),
         "path": view.where or "none: it has no files on the storage path",
     }
+    if "shared" in document:
+        shared = document["shared"]
+        text = f"{decimal(shared['size_bytes'])}, in {count_text(len(shared['files']), 'file')}"
+        facts["unchanged"] = f"{text}, as in step {shared['step']}"
     if IMPORTED_FROM in document:
         facts["imported from"] = "  ".join(filter(None, document[IMPORTED_FROM].values()))
     for name, value in facts.items():
         console.print_line(f"{name:13}  {value}")
     if view.where is not None:
         _print_content(console, document)
+
+
+def _shared_json(
+    catalog: Catalog, view: CheckpointView, files: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the still shards that the durable checkpoint before has alike; nothing if there are none."""
+    still = [file for file in files if is_still_name(file["name"])]
+    earlier = [c for c in catalog.checkpoints if c.level is Level.DURABLE and c.seq < view.info.seq]
+    if not still or not earlier:
+        return {}
+    before = catalog.view(earlier[-1])
+    known = {(f.name, f.size_bytes, f.digest) for fragment in before.fragments() for f in fragment.files}
+    alike = [file for file in still if (file["name"], file["size_bytes"], file["digest"]) in known]
+    if not alike:
+        return {}
+    names = [file["name"] for file in alike]
+    size_bytes = sum(file["size_bytes"] for file in alike)
+    return {"shared": {"step": before.info.step, "files": names, "size_bytes": size_bytes}}
 
 
 def _origin(view: CheckpointView) -> dict[str, str]:

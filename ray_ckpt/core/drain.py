@@ -14,7 +14,7 @@ from typing import Literal
 
 from ray_ckpt.core.context import Context, names_of
 from ray_ckpt.core.messages import DescriptionWritten, Drain, DrainEnded, WriteDescription
-from ray_ckpt.types import CheckpointInfo
+from ray_ckpt.types import CheckpointInfo, Level
 
 RETRY_S = 2.0  # pause before the second try of a fragment; doubled before each further try
 MAX_RETRY_S = 60.0  # longest pause between tries, so that a store that is back is used within a minute
@@ -54,6 +54,7 @@ class _Task:
     waiting: set[int]  # fragments of `todo` that no node uploads now
     running: dict[int, str] = field(default_factory=dict)  # node_index -> node that uploads the fragment
     tries: dict[int, int] = field(default_factory=dict)
+    like: str | None = None  # folder of a durable checkpoint that may have the same shards; None: not chosen
     most_tries: int = 0  # the maximum of `tries`, stored because each event reads it
     not_before_s: dict[int, float] = field(default_factory=dict)
     damaged: dict[int, dict[str, str]] = field(default_factory=dict)  # node_index -> node -> the node's error
@@ -163,7 +164,12 @@ class Drains:
                     task.begun_s = now_s if task.begun_s is None else task.begun_s
                     task.running[index] = nodes[(index + tries) % len(nodes)]
                     given.add(index)
-                    yield Drain(attempt=task.checkpoint.id, node_index=index, node_id=task.running[index])
+                    yield Drain(
+                        attempt=task.checkpoint.id,
+                        node_index=index,
+                        node_id=task.running[index],
+                        like="" if tries else self._like(task),
+                    )
             if given:  # build a new set, because an emptied set stays as slow to iterate as the full set
                 task.waiting = task.waiting - given
         for name, task in self._tasks.items():
@@ -171,6 +177,19 @@ class Drains:
                 task.describe_at_s = None
                 task.descriptions += 1
                 yield WriteDescription(checkpoint=self._context.history.checkpoints[name])
+
+    def _like(self, task: _Task) -> str:
+        """Return the folder of the newest durable checkpoint; "" for a drain that replaces a damaged copy."""
+        bad = self._context.holders.bad_remote
+        if task.like is None:
+            durable = (
+                c.id
+                for c in reversed(self._context.history.live())
+                if c.level is Level.DURABLE and c.id.attempt not in bad and c.id != task.checkpoint.id
+            )
+            found = None if task.checkpoint.id.attempt in bad else next(durable, None)
+            task.like = "" if found is None else found.directory
+        return task.like
 
     def _turn(self, task: _Task) -> tuple[bool, bool, bool]:
         """Return the sort key: the urgent drain first, then begun, then new drains; failing drains last."""

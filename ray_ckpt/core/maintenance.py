@@ -18,6 +18,7 @@ from ray_ckpt.core.retention import RetentionView, choose_evictions, choose_evic
 from ray_ckpt.core.scrub import Scrubs
 from ray_ckpt.core.values import DiskSpace
 from ray_ckpt.format import records as r
+from ray_ckpt.types import AttemptId
 
 MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
 MAX_DAMAGED = 1000  # damaged copies that are remembered, so that their repair is counted
@@ -174,10 +175,16 @@ class Maintenance:
             if event.place == m.REMOTE:
                 self._found_remote(event)
             else:
-                self._context.measure(telemetry.CORRUPT, place="node")
-                self._damaged.append((event.attempt.attempt, event.node_index))
-                self._context.holders.remove(event.attempt.attempt, event.node_index, event.place)
-                self._next_s = 0.0  # the repair is due at once
+                self._found_on_node(event.attempt, event.node_index, event.place)
+                for attempt, node_index in event.shared:
+                    yield m.Warn(text=f"Step {attempt.step}: the copy on {where} is damaged: {files}.")
+                    self._found_on_node(attempt, node_index, event.place)
+
+    def _found_on_node(self, attempt: AttemptId, node_index: int, node: str) -> None:
+        self._context.measure(telemetry.CORRUPT, place="node")
+        self._damaged.append((attempt.attempt, node_index))
+        self._context.holders.remove(attempt.attempt, node_index, node)
+        self._next_s = 0.0  # the repair is due at once
 
     def _found_remote(self, event: m.ScrubEnded) -> None:
         bad = self._context.holders.bad_remote

@@ -270,6 +270,8 @@ class ScrubEnded:
     place: str  # a node id, or REMOTE
     damage: tuple[str, ...]  # the files that differ; empty: every byte is as it was committed
     error: str | None  # the reason why the copy could not be read; the copy may still be good
+    # fragments on the same node that have lost a bad file too, because they share it by a hard link
+    shared: tuple[tuple[AttemptId, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,9 +473,16 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
+    """Upload a fragment and its files from a node to the storage path.
+
+    `like` is the folder of a durable checkpoint. A still shard that this one lists alike is copied within the
+    store; "" means that all bytes are uploaded.
+    """
+
     attempt: AttemptId
     node_index: int
     node_id: str
+    like: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -294,10 +294,14 @@ class NodeMachine:
     def _on_copy_ordered(self, event: n.CopyOrdered) -> Iterator[n.NodeEffect]:
         yield self._copy(event.attempt, event.node_index, event.holder)
 
-    def _copy(self, attempt: AttemptId, node_index: int, holder: str) -> n.SendCopy | n.ReportCopied:
+    def _copy(
+        self, attempt: AttemptId, node_index: int, holder: str, *, may_link: bool = False
+    ) -> n.SendCopy | n.ReportCopied:
         """Send a copy, or report at once that its holder cannot be reached."""
         if self.reaches(holder):
-            return n.SendCopy(epoch=self.epoch, attempt=attempt, node_index=node_index, holder=holder)
+            return n.SendCopy(
+                epoch=self.epoch, attempt=attempt, node_index=node_index, holder=holder, may_link=may_link
+            )
         return n.ReportCopied(
             epoch=self.epoch,
             attempt=attempt,
@@ -353,7 +357,7 @@ class NodeMachine:
             watched=merged(save.watched),
         )
         for holder in here.holders:
-            yield self._copy(save.attempt, here.node_index, holder)
+            yield self._copy(save.attempt, here.node_index, holder, may_link=True)
 
     def _on_outcome_notified(self, event: n.OutcomeNotified) -> Iterator[n.NodeEffect]:
         known = self.outcomes.get(event.attempt.attempt)

@@ -324,12 +324,16 @@ class ReportRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendCopy:
-    """Send the fragment's files, then the fragment, from this node's disk; CopyEnded is the answer."""
+    """Send the fragment's files, then the fragment, from this node's disk; CopyEnded is the answer.
+
+    With `may_link` the holder may link files that it has in an earlier checkpoint; a repair sends all bytes.
+    """
 
     epoch: int  # the epoch that this node obeys now; also sent in the report of the copy's end
     attempt: AttemptId
     node_index: int
     holder: str
+    may_link: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,17 @@ class StoredFragment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScrubResult:
+    """The result of reading a copy of a fragment: the files that differ from their digests.
+
+    `shared` are other fragments on that node, by attempt and index, that have lost a bad file with it.
+    """
+
+    damage: tuple[str, ...] = ()
+    shared: tuple[tuple[AttemptId, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSpace:
     """The size and use, in bytes, of the file system with a node's staging folder."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.values import ScrubResult
 from ray_ckpt.engine.ports import Answered, Call
 from ray_ckpt.types import CheckpointInfo
 
@@ -24,8 +25,14 @@ def event_of(answer: Answered) -> m.Event | None:
                 attempt=attempt, node_index=index, node_id=node, error=error, is_damage=is_damage
             )
         case m.Scrub(attempt=attempt, node_index=index, place=place):
+            found = value or ScrubResult()
             return m.ScrubEnded(
-                attempt=attempt, node_index=index, place=place, damage=value or (), error=error
+                attempt=attempt,
+                node_index=index,
+                place=place,
+                damage=found.damage,
+                shared=found.shared,
+                error=error,
             )
         case m.Delete(attempt=name, place=place):
             return m.DeleteEnded(attempt=name, place=place, error=error)

@@ -14,6 +14,8 @@ LOG_DIR = "log"
 SNAPSHOT_PREFIX = "snapshot-"  # begins the names of snapshots in the log
 SERVICE_DIR = "ray_ckpt"  # <storage_path>/<run>/ray_ckpt
 
+STILL = 1  # number of the shard with a rank's still slices
+MAX_SHARDS = 2  # shards of a rank: what moves, and what is still
 MAX_RANKS = 999_999  # ranks of a group, also nodes and copies: the limit of 6 digits in file names
 
 _DIRECTORY = re.compile(r"(\d{12})-([0-9a-f]{16})\Z")
@@ -43,8 +45,15 @@ def attempt_of(directory: str) -> str:
     return check_directory(directory).rpartition("-")[2]
 
 
-def shard_file(rank: int, world_size: int) -> str:
-    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+def shard_file(rank: int, world_size: int, number: int = 0) -> str:
+    """Return the name of a rank's shard; number STILL has its still slices."""
+    further = f".{number}" if number else ""
+    return f"shard-{rank:05d}{further}-of-{world_size:05d}.safetensors"
+
+
+def shard_files(rank: int, world_size: int) -> tuple[str, ...]:
+    """Return the names of all shards that a rank may have."""
+    return tuple(shard_file(rank, world_size, number) for number in range(MAX_SHARDS))
 
 
 def state_file(rank: int, world_size: int) -> str:
@@ -86,6 +95,12 @@ def is_file_name(name: str) -> bool:
 def is_shard_name(name: str) -> bool:
     """Return whether a file of this name holds tensors, and may be stored compressed."""
     return is_file_name(name) and _SHARD.match(name) is not None
+
+
+def is_still_name(name: str) -> bool:
+    """Return whether a shard of this name may be equal to the one of an earlier checkpoint."""
+    match = _FILE.match(name)
+    return match is not None and match.group(2) == f".{STILL}"
 
 
 def is_data_name(name: str) -> bool:

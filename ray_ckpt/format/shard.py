@@ -73,6 +73,54 @@ class ShardLayout:
         return digest(self.header)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLayout:
+    """The shards of a rank, one behind the other in memory.
+
+    The first shard has the slices that move. If the rank has still slices, which stay the same from save to
+    save, a second shard has these. Each shard begins at a multiple of 4096 bytes.
+    """
+
+    shards: tuple[ShardLayout, ...]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The position of each shard's first byte."""
+        starts = [0]
+        for shard in self.shards[:-1]:
+            starts.append(_aligned(starts[-1] + shard.size_bytes))
+        return tuple(starts)
+
+    @property
+    def slices(self) -> tuple[PlacedSlice, ...]:
+        """The slices of all shards, in the order of their bytes."""
+        return tuple(placed for shard in self.shards for placed in shard.slices)
+
+    @property
+    def num_moving(self) -> int:
+        """The number of slices in the first shard."""
+        return len(self.shards[0].slices)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.starts[-1] + self.shards[-1].size_bytes
+
+    @property
+    def signature(self) -> str:
+        """The digest of all headers, equal for equal layouts."""
+        return digest(b"".join(shard.header for shard in self.shards))
+
+
+def _aligned(size_bytes: int) -> int:
+    return size_bytes + -size_bytes % ALIGNMENT_BYTES
+
+
+def build_rank_layout(moving: Iterable[Slice], still: Iterable[Slice] = ()) -> RankLayout:
+    """Lay out a rank's shards; see `build_layout`. Without still slices there is one shard."""
+    parts = [moving, still] if (still := tuple(still)) else [moving]
+    return RankLayout(shards=tuple(map(build_layout, parts)))
+
+
 def check_slice(part: Slice) -> int:
     """Return the size of `part`. Raise NewerFormat for an unknown dtype, FormatError outside the tensor."""
     if part.dtype not in ITEMSIZE:

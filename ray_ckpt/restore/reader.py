@@ -80,6 +80,7 @@ class FileSource:
     path: str = ""
     endpoint: str = ""
     is_verified: bool = False
+    base: int = ARENA_PAGE_BYTES  # of the file's first byte, in memory
 
     @property
     def is_in_memory(self) -> bool:
@@ -189,7 +190,7 @@ class SourceReader:
         self._meter = _Meter(progress)
         self._limiter = limiter or Limiter()
         self._peers = Peers(credentials, self._limiter.slowest_bytes_per_s)
-        self._maps: dict[str, Mapped] = {}
+        self._maps: dict[tuple[str, int], Mapped] = {}  # by path and position
         self._lock = threading.Lock()
         self.parts: list[RestoredPart] = []
         self.damage: list[str] = []
@@ -249,7 +250,7 @@ class SourceReader:
             seal = self._attempt.attempt.encode()
             if source.tier != "memory":
                 seal = prefetch_seal(self._attempt, file)
-            return self._mapped(source.path, base=ARENA_PAGE_BYTES, seal=seal, is_verified=source.is_verified)
+            return self._mapped(source.path, base=source.base, seal=seal, is_verified=source.is_verified)
         if source.tier == "peer":
             name = FileName(run_uid=self._attempt.run_uid, directory=self._attempt.directory, file=file)
             return Peer(self._peers, source.endpoint, name)
@@ -259,7 +260,7 @@ class SourceReader:
 
     def _mapped(self, path: str, *, base: int, seal: bytes, is_verified: bool = False) -> Mapped:
         new = Mapped(path, base=base, seal=seal, is_verified=is_verified)
-        return self._maps.setdefault(path, new)
+        return self._maps.setdefault((path, base), new)
 
     def _unmap(self) -> None:
         while self._maps:

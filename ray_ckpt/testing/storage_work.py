@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.values import ScrubResult
 from ray_ckpt.engine.ports import Failure
 from ray_ckpt.storage.log_store import write_snapshot
 from ray_ckpt.testing.nodes import Nodes
@@ -88,7 +89,7 @@ class StorageWork(Nodes):
         if failure is not None or node is None or copy not in node.disk.rotten:
             return None, failure
         node.disk.quarantine(copy)
-        return ("a slice",), None
+        return ScrubResult(damage=("a slice",)), None
 
 
 STORAGE_WORK: Mapping[type, Callable[[Any, str, Any, Fate], Ended]] = {

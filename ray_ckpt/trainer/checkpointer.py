@@ -200,7 +200,7 @@ class Checkpointer:
         checkpoint = restored.checkpoint
         if self._probe is not None:
             self._probe.restored(items.items, checkpoint.step if checkpoint else None, warnings)
-        self._saver = Saver(link, restored.session, items.stepped, on_wait=self._outcomes.count_wait)
+        self._saver = Saver(link, restored.session, items.still, on_wait=self._outcomes.count_wait)
         self._survivor = make_survivor(link, (self._epoch, restored.session), items, self._saver)
         self._saver.prepare(items.predicted_layout(items.walk()))
         self._saved_step = info.step if info else live_step or 0

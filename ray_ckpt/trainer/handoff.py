@@ -15,9 +15,10 @@ import torch
 
 from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.replica_watch import ReplicaWatch, WindowDigests
+from ray_ckpt.capture.still import Taken
 from ray_ckpt.capture.walk import LiveSlice, SliceKey, Walked, bytes_digest
 from ray_ckpt.errors import CheckpointError, text_of
-from ray_ckpt.format.shard import ShardLayout
+from ray_ckpt.format.shard import RankLayout
 from ray_ckpt.trainer.link import Identity, SaveLink, SealedShard
 from ray_ckpt.types import AttemptId, Watched
 
@@ -31,7 +32,8 @@ class SaveBuffer:
     target: Arena | Ring
     index: int
     released: Future[None] | None = None  # done when the agent no longer needs the bytes
-    layout: ShardLayout | None = None  # the layout of this buffer that was sent to the agent
+    layout: RankLayout | None = None  # the layout of this buffer that was sent to the agent
+    taken: Taken | None = None  # the still slices of the last capture, if that was complete and has some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +54,21 @@ class CopyPlan:
 
     whole: tuple[LiveSlice, ...]  # all slices of the rank when this plan was made
     optimized: tuple[int, ...]  # number of backward hooks, then ids of what optimizers change
-    layout: ShardLayout
+    layout: RankLayout
     slices: tuple[LiveSlice, ...]  # in the layout's order
     places: Mapping[SliceKey, int]  # index of each slice in `slices`
     background: Set[str]
     guarded: Set[int]  # storages of the tensors in `background`
     mesh: str
     watch: ReplicaWatch | None  # None: the option is off
+
+    @property
+    def moving(self) -> tuple[LiveSlice, ...]:
+        return self.slices[: self.layout.num_moving]
+
+    @property
+    def still(self) -> tuple[LiveSlice, ...]:
+        return self.slices[self.layout.num_moving :]
 
     def followed(self, whole: tuple[LiveSlice, ...]) -> CopyPlan | None:
         """Return the plan for the same slices if the tensors of some slices were replaced.
@@ -143,6 +153,7 @@ class Handoff:
     _parts: SaveParts
     _digest: SharedDigest
     _stall_s: Callable[[float], float]  # maps a save's begin time to the time for which it blocked training
+    _taken: Taken | None  # the still slices that the buffer has and that are not copied again
     released: Future[None] = field(default_factory=Future)
     _is_known: bool = False  # the agent was notified, reads the buffer, and releases it
     _is_new_layout: bool = field(init=False)
@@ -150,6 +161,9 @@ class Handoff:
     def __post_init__(self) -> None:
         self._is_new_layout = self._buffer.layout is not self._plan.layout
         self._buffer.released, self._buffer.layout = self.released, None  # set again once it has the layout
+        self._buffer.taken = None  # set again once it has the slices
+        if self._taken is None and self._plan.still:
+            self._taken = Taken.of(self._plan.still)
 
     def begin(self) -> bool:
         """Prepare the buffer, and a stream up to its header; return False if the save has failed already."""
@@ -163,7 +177,7 @@ class Handoff:
         target.begin(self._parts.attempt.attempt, self.released.done)
         self._hand_over()
         try:
-            target.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))
+            target.write(torch.frombuffer(bytearray(layout.shards[0].header), dtype=torch.uint8))
         except CheckpointError as error:
             self.fail(error)
             return False
@@ -174,6 +188,7 @@ class Handoff:
         target, attempt = self._buffer.target, self._parts.attempt.attempt
         if isinstance(target, Arena):
             target.seal(attempt)
+            self._buffer.taken = self._taken
             self._hand_over()
         else:
             target.end(attempt)

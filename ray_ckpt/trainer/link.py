@@ -16,7 +16,7 @@ from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.core.values import RankProgress, Salvage, SessionKey
 from ray_ckpt.errors import CheckpointError
-from ray_ckpt.format.shard import ShardLayout
+from ray_ckpt.format.shard import RankLayout
 from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.restore.reader import RestoreTicket, SharedRows
@@ -57,7 +57,7 @@ class ArenaGrant:
 
     mode: ArenaMode
     paths: tuple[str, ...]  # one per buffer
-    size_bytes: int  # size of the largest shard that fits
+    size_bytes: int  # size of the largest layout that fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class SealedShard:
     replicated: tuple[str, ...]  # `<what>:<value>`; the value of each `<what>` must be equal on all ranks
     metrics: Mapping[str, float] | None  # rank 0 only
     buffer: int  # index of the buffer in the grant
-    layout: ShardLayout | None  # None: same layout as the last shard in this buffer
+    layout: RankLayout | None  # None: same layout as the last shard in this buffer
     layout_signature: str
     mesh: str  # mesh of the DTensors, in the form of `SaveFacts`
     stall_s: float  # time for which the save has blocked training so far
@@ -157,7 +157,7 @@ class SaveLink(RankLink, Protocol):
     """Calls that a rank makes for saves and their outcomes."""
 
     def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
-        """Return memory for a shard of that size. Raises InsufficientSpace if there is too little memory.
+        """Return memory for a layout of that size. Raises InsufficientSpace if there is too little memory.
 
         With `named` the memory is a file in /dev/shm, for a rank that cannot open the agent's descriptors.
         """

@@ -19,11 +19,14 @@ from ray_ckpt.capture.gradients import GradientsItem, Window
 from ray_ckpt.capture.items import BaseOptimizerItem, Item
 from ray_ckpt.capture.predict import with_predictions
 from ray_ckpt.capture.rng import RngItem
+from ray_ckpt.capture.still import StillSlices
 from ray_ckpt.capture.unregistered import find_gaps
 from ray_ckpt.capture.walk import Walked, walk
 from ray_ckpt.config import RunOptions
-from ray_ckpt.format.shard import ShardLayout, build_layout
+from ray_ckpt.errors import ConfigError
+from ray_ckpt.format.shard import RankLayout
 from ray_ckpt.format.tree import encode_tree
+from ray_ckpt.texts import did_you_mean
 from ray_ckpt.trainer.link import Identity
 
 log = logging.getLogger("ray_ckpt")
@@ -35,7 +38,10 @@ class RankItems:
     """The items of a Checkpointer after its restore: registered objects, random state, gradients."""
 
     def __init__(self, objects: Mapping[str, Any], identity: Identity, options: RunOptions) -> None:
-        """Make an item of each object. Raises UnsupportedItem for an object that cannot be saved."""
+        """Make an item of each object. Raises UnsupportedItem for an object that cannot be saved.
+
+        Raises ConfigError if the option `static_items` has a name that is no object's.
+        """
         self.objects = objects
         self._identity = identity
         self._is_full = options.replicate == "full"
@@ -47,6 +53,7 @@ class RankItems:
         self.stepped = [item.stepped for item in self.items.values() if isinstance(item, BaseOptimizerItem)]
         plain = [stepped for stepped in self.stepped if isinstance(stepped, torch.optim.Optimizer)]
         self.window = Window(plain, [o for o in owners.values() if isinstance(o, nn.Module)])
+        self.still = StillSlices(self.stepped, _static_items(objects, options), identity.world_size)
         if options.partial_grads:
             self.items["gradients"] = GradientsItem(
                 owners, window=self.window, world_size=identity.world_size
@@ -74,13 +81,13 @@ class RankItems:
         )
         return self._walked
 
-    def predicted_layout(self, walked: Walked) -> ShardLayout:
-        """Return the layout of this rank's shard once every optimizer has its state."""
+    def predicted_layout(self, walked: Walked) -> RankLayout:
+        """Return the layout of this rank's shards once every optimizer has its state."""
         whole = with_predictions(walked, self.items, ranks=self._identity.ranks)
         owned = whole.owned(self._identity.rank, self._identity.node_ranks, full=self._is_full)
-        return build_layout(live.slice for live in owned)
+        return self.still.layout(owned)
 
-    def preflight(self) -> ShardLayout:
+    def preflight(self) -> RankLayout:
         """Encode the state once, so that errors of a save are found before training; predict the layout."""
         walked = self.walk()
         encode_tree(dict(walked.trees), kept=walked.kept)
@@ -137,3 +144,14 @@ def gap_warnings(objects: Mapping[str, Any]) -> tuple[str, ...]:
     early = ": make its iterator after ckpt.steps, and register its position"
     unregistered, iterators = find_gaps(objects)
     return (*(f"{phrase} {missing}" for phrase in unregistered), *(phrase + early for phrase in iterators))
+
+
+def _static_items(objects: Mapping[str, Any], options: RunOptions) -> tuple[str, ...]:
+    for name in options.static_items:
+        if name not in objects:
+            raise ConfigError(
+                f"static_items has {name!r}, which is not registered.",
+                hint=did_you_mean(name, sorted(objects)),
+                option="static_items",
+            )
+    return options.static_items

@@ -16,7 +16,6 @@ import torch
 from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.dtensors import mesh_text
 from ray_ckpt.capture.overlap_guard import (
-    Stepped,
     background_slices,
     guarded_storages,
     hooks_in_backward,
@@ -24,12 +23,12 @@ from ray_ckpt.capture.overlap_guard import (
 )
 from ray_ckpt.capture.replica_watch import ReplicaWatch
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
+from ray_ckpt.capture.still import StillSlices
 from ray_ckpt.capture.walk import LiveSlice, Walked
 from ray_ckpt.errors import ConfigError, InsufficientSpace, Unavailable, text_of
-from ray_ckpt.format.shard import ShardLayout, build_layout
+from ray_ckpt.format.shard import RankLayout
 from ray_ckpt.trainer.handoff import CopyPlan, Handoff, SaveBuffer, SaveParts, SharedDigest
 from ray_ckpt.trainer.link import ArenaGrant, SaveLink
-from ray_ckpt.types import Slice
 
 log = logging.getLogger("ray_ckpt")
 
@@ -43,25 +42,24 @@ class Saver:
         self,
         link: SaveLink,
         session: int,
-        optimizers: Iterable[Stepped],
+        still: StillSlices,
         *,
         on_wait: Callable[[float], None],
     ) -> None:
         """Call `on_wait` with the seconds of each wait before an optimizer step."""
         self._link = link
         self._session = session
-        self.optimizers: tuple[Stepped, ...] = tuple(optimizers)
+        self._still = still
+        self.optimizers = still.optimizers
         options = link.options
         self._is_full = options.replicate == "full"
+        self._verify = options.verify_captures
         self._stall_s: float | None = None  # blocked time of the last save; None: the save still blocks
-        self._snapshotter = Snapshotter(
-            overlap=options.overlap, verify=options.verify_captures, waited=on_wait
-        )
+        self._snapshotter = Snapshotter(overlap=options.overlap, verify=self._verify, waited=on_wait)
         self._buffers: deque[SaveBuffer] = deque()  # in order of use: the least recently used buffer first
         self._grant: ArenaGrant | None = None
         self._setup: Future[tuple[ArenaGrant, deque[SaveBuffer]]] | None = None  # its memory is not used yet
-        self._layout: ShardLayout | None = None
-        self._layout_key: frozenset[Slice] = frozenset()
+        self._layout: RankLayout | None = None
         self._plan: CopyPlan | None = None
         self._pid = os.getpid()
         self._snapshot: Snapshot | None = None
@@ -70,13 +68,12 @@ class Saver:
 
     # -- memory ----------------------------------------------------------------------------------------
 
-    def prepare(self, layout: ShardLayout) -> None:
-        """Start preparing memory for a shard of that layout, in the background."""
+    def prepare(self, layout: RankLayout) -> None:
+        """Start preparing memory for shards of that layout, in the background."""
         self._layout = layout
-        self._layout_key = frozenset(placed.slice for placed in layout.slices)
         self._start_setup(layout)
 
-    def _start_setup(self, layout: ShardLayout) -> None:
+    def _start_setup(self, layout: RankLayout) -> None:
         setup: Future[tuple[ArenaGrant, deque[SaveBuffer]]] = Future()
         self._setup, self._setup_wait_s = setup, SETUP_WAIT_S
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
@@ -95,7 +92,7 @@ class Saver:
 
         threading.Thread(target=work, name="ray_ckpt-setup", daemon=True).start()
 
-    def _open(self, layout: ShardLayout) -> tuple[ArenaGrant, deque[SaveBuffer]]:
+    def _open(self, layout: RankLayout) -> tuple[ArenaGrant, deque[SaveBuffer]]:
         grant = self._link.open_arena(self._session, layout.size_bytes)
         try:
             targets = [_map(grant, path) for path in grant.paths]
@@ -108,10 +105,10 @@ class Saver:
                 target.lay_out(layout)
         return grant, deque(SaveBuffer(target, index) for index, target in enumerate(targets))
 
-    def _fit(self, layout: ShardLayout) -> None:
-        """Make sure that the arena fits a shard of that layout.
+    def _fit(self, layout: RankLayout) -> None:
+        """Make sure that the arena fits shards of that layout.
 
-        Raises InsufficientSpace if no arena can fit the shard, Unavailable if no arena exists after
+        Raises InsufficientSpace if no arena can fit the shards, Unavailable if no arena exists after
         SETUP_WAIT_S.
         """
         if self._is_large_enough(layout):
@@ -136,9 +133,9 @@ class Saver:
                 return
         raise InsufficientSpace(f"The agent gave less than the {layout.size_bytes:,} bytes requested.")
 
-    def _is_large_enough(self, layout: ShardLayout) -> bool:
+    def _is_large_enough(self, layout: RankLayout) -> bool:
         grant = self._grant
-        return grant is not None and (grant.mode == "stream" or layout.size_bytes <= grant.size_bytes)
+        return grant is not None and (self._is_stream or layout.size_bytes <= grant.size_bytes)
 
     def _forget_buffers(self) -> None:
         self._grant = self._snapshot = None
@@ -197,21 +194,22 @@ class Saver:
             )
         self.settle()
         self._stall_s = None
-        plan = self._plan_of(walked)
-        self._fit(plan.layout)
+        plan, has_still = self._prepared(walked)
         buffer = self._buffers[0]
         identity = self._link.identity
         window = plan.watch.digests(walked.slices, parts.attempt.step, identity.rank) if plan.watch else None
         content = parts.compare_content and not self._is_full
         digest = SharedDigest(walked, identity, content=content, window=window)
         digest.add_now(plan.background)
-        handoff = Handoff(self._link, buffer, plan, parts, digest, self._stalled_s)
+        handoff = Handoff(
+            self._link, buffer, plan, parts, digest, self._stalled_s, buffer.taken if has_still else None
+        )
         self._buffers.rotate(-1)
         try:
             if handoff.begin():
                 self._snapshot = self._snapshotter.start(
                     buffer.target,
-                    plan.slices,
+                    plan.moving if has_still else plan.slices,
                     background=plan.background,
                     during=digest.complete,
                     finish=handoff.finish,
@@ -221,6 +219,32 @@ class Saver:
             handoff.abandon()
             raise
         self._stall_s = time.monotonic() - parts.began_s
+
+    def _prepared(self, walked: Walked) -> tuple[CopyPlan, bool]:
+        """Return the plan of a save, and whether its buffer has the bytes of the still slices already."""
+        plan = self._fitted(walked)
+        taken, target = self._buffers[0].taken, self._buffers[0].target
+        if taken is None or self._verify or not isinstance(target, Arena) or target.layout is not plan.layout:
+            return plan, False
+        changed = taken.changed(plan.still, target.views[len(plan.moving) :])
+        if not changed:
+            return plan, True
+        self._still.note_changed(changed)
+        self._plan = None
+        return self._fitted(walked), False
+
+    def _fitted(self, walked: Walked) -> CopyPlan:
+        """Return the plan of a save, whose layout fits the arena."""
+        plan = self._plan_of(walked)
+        self._fit(plan.layout)
+        if self._is_stream and plan.still:
+            self._plan = None
+            plan = self._plan_of(walked)
+        return plan
+
+    @property
+    def _is_stream(self) -> bool:
+        return self._grant is not None and self._grant.mode == "stream"
 
     def _stalled_s(self, began_s: float) -> float:
         """Return for how long the last save has blocked training. Runs in the thread that copies."""
@@ -260,7 +284,8 @@ class Saver:
         if plan is None or plan.optimized != found:
             identity = self._link.identity
             owned = walked.owned(identity.rank, identity.node_ranks, full=self._is_full)
-            layout = self._layout_of(frozenset(live.slice for live in owned))
+            layout = self._still.layout(owned, is_stream=self._is_stream)
+            layout = self._layout = self._layout if layout == self._layout else layout
             by_key = walked.by_slice_key
             order = [(placed.slice.key, placed.slice.offset) for placed in layout.slices]
             background = background_slices(walked.slices, guarded_storages(self.optimizers))
@@ -284,12 +309,6 @@ class Saver:
     def _watch_of(self, slices: Sequence[LiveSlice]) -> ReplicaWatch | None:
         options = self._link.options
         return ReplicaWatch(slices, every_steps=options.every_steps) if options.replica_watch else None
-
-    def _layout_of(self, slices: frozenset[Slice]) -> ShardLayout:
-        """Return the layout of these slices: the previous layout unless shapes or placements have changed."""
-        if self._layout is None or slices != self._layout_key:
-            self._layout, self._layout_key = build_layout(slices), slices
-        return self._layout
 
 
 def _make_ready(buffers: Iterable[SaveBuffer], device: int | None) -> None:

@@ -73,6 +73,17 @@ class PeerClient:
         runs in a separate thread, which is abandoned if the peer falls silent. An abandoned thread takes no
         further chunk, and ends when the kernel closes the connection or when the deadline of the call passes.
         """
+        stored = self._put(request, chunks, slowest_bytes_per_s)
+        if stored != request.digest:
+            wrong = FormatError(f"it stored other bytes (digest {stored})")
+            raise self._unavailable(request.name, wrong)
+
+    def link(self, request: wire.PutRequest) -> bool:
+        """Have the peer link a file to the one in the checkpoint `request.like`; False if it needs bytes."""
+        return self._put(request, (), SLOWEST_BYTES_PER_S) == request.digest
+
+    def _put(self, request: wire.PutRequest, chunks: Iterable[Buffer], slowest_bytes_per_s: float) -> str:
+        """Send a request and chunks; return the peer's answer."""
         call = _Put(self._client, request, chunks, self._options(request.size_bytes, slowest_bytes_per_s))
         call.start()
         while not call.ended.wait(max(SILENT_S - call.pulse.silent_s, LOOK_S)):
@@ -87,9 +98,7 @@ class PeerClient:
         if call.failure is not None:
             was_alive = call.pulse.was_alive
             raise self._unavailable(request.name, call.failure, was_alive=was_alive) from call.failure
-        if call.stored != request.digest:
-            wrong = FormatError(f"it stored other bytes (digest {call.stored})")
-            raise self._unavailable(request.name, wrong)
+        return call.stored
 
     def read(
         self,

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from typing_extensions import Buffer
 
@@ -93,9 +93,10 @@ def send_files(
     streams: int = STREAMS,
     limiter: Limiter | None = None,
     sleep: Callable[[float], object] = time.sleep,
-) -> None:
+) -> int:
     """Send `files` over up to `streams` connections at a time; return when the peer has stored all durably.
 
+    Return the bytes that the peer did not need, because it has linked files instead (`PutRequest.like`).
     An interrupted file is sent again over a new connection, up to MAX_TRIES times in all. Raise Unavailable
     if the peer refuses or cannot be reached. Exceptions from `chunks` propagate without a retry. When one
     file fails, the others stop; files already stored stay. Send a fragment in a later call than the files
@@ -108,6 +109,7 @@ def send_files(
     failures = [error for task in sent if (error := task.exception()) is not None]
     for failure in sorted(failures, key=lambda error: isinstance(error, _Stopped)):
         raise failure
+    return sum(task.result() for task in sent)
 
 
 class _Sender:
@@ -122,8 +124,8 @@ class _Sender:
         self._sleep = sleep
         self._stop = threading.Event()
 
-    def send(self, file: Outgoing) -> None:
-        """Send one file, in up to MAX_TRIES tries."""
+    def send(self, file: Outgoing) -> int:
+        """Send one file, in up to MAX_TRIES tries; return the bytes that were not needed."""
         try:
             for tried in range(1, MAX_TRIES + 1):
                 if self._stop.is_set():  # checked before a connection, which may take seconds to fail
@@ -135,14 +137,19 @@ class _Sender:
                         raise  # an error without this field comes from the source
                     log.info("copy %d of %d failed: %s", tried, MAX_TRIES, error)
                 self._sleep(RETRY_S * 2 ** (tried - 1) * (1 + random.random()))
+            raise AssertionError("the last try returns or raises")
         except BaseException:
             self._stop.set()
             raise
 
-    def _try(self, file: Outgoing) -> None:
+    def _try(self, file: Outgoing) -> int:
+        request = file.request
         with PeerClient(self._endpoint, credentials=self._credentials, gone_s=GONE_S) as peer:
-            slowest = self._limiter.slowest_bytes_per_s
-            peer.put(file.request, self._paced(file.chunks()), slowest_bytes_per_s=slowest)
+            if request.like and peer.link(request):
+                return request.size_bytes
+            slowest, plain = self._limiter.slowest_bytes_per_s, replace(request, like="")
+            peer.put(plain, self._paced(file.chunks()), slowest_bytes_per_s=slowest)
+        return 0
 
     def _paced(self, blocks: Iterable[Buffer]) -> Iterator[memoryview]:
         for chunk in wire.split(blocks):

@@ -30,7 +30,8 @@ class PeerFiles(Protocol):
         """Store a file durably and return the digest of the stored bytes.
 
         Raise an error if the size or the digest differs, or if there is no space. A chunk stays valid as long
-        as it is referenced.
+        as it is referenced. With `request.like` there are no chunks: link the file to the same one in that
+        checkpoint, or return BYTES_WANTED if this node has none or cannot link it.
         """
         ...
 

@@ -25,6 +25,7 @@ CHUNK_BYTES = 2 << 20  # per message: 1 to 4 MiB are equally fast; larger messag
 TOKEN_HEADER = "authorization"
 TOKEN_PREFIX = "Bearer "
 NOT_HERE = -1  # the size of a file that a peer does not have
+BYTES_WANTED = "bytes"  # answer to a put request with `like` if the peer lacks that file; no digest
 REFUSED = b"refused"  # sent with an error that would occur again in a retry
 SMALL_BYTES = 64 << 10  # smaller blocks are merged: a message takes as long as a copy of a few MiB
 KEPT_BLOCK_BYTES = 31 << 20  # just below 32 MiB, the largest block to which glibc adapts
@@ -50,13 +51,19 @@ class FileName:
 class PutRequest:
     """A request to store a file. The receiver checks size and digest and answers with the computed digest.
 
-    The receiver answers when it obeys `epoch`, that of the sender, or a higher one.
+    The receiver answers when it obeys `epoch`, that of the sender, or a higher one. With `like`, no bytes
+    follow: the receiver links the file to the same one in that checkpoint, or answers with BYTES_WANTED.
     """
 
     name: FileName
     size_bytes: int
     digest: str
     epoch: int = 0
+    like: str = ""
+
+    def __post_init__(self) -> None:
+        if self.like:
+            names.check_directory(self.like)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +86,7 @@ def decode_put(data: bytes) -> PutRequest:
         size_bytes=jsontext.integer(fields.get("size_bytes"), "size_bytes"),
         digest=jsontext.hex_digest(fields.get("digest"), "digest"),
         epoch=jsontext.integer(fields.get("epoch"), "epoch"),
+        like=jsontext.text(fields.get("like"), "like"),
     )
 
 

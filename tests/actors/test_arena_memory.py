@@ -16,7 +16,7 @@ from ray_ckpt.actors.agent.arena import ArenaMemory, ShmRoom, choose_mode, make_
 from ray_ckpt.capture.arena import Ring
 from ray_ckpt.errors import InsufficientSpace, Unavailable
 from ray_ckpt.format.arena_page import RING_BLOCK_BYTES, RING_BLOCKS
-from ray_ckpt.format.shard import ShardLayout
+from ray_ckpt.format.shard import RankLayout, ShardLayout
 from ray_ckpt.storage.local.memory import available_memory_bytes
 
 GIB = 1 << 30
@@ -211,8 +211,8 @@ def test_files_of_dead_agents_are_swept_and_those_of_live_ones_are_not() -> None
 # -- streams -----------------------------------------------------------------------------------------
 
 
-def layout_of(size_bytes: int) -> ShardLayout:
-    return ShardLayout(header=b"", slices=(), size_bytes=size_bytes)
+def layout_of(size_bytes: int) -> RankLayout:
+    return RankLayout(shards=(ShardLayout(header=b"", slices=(), size_bytes=size_bytes),))
 
 
 def stream_through(size_bytes: int) -> tuple[bytes, bytes]:

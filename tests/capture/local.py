@@ -20,7 +20,7 @@ from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.core.values import RankProgress, Salvage, SessionKey
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.names import make_attempt, shard_file, state_file
+from ray_ckpt.format.names import make_attempt, shard_files, state_file
 from ray_ckpt.format.tree import decode_tree
 from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
@@ -57,6 +57,7 @@ class LocalLink:
     grants: list[ArenaGrant] = field(default_factory=list)
     sealed: list[SealedShard] = field(default_factory=list)
     files: dict[int, bytes] = field(default_factory=dict)  # step -> the shard file
+    still_files: dict[int, bytes] = field(default_factory=dict)  # step -> the shard of still slices, if any
     skipped: dict[int, str] = field(default_factory=dict)
     annotated: list[tuple[int, dict[str, float], AttemptId | None, Future[None]]] = field(
         default_factory=list
@@ -145,9 +146,16 @@ class LocalLink:
 
         def write() -> None:
             self.go.wait(30)
-            data = b"".join(bytes(chunk) for chunk in arena.chunks(buffer, shard.attempt.attempt))
+            layout = buffer.layout
+            assert layout is not None
+            data, *still = [
+                b"".join(bytes(chunk) for chunk in arena.chunks(buffer, shard.attempt.attempt, number))
+                for number in range(len(layout.shards))
+            ]
             arena.check(buffer, shard.attempt.attempt)
             self.files[shard.attempt.step] = data
+            if still:
+                self.still_files[shard.attempt.step] = still[0]
             self._outcome(shard.attempt).set_result(SaveOutcome(level=Level.LOCAL, error=None))
 
         return self._pool.submit(write)
@@ -207,8 +215,10 @@ class LocalLink:
         """Write the files of this rank's part of the checkpoint of `step`; return their rows."""
         sealed = next(s for s in self.sealed if s.attempt.step == step)
         layout = next(s.layout for s in reversed(self.sealed) if s.layout is not None)
-        shard, state = shard_file(self.rank, self.world_size), state_file(self.rank, self.world_size)
-        data = {shard: self.files[step], state: sealed.state}
+        shards, state = shard_files(self.rank, self.world_size), state_file(self.rank, self.world_size)
+        data = {shards[0]: self.files[step], state: sealed.state}
+        if step in self.still_files:
+            data[shards[1]] = self.still_files[step]
         for file, content in data.items():
             (folder / file).write_bytes(content)
 
@@ -219,13 +229,17 @@ class LocalLink:
 
         return (
             row(state, 0, len(sealed.state)),
-            *(row(shard, placed.byte_offset, placed.nbytes, placed.slice) for placed in layout.slices),
+            *(
+                row(file, placed.byte_offset, placed.nbytes, placed.slice)
+                for file, shard in zip(shards, layout.shards, strict=False)
+                for placed in shard.slices
+            ),
         )
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Return the tensors of the checkpoint of a step, by key."""
-        found: dict[str, torch.Tensor] = load(self.files[step])
-        return found
+        still = load(self.still_files[step]) if step in self.still_files else {}
+        return {**load(self.files[step]), **still}
 
     def state(self, step: int) -> dict[str, object]:
         """Return the state of the checkpoint of a step without its tensors."""

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from ray_ckpt.capture.arena import Arena
 from ray_ckpt.capture.walk import DTYPE_NAMES
 from ray_ckpt.errors import StateError
-from ray_ckpt.format.shard import ShardLayout, build_layout
+from ray_ckpt.format.shard import RankLayout, build_rank_layout
 from ray_ckpt.types import ARENA_PAGE_BYTES, Slice
 
 ATTEMPT, LATER = "0123456789abcdef", "fedcba9876543210"
@@ -38,21 +38,21 @@ def tensors() -> dict[str, torch.Tensor]:
     return {**made, "scalar": torch.tensor(7.5), "empty": torch.zeros(0, 3), "strided": strided}
 
 
-def make(tmp_path: Path, state: dict[str, torch.Tensor]) -> tuple[Path, ShardLayout]:
-    layout = build_layout(sliced(name, tensor) for name, tensor in state.items())
+def make(tmp_path: Path, state: dict[str, torch.Tensor]) -> tuple[Path, RankLayout]:
+    layout = build_rank_layout(sliced(name, tensor) for name, tensor in state.items())
     path = tmp_path / "arena"
     with path.open("wb") as file:
         file.truncate(ARENA_PAGE_BYTES + layout.size_bytes)
     return path, layout
 
 
-def laid_out(path: Path, layout: ShardLayout) -> Arena:
+def laid_out(path: Path, layout: RankLayout) -> Arena:
     arena = Arena(str(path))
     arena.lay_out(layout)
     return arena
 
 
-def fill(arena: Arena, layout: ShardLayout, state: dict[str, torch.Tensor], attempt: str) -> None:
+def fill(arena: Arena, layout: RankLayout, state: dict[str, torch.Tensor], attempt: str) -> None:
     arena.begin()
     for placed, view in zip(layout.slices, arena.views, strict=True):
         with torch.no_grad():
@@ -99,22 +99,22 @@ def test_a_new_layout_puts_the_header_and_no_seal(tmp_path: Path) -> None:
     laid_out(path, layout)
     data = path.read_bytes()
     assert data[:16] == b"\0" * 16
-    assert data[ARENA_PAGE_BYTES:].startswith(layout.header)
+    assert data[ARENA_PAGE_BYTES:].startswith(layout.shards[0].header)
 
 
 def test_a_smaller_shard_fits_and_a_larger_one_is_refused(tmp_path: Path) -> None:
     path, layout = make(tmp_path, {"w": torch.ones(4)})
     arena = laid_out(path, layout)
-    arena.lay_out(build_layout([sliced("v", torch.ones(2))]))
+    arena.lay_out(build_rank_layout([sliced("v", torch.ones(2))]))
     assert len(arena.views) == 1 and arena.views[0].shape == (2,)
     with pytest.raises(StateError, match="larger arena"):
-        arena.lay_out(build_layout([sliced("w", torch.ones(40))]))
+        arena.lay_out(build_rank_layout([sliced("w", torch.ones(40))]))
 
 
 def test_an_empty_state_has_an_arena_too(tmp_path: Path) -> None:
     path, layout = make(tmp_path, {})
     fill(laid_out(path, layout), layout, {}, ATTEMPT)
-    assert path.read_bytes()[ARENA_PAGE_BYTES:] == layout.header
+    assert path.read_bytes()[ARENA_PAGE_BYTES:] == layout.shards[0].header
 
 
 def test_a_file_that_is_too_small_is_an_error(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ray_ckpt.capture.walk import DTYPES, walk
 from ray_ckpt.errors import MismatchError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
-from ray_ckpt.format.shard import build_layout
+from ray_ckpt.format.shard import build_rank_layout
 from ray_ckpt.format.tree import decode_tree, encode_tree
 from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore.manifest import ListedRows
@@ -64,7 +64,7 @@ class Saved:
     def save(self, items: Mapping[str, Item], *, rank: int = 0) -> Saved:
         walked = walk(items, rank=rank, world_size=self.world_size)
         owned = {live.slice.key: live for live in walked.owned(rank)}
-        layout = build_layout(live.slice for live in owned.values())
+        layout = build_rank_layout(live.slice for live in owned.values())
         path = self.folder / f"arena-{rank}"
         path.write_bytes(bytes(ARENA_PAGE_BYTES + layout.size_bytes))
         arena = Arena(str(path))

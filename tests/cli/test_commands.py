@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from rich.console import Console
 from rich.filesize import decimal
@@ -27,12 +28,23 @@ from ray_ckpt.cli.options import EXIT_INTERRUPTED
 from ray_ckpt.cli.output import FittedTable, stdout, when_text
 from ray_ckpt.cli.tree import MAX_SESSIONS
 from ray_ckpt.format import names, records
+from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.location import Location
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles
 from ray_ckpt.storage.remote.tier import open_store
+from ray_ckpt.types import Slice
 from tests.servers.stores import bucket_url
 from tests.servers.strict_store import StrictStore
-from tests.support.sample_run import RECORD_S, SampleRun, copy_to, make_checkpoint, write_run
+from tests.support.sample_run import (
+    RECORD_S,
+    RankState,
+    RunLog,
+    SampleRun,
+    assemble,
+    copy_to,
+    make_checkpoint,
+    write_run,
+)
 
 SHARD = "shard-00001-of-00002.safetensors"
 
@@ -392,6 +404,34 @@ def test_show_as_json(run: SampleRun) -> None:
         "dtypes": ["F32", "I64"],
     }
     assert len(document["slices"]) == sum(i["slices"] for i in items.values()) == 11
+
+
+def test_show_names_what_is_as_in_the_checkpoint_before(tmp_path: Path) -> None:
+    """A frozen base in a shard of its own is read, verified and loaded as any other."""
+    log = RunLog(folder=tmp_path / "lora")
+    log.create()
+    base = bytes(range(256))
+
+    def slices(item: str, data: bytes) -> list[tuple[Slice, bytes]]:
+        shape = (len(data),)
+        part = Slice(item=item, name="w", dtype="U8", global_shape=shape, offset=(0,), shape=shape)
+        return [(part, data)]
+
+    log.session(1, after=None, world_size=1, num_nodes=1)
+    for step, still in ((10, base), (20, base), (30, base[::-1])):
+        items = {"base": {"w": TensorRef("base.w")}, "head": {"w": TensorRef("head.w")}}
+        rank = RankState(slices=slices("head", bytes([step] * 8)), still=slices("base", still), items=items)
+        saved = assemble(log.attempt(1, step), [rank])
+        log.commit(saved)
+        log.drain(saved)
+    assert "unchanged" in (text := ray_ckpt_cli("show", log.folder, 20)) and "as in step 10" in text
+    shared = as_json("show", log.folder, 20)["shared"]
+    assert shared["files"] == ["shard-00000.1-of-00001.safetensors"] and shared["step"] == 10
+    for step in (10, 30):
+        assert "shared" not in as_json("show", log.folder, step)
+    assert ray_ckpt_cli("verify", log.folder, "--all").count(": ok;") == 3
+    view = ray_ckpt.Catalog(log.folder)[20]
+    assert np.asarray(view["base.w"]).tobytes() == base and np.asarray(view["head.w"])[0] == 20
 
 
 def test_show_of_what_is_not_on_the_storage_path(run: SampleRun) -> None:

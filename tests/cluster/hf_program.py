@@ -11,6 +11,7 @@ import ray.train
 import torch
 from ray.train.huggingface.transformers import prepare_trainer
 from ray.train.torch import TorchConfig, TorchTrainer
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import ray_ckpt
@@ -19,9 +20,33 @@ from ray_ckpt.train import CheckpointCallback
 from tests.cluster.killing import end_once
 
 SMALL = {"vocab_size": 256, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+LARGER = {**SMALL, "n_embd": 256}  # a frozen base that is worth a shard of its own
 FSDP = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["GPT2Block"]}}
 RAY_FIRST, RAY_LAST = "ray first", "ray last"
 SMALL_IDS = {"bos_token_id": 0, "eos_token_id": 0}
+
+
+class Adapted(nn.Module):
+    """A frozen projection with an adapter of low rank, as LoRA makes them."""
+
+    def __init__(self, base: nn.Module, *, inner: int = 4) -> None:
+        super().__init__()
+        self.base = base
+        assert isinstance(base.weight, torch.Tensor)
+        rows, columns = base.weight.shape  # of GPT-2's Conv1D
+        self.down = nn.Parameter(torch.randn(rows, inner) / rows)
+        self.up = nn.Parameter(torch.zeros(inner, columns))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down @ self.up  # type: ignore[no-any-return]
+
+
+def with_adapters(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
+    """Freeze a model and add adapters to its attention."""
+    model.requires_grad_(False)
+    for block in model.transformer.h:
+        block.attn.c_attn = Adapted(block.attn.c_attn)
+    return model
 
 
 class KillOnce(TrainerCallback):  # type: ignore[misc]
@@ -119,7 +144,10 @@ def train_loop(config: dict[str, Any]) -> None:
         **(FSDP if config["kind"] == "fsdp2" else {}),
         **config["args"],
     }
-    model = GPT2LMHeadModel(GPT2Config(**SMALL, **SMALL_IDS))  # with dropout
+    is_lora = config["kind"] == "lora"
+    model = GPT2LMHeadModel(GPT2Config(**(LARGER if is_lora else SMALL), **SMALL_IDS))  # with dropout
+    if is_lora:
+        model = with_adapters(model)
     trainer = BUILDERS.get(config["kind"], plain_trainer)(model, args)
     trainer.add_callback(Losses(out / "losses.jsonl"))
     if config["kill_at"]:

@@ -19,7 +19,7 @@ def assert_resumed(run: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "sft", "masking"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "sft", "masking", "lora"])
 def test_a_killed_rank_changes_nothing(
     cluster: LocalCluster, storage: str, tmp_path: Path, kind: str
 ) -> None:

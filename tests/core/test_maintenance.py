@@ -326,6 +326,36 @@ def test_a_damaged_copy_is_made_again_and_the_next_round_is_good() -> None:
     assert run.checkpoint(attempt).verified_at_s is not None
 
 
+def test_damage_to_a_file_that_checkpoints_share_concerns_each_of_them() -> None:
+    run = run_on("ab")
+    for step in (10, 20):
+        run.save(step)
+    first, second = run.attempt(10), run.attempt(20)
+    effects = run.feed(
+        m.ScrubEnded(
+            attempt=second, node_index=0, place="b", damage=("shard",), shared=((first, 0),), error=None
+        )
+    )
+    assert [f"Step {step}: the copy on node b is damaged: shard." for step in (20, 10)] == [
+        warning.text for warning in of(effects, m.Warn)
+    ]
+    for attempt in (first, second):
+        assert run.machine.view.holders[attempt.attempt][0] == ("a",)
+
+
+def test_a_drain_names_a_durable_checkpoint_once_and_not_after_damage() -> None:
+    run = run_on("ab", remote_every=1)
+    first = durable(run, 10)
+    drains = of(run.save(20), m.Drain)
+    assert {drain.like for drain in drains} == {first.directory}
+    again = [
+        drain
+        for effects in (run.drained(drain, error="no network") for drain in drains)
+        for drain in of((*effects, *run.tick(600.0)), m.Drain)
+    ]
+    assert again and {drain.like for drain in again} == {""}
+
+
 def test_a_damaged_copy_is_not_counted_on() -> None:
     run = run_on("ab")
     run.save(10)

@@ -80,8 +80,8 @@ def test_a_save_goes_through_its_phases_in_order() -> None:
             replicated=("same",),
             metrics={"loss": 0.5},
         ),
-        n.SendCopy(epoch=1, attempt=at, node_index=0, holder="b"),
-        n.SendCopy(epoch=1, attempt=at, node_index=0, holder="c"),
+        n.SendCopy(epoch=1, attempt=at, node_index=0, holder="b", may_link=True),
+        n.SendCopy(epoch=1, attempt=at, node_index=0, holder="c", may_link=True),
     )
     done = machine.handle(published(at, Level.LOCAL))
     assert done == (n.ResolveSave(attempt=at, level=Level.LOCAL, error=None),)

@@ -42,7 +42,7 @@ def assert_resumed(path: str) -> None:
     assert len(sessions) == 2 and sessions[1].resumed_from is not None
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "sft"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "sft", "lora"])
 def test_a_trainer_of_transformers_goes_on_without_the_node(home: Home, tmp_path: Path, kind: str) -> None:
     cluster, storage = home.start(), str(tmp_path / "storage")
     calm = hf_program.run("calm", storage, tmp_path / "calm", kind=kind)
@@ -51,6 +51,8 @@ def test_a_trainer_of_transformers_goes_on_without_the_node(home: Home, tmp_path
             "broken", storage, tmp_path / "broken", kind=kind, kill_at=KILL_AT, kills_node=True
         )
     assert_resumed(f"{storage}/broken")
+    shared = Path(storage).glob("broken/ray_ckpt/checkpoints/*/shard-*.1-of-*")
+    assert any(shared) == (kind == "lora"), "a frozen base is in shards of its own"
     assert hf_program.losses(tmp_path / "broken") == hf_program.losses(tmp_path / "calm")
     assert calm.keys() == broken.keys() and all(torch.equal(calm[name], broken[name]) for name in calm)
 

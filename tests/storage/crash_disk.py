@@ -182,7 +182,8 @@ class CrashDisk:
             return
         with self._operation():
             _REAL["rename"](src, dst, **more)
-            self._change({source: None, target: self._inodes[source]})
+            if self._inodes[source] != self._inodes.get(target):  # else both names stay, by POSIX
+                self._change({source: None, target: self._inodes[source]})
 
     def unlink(self, path: Any, **more: Any) -> None:
         self._remove("unlink", path, more)

@@ -32,14 +32,15 @@ NEVER = 10**9  # no operation has this number
 UID = "0123456789abcdef" * 2
 
 
-def _sample(step: int) -> SampleCheckpoint:
+def _sample(step: int, attempt: int = 0) -> SampleCheckpoint:
     return make_checkpoint(
-        names.make_attempt(run_uid=UID, session=1, step=step, attempt=0), world_size=4, rows=2
+        names.make_attempt(run_uid=UID, session=1, step=step, attempt=attempt), world_size=4, rows=2
     )
 
 
-SAVED = {saved.attempt.directory: saved for saved in map(_sample, (10, 20))}
-FIRST, SECOND = SAVED.values()
+FIRST, SECOND = _sample(10), _sample(20)
+TWIN = _sample(10, attempt=1)  # has the shards of FIRST
+SAVED = {saved.attempt.directory: saved for saved in (FIRST, SECOND, TWIN)}
 
 
 # What the processes do
@@ -115,6 +116,40 @@ def killed_save(disk: CrashDisk, at: int) -> None:
             note_holdings(disk, stage)
             put_fragment(disk, stage, FIRST, 0)
         disk.restart()
+
+
+def put_linked(disk: CrashDisk, stage: Staging) -> None:
+    """Store TWIN with links to the files of FIRST, or by writing where that fails, as an agent does."""
+    directory, fragment = TWIN.attempt.directory, TWIN.fragments[0]
+    for name in (file.name for file in fragment.files):
+        try:
+            stage.link(UID, FIRST.attempt.directory, directory, name)
+        except OSError:
+            stage.put(UID, directory, name, [TWIN.files[name]])
+    manifest = names.fragment_file(0, TWIN.num_nodes)
+    stage.put(UID, directory, manifest, [TWIN.files[manifest]])
+    disk.note("held", directory, manifest)
+
+
+def killed_link(disk: CrashDisk, at: int) -> None:
+    """Save with links; the agent dies at `at`, and the next one links again."""
+    with open_staging(disk.root) as stage:
+        put_fragment(disk, stage, FIRST, 0)
+    disk.at(len(disk.operations) + at, disk.kill)
+    for _ in range(2):
+        with contextlib.suppress(ProcessDied), open_staging(disk.root) as stage:
+            note_holdings(disk, stage)
+            put_linked(disk, stage)
+        disk.restart()
+
+
+def link_and_delete(disk: CrashDisk, at: int) -> None:
+    """Save with links to a checkpoint that is deleted at `at`."""
+    with open_staging(disk.root) as stage:
+        put_fragment(disk, stage, FIRST, 0)
+        disk.note("deleting", FIRST.attempt.directory)
+        disk.at(len(disk.operations) + at, lambda: stage.delete(UID, FIRST.attempt.directory))
+        put_linked(disk, stage)
 
 
 def delete(disk: CrashDisk, at: int) -> None:
@@ -302,6 +337,8 @@ WORKLOADS: tuple[tuple[Run, Check], ...] = (
     (save_in_blocks, check_staging),
     (save_and_copy, check_staging),
     (killed_save, check_staging),
+    (killed_link, check_staging),
+    (link_and_delete, check_staging),
     (delete, check_staging),
     (quarantine, check_staging),
     (mark, check_staging),

@@ -25,7 +25,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, record_file, shard_file
 from ray_ckpt.location import Location
 from ray_ckpt.storage.log_store import CreateResult, LogStore, create_record, read_log
-from ray_ckpt.storage.remote import gcs
+from ray_ckpt.storage.remote import gcs, s3
 from ray_ckpt.storage.remote.file_store import FileStore, Upload, read_whole
 from ray_ckpt.storage.remote.object_store import PART_BYTES
 from ray_ckpt.storage.remote.tier import RemoteTier, open_objects
@@ -50,6 +50,9 @@ DIFFERENCES = {
     ("moto", "test_s3_refuses_what_was_not_signed"): "moto verifies no signatures",
     ("moto", "test_s3_refuses_what_has_another_checksum"): "moto verifies no checksums",
     ("moto", "test_uploads_are_dated"): "moto dates all uploads 2010",
+    ("gcsfs", "test_a_file_is_copied_within_the_store"): "fsspec does not say which file systems copy",
+    ("s3fs", "test_a_file_is_copied_within_the_store"): "fsspec does not say which file systems copy",
+    ("fsspec-gcs", "test_a_file_is_copied_within_the_store"): "the strict server has no rewrite in JSON",
     (
         "posix",
         "test_uploads_of_others_are_ended_if_they_are_of_our_files",
@@ -134,6 +137,44 @@ class TestFiles:
         assert read(store.files, name, [(0, nbytes)]) == data
         assert abs(store.files.modified_s(name) - time.time()) < CLOCK_S
         assert store.names(folder) == [name] and uploads_in(store.files, folder) == []
+
+    @pytest.mark.parametrize("nbytes", [0, 1000, 16 * MIB + 1])
+    def test_a_file_is_copied_within_the_store(self, store: Store, folder: str, nbytes: int) -> None:
+        data = random_bytes(nbytes)
+        put(store.files, f"{folder}/a/x", data)
+        for _ in range(2):  # a copy may be repeated
+            assert store.files.copy(f"{folder}/a/x", f"{folder}/b/x") == nbytes
+        store.files.delete([f"{folder}/a/x"])
+        assert read(store.files, f"{folder}/b/x", [(0, nbytes)]) == data
+        assert store.names(folder) == [f"{folder}/b/x"] and uploads_in(store.files, folder) == []
+
+    @SLOW
+    @pytest.mark.parametrize("name", ["ministack", "moto"])
+    def test_an_object_too_large_for_one_copy_is_copied_in_parts(
+        self, open_store: Callable[[str], Store], folder: str, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store, data = open_store(name), random_bytes(16 * MIB + 1)
+        put(store.files, f"{folder}/a", data)
+        monkeypatch.setattr(s3, "MAX_COPY_BYTES", 16 * MIB)
+        monkeypatch.setattr(s3, "COPY_PART_BYTES", 8 * MIB)
+        assert store.files.copy(f"{folder}/a", f"{folder}/b") == len(data)
+        assert read(store.files, f"{folder}/b", [(0, len(data))]) == data
+        assert uploads_in(store.files, folder) == []
+
+    def test_parts_that_a_server_does_not_copy_leave_no_upload(
+        self, open_store: Callable[[str], Store], folder: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = open_store("strict-s3")  # it knows no UploadPartCopy
+        put(store.files, f"{folder}/a", random_bytes(1000))
+        monkeypatch.setattr(s3, "MAX_COPY_BYTES", 999)
+        with pytest.raises(OSError):
+            store.files.copy(f"{folder}/a", f"{folder}/b")
+        assert uploads_in(store.files, folder) == [] and store.files.size(f"{folder}/b") is None
+
+    def test_a_missing_file_is_not_copied(self, store: Store, folder: str) -> None:
+        with pytest.raises(OSError):
+            store.files.copy(f"{folder}/a", f"{folder}/b")
+        assert store.files.size(f"{folder}/b") is None
 
     @pytest.mark.parametrize("nbytes", [0, 3])
     def test_fewer_bytes_may_come_than_were_announced(self, store: Store, folder: str, nbytes: int) -> None:

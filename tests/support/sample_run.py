@@ -270,6 +270,7 @@ class RankState:
     slices: Sequence[tuple[Slice, bytes]]
     items: Mapping[str, Any]
     classes: Mapping[str, str] = field(default_factory=dict)
+    still: Sequence[tuple[Slice, bytes]] = ()  # in a shard of their own
 
 
 def assemble(
@@ -290,15 +291,17 @@ def assemble(
         manifest: list[ManifestRow] = []
         own: dict[str, bytes] = {}
         for rank in here:
-            shard, shard_rows = _shard(ranks[rank].slices, names.shard_file(rank, world_size))
             saved = ranks[rank]
+            for number, slices in enumerate((saved.slices, saved.still)[: 2 if saved.still else 1]):
+                file = names.shard_file(rank, world_size, number)
+                own[file], shard_rows = _shard(slices, file)
+                manifest += shard_rows
             classes = {"classes": dict(saved.classes)} if saved.classes else {}
             state = encode_tree(
                 {"step": attempt.step, "world_size": world_size, **classes, "items": dict(saved.items)}
             )
-            own[names.shard_file(rank, world_size)] = shard
             own[names.state_file(rank, world_size)] = state
-            manifest += [*shard_rows, _row("state", names.state_file(rank, world_size), 0, state)]
+            manifest.append(_row("state", names.state_file(rank, world_size), 0, state))
         fragment = Fragment(
             attempt=attempt,
             node_index=node,

@@ -100,6 +100,14 @@ def write_direct(
     return path, written
 
 
+def hashed(data: memoryview, spans: Sequence[tuple[int, int]] = ()) -> Written:
+    """Return the digests that `write_direct` would return for `data`, which is not written."""
+    hashes = _Hashes(spans)
+    for offset in range(0, data.nbytes, COPY_BYTES):
+        hashes.update(data[offset : offset + COPY_BYTES])
+    return hashes.end(data.nbytes)
+
+
 def read_blocks_direct(
     path: Path, offset: int = 0, nbytes: int | None = None, *, within: Path | None = None
 ) -> Iterator[memoryview]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ Result = TypeVar("Result")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # not broken: another file may fit after a deletion
 BROKEN = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN)  # no new files until a restart
+LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems that make no hard links at all
 
 
 class Disks:
@@ -43,6 +45,7 @@ class Disks:
         self.known = KnownFragments()
         self._stages: list[Staging] = []
         self._out: set[Path] = set()  # roots that get no new files
+        self._linkless: set[Path] = set()  # roots on file systems without hard links
         self._pending: dict[Path, int] = dict.fromkeys(roots, 0)  # bytes that are being written to each root
         self._lock = threading.Lock()  # for `_out` and `_pending`
         broken: StagingError | None = None
@@ -141,6 +144,25 @@ class Disks:
                 if not self._may_pass_over(stage, error) or not stages or not is_repeatable:
                     raise
 
+    def link(self, run_uid: str, source: str, directory: str, file: str) -> bool:
+        """Link a file of the checkpoint `source` into another checkpoint, on the disk that has the file.
+
+        Return False if that is not possible; the caller then writes the file.
+        """
+        stage = self._stage_of(run_uid, source, file)
+        if stage.root in self._out or stage.root in self._linkless:
+            return False
+        try:
+            stage.link(run_uid, source, directory, file)
+        except OSError as error:
+            if error.errno in LINKLESS:
+                self._linkless.add(stage.root)
+                log.warning("the disk of %s makes no hard links: %s", stage.root, error)
+            else:
+                log.info("%s of %s is not linked: %s", file, source, error)
+            return False
+        return True
+
     def delete(self, run_uid: str, directory: str) -> None:
         """Delete the files of one checkpoint durably, if there are any; on each disk data before manifests.
 
@@ -148,6 +170,16 @@ class Disks:
         raise OSError.
         """
         self._call_all(lambda stage: stage.delete(run_uid, directory))
+
+    def sharers(self, run_uid: str, directory: str, file: str) -> tuple[str, ...]:
+        """Return the other checkpoints in which the file is the same one on the disk, by a hard link."""
+        stage = self._stage_of(run_uid, directory, file)
+        try:
+            found = stage.path(run_uid, directory, file).lstat()
+        except FileNotFoundError:
+            return ()
+        others = (name for name in stage.directories(run_uid) if name != directory and found.st_nlink > 1)
+        return tuple(name for name in others if _is_file(stage.path(run_uid, name, file), found))
 
     def quarantine(self, run_uid: str, directory: str, file: str) -> None:
         """Move a damaged file out of its checkpoint, which is then no longer a holding."""
@@ -287,3 +319,10 @@ class Disks:
         if failure is not None and not results:
             raise failure
         return results
+
+
+def _is_file(path: Path, known: os.stat_result) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        return (found.st_dev, found.st_ino) == (known.st_dev, known.st_ino)
+    return False

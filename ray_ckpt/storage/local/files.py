@@ -96,6 +96,20 @@ def publish(temporary: Path, path: Path) -> None:
     fsync_dir(path.parent)
 
 
+def link(source: Path, path: Path) -> None:
+    """Give the file `source` the second name `path`, durably and atomically, in place of an existing file.
+
+    The folder of `path` must exist. Raise OSError if the source is gone or no regular file, or if the file
+    system makes no links or no more of them; nothing has changed then.
+    """
+    _check_regular(source, _stat(source, follow=False).st_mode)
+    temporary = temporary_name(path.parent)
+    with contextlib.suppress(FileExistsError):  # NFS repeats a request whose answer was lost
+        os.link(source, temporary)
+    publish(temporary, path)
+    temporary.unlink(missing_ok=True)  # a rename to another name of the same file does nothing
+
+
 def checked(chunks: Iterable[Buffer], *, size_bytes: int, digest: str, what: str) -> Iterator[Buffer]:
     """Yield `chunks`; raise CorruptionError at the end if the total size or the digest differs."""
     state = Digester()

@@ -139,6 +139,16 @@ class Staging:
             files.publish(temporary, path)
         return written
 
+    def link(self, run_uid: str, source: str, directory: str, file: str) -> None:
+        """Give a file of the checkpoint `source` a second name in another checkpoint, durably.
+
+        Raise OSError if the file is gone, or if the file system makes no links or no more of them.
+        """
+        origin, path = self.path(run_uid, source, file), self.path(run_uid, directory, file)
+        with self._publishing:
+            files.make_dirs(path.parent)
+            files.link(origin, path)
+
     def delete(self, run_uid: str, directory: str) -> None:
         """Delete the files of one checkpoint durably, if there are any; data before manifests."""
         folder = self.folder(run_uid, directory)

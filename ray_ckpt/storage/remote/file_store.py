@@ -61,6 +61,14 @@ class FileStore(Protocol):
         """
         ...
 
+    def copy(self, source: str, name: str) -> int:
+        """Copy a file within the store, so that no byte passes through this process; return its size.
+
+        The copy may share its bytes with the source, since no file is ever changed. Raise FileNotFoundError,
+        Unsupported if the store cannot do this, or OSError if it fails or the copy has another size.
+        """
+        ...
+
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
         """Yield the bytes of the ranges (offset, nbytes), one after the other, in blocks of any size.
 
@@ -124,6 +132,13 @@ class PosixFiles:
         temporary, written = write_direct(path.parent, blocks)
         files.publish(temporary, path)
         return written.size_bytes
+
+    def copy(self, source: str, name: str) -> int:
+        path = self._root / name
+        self._check_root()
+        files.make_dirs(path.parent)
+        files.link(self._root / source, path)
+        return files.size_of(path)
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
         try:

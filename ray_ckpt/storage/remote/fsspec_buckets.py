@@ -37,6 +37,14 @@ class BucketStore(FsspecStore):
         with self._errors(name):
             self._fs.pipe_file(self._path(name), data, mode="create", chunksize=len(data) + 1)
 
+    def copy(self, source: str, name: str) -> int:
+        with self._errors(name):
+            self._fs.cp_file(self._path(source), self._path(name))
+        size, source_size = self.size(name), self.size(source)
+        if size is None or size != source_size:
+            raise OSError(f"{self.where}/{name}: the store has {size} bytes of {source}, not {source_size}.")
+        return size
+
     def _make_parent(self, path: str) -> None:
         pass  # nothing to create; s3fs would create the bucket
 

@@ -84,6 +84,9 @@ class FsspecStore:
             raise OSError(f"{self.where}/{name}: the store has {size} bytes, or other ones, of {sent} sent.")
         return sent
 
+    def copy(self, source: str, name: str) -> int:
+        raise Unsupported(f"{self.where}: the file system has no copy of its own that is known to stay there")
+
     def _make_parent(self, path: str) -> None:
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 

@@ -106,6 +106,14 @@ class Bucket(Protocol):
         """Return whether the checksum that the store has for the object equals `checksum`. Raise OSError."""
         ...
 
+    def has_equal_checksums(self, one: str, other: str) -> bool:
+        """Return whether the store has the same checksum for two objects. Raise OSError."""
+        ...
+
+    def copy_parts(self, source: str, name: str, size_bytes: int) -> bool:
+        """Copy a large object in parts; return False if the store copies it in one request."""
+        ...
+
     def uploads(self, folder: str) -> Iterator[Upload]: ...
 
     def abort(self, upload: Upload) -> None: ...
@@ -143,6 +151,16 @@ class BucketFiles:
             raise OSError(  # not deleted: another holder may have replaced the object meanwhile
                 f"{self.where}/{name}: the store has {size} bytes, or other ones, of {sent.size_bytes} sent."
             )
+        return size
+
+    def copy(self, source: str, name: str) -> int:
+        with as_os_errors(self.where, name):
+            source_size = int(obstore.head(self._store, source)["size"])
+            if not self._bucket.copy_parts(source, name, source_size):
+                obstore.copy(self._uploads, source, name)
+            size = int(obstore.head(self._store, name)["size"])
+        if size != source_size or not self._bucket.has_equal_checksums(source, name):
+            raise OSError(f"{self.where}/{name}: the store has {size} bytes, or other ones, of {source}.")
         return size
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:

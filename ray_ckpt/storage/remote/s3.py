@@ -32,6 +32,8 @@ CREDENTIALS_S = 600  # time between two reads of static credentials; botocore it
 AMAZON = ".amazonaws.com"
 DEFAULT_REGION = "us-east-1"
 RETRIES = {"max_attempts": 5, "mode": "standard"}  # of botocore, for requests about uploads: 15 s at most
+MAX_COPY_BYTES = 5 << 30  # largest object that one CopyObject copies: the limit of S3
+COPY_PART_BYTES = 1 << 30  # of a larger one: S3 copies a part of this size within the read time-out
 CHECKSUMS = ("signature", "sha256", "crc64nvme")
 """Checksums by which S3 checks each part. signature: the SHA-256 that SigV4 signs, which every S3 server
 supports; crc64nvme: the cheapest, on Amazon's endpoints."""
@@ -115,6 +117,38 @@ class S3Bucket:
 
     def has_checksum(self, name: str, checksum: Checksum | None) -> bool:
         return True
+
+    def has_equal_checksums(self, one: str, other: str) -> bool:
+        return True  # S3 compares the checksum of an object with that of its copy
+
+    def copy_parts(self, source: str, name: str, size_bytes: int) -> bool:
+        """Copy an object that CopyObject refuses for its size."""
+        if size_bytes <= MAX_COPY_BYTES:
+            return False
+        target = {"Bucket": self._bucket, "Key": f"{self._prefix}{name}"}
+        origin = {"Bucket": self._bucket, "Key": f"{self._prefix}{source}"}
+        try:
+            upload = self._client.create_multipart_upload(**target, **self._encryption())
+            target["UploadId"] = upload["UploadId"]
+            parts = []
+            for number, start in enumerate(range(0, size_bytes, COPY_PART_BYTES), 1):
+                end = min(start + COPY_PART_BYTES, size_bytes) - 1
+                part = self._client.upload_part_copy(
+                    **target, PartNumber=number, CopySource=origin, CopySourceRange=f"bytes={start}-{end}"
+                )
+                parts.append({"PartNumber": number, "ETag": part["CopyPartResult"]["ETag"]})
+            self._client.complete_multipart_upload(**target, MultipartUpload={"Parts": parts})
+        except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
+            if "UploadId" in target:
+                with contextlib.suppress(OSError):
+                    self.abort(Upload(name=name, id=target["UploadId"], started_s=0.0))
+            raise OSError(f"{self.where}/{name}: {short_error(error)}") from None
+        return True
+
+    def _encryption(self) -> dict[str, str]:
+        """Return the settings that obstore sends with its own uploads."""
+        names = {"ServerSideEncryption": "sse", "SSEKMSKeyId": "sse_kms_key_id"}
+        return {name: value for name, key in names.items() if (value := self._options.get(key))}
 
     def uploads(self, folder: str) -> Iterator[Upload]:
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,12 +31,15 @@ from ray_ckpt.storage.log_store import (
     ObjectLogStore,
     PosixLogStore,
     SmallObjects,
+    Unsupported,
     not_writable,
     probe,
     probe_store,
 )
 from ray_ckpt.storage.remote.file_store import Blocks, FileStore, PosixFiles, StoredFile, Upload, read_whole
 from ray_ckpt.types import FileEntry
+
+log = logging.getLogger("ray_ckpt")
 
 CLOCK_FILE = "clock.probe"  # written to read the store's time
 PROBE_FILE = "shared.probe"  # in the folder of the log: the coordinator's nonce, which each node must read
@@ -140,6 +144,7 @@ class RemoteTier:
         self._lock = threading.Lock()
         self._opened: tuple[FileStore, LogStore] | None = None
         self._tables: dict[str, _Table] = {}
+        self._copies = True  # False once the store has turned out to copy no files
 
     @property
     def where(self) -> str:
@@ -266,6 +271,28 @@ class RemoteTier:
             return self.files.put(name, _paced(blocks, pace), max_bytes=max_bytes)
         finally:
             self._forget(_name(directory, file.name))
+
+    def share(self, source: str, directory: str, file: FileEntry) -> bool:
+        """Copy a shard within the store from the checkpoint `source`, which has the same shard.
+
+        Return False if that is not possible; the caller then uploads the shard.
+        """
+        origin, name = _name(source, file.name), _name(directory, file.name)
+        try:
+            for suffix in ("", zstd.SUFFIX) if self._copies else ():
+                size = self.files.size(origin + suffix)
+                if size is None or (not suffix and size != file.size_bytes):
+                    continue
+                self.files.copy(origin + suffix, name + suffix)
+                return True
+        except Unsupported as error:
+            self._copies = False
+            log.info("unchanged shards are uploaded again: %s", error)
+        except OSError as error:
+            log.info("%s is uploaded, not copied from %s: %s", name, source, error)
+        finally:
+            self._forget(name)
+        return False
 
     def read(self, directory: str, file: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
         """Yield the saved bytes of the ascending ranges (offset, nbytes), one after the other.

@@ -1,0 +1,104 @@
+"""Share a rank's still shard with an earlier checkpoint instead of writing, sending or uploading it.
+
+The digest decides. A shard is hashed in memory; if an earlier checkpoint on the same disk lists a shard of
+the same name, size and digest, a hard link takes the place of the bytes. Whatever fails on this way, such as
+a file system without links or a checkpoint that is deleted meanwhile, the shard is written as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from operator import eq
+from typing import TYPE_CHECKING
+
+from ray_ckpt.errors import CheckpointError
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
+from ray_ckpt.format.names import fragment_file, is_still_name
+from ray_ckpt.storage.local.direct import Written, hashed
+from ray_ckpt.storage.parallel import map_in_order
+from ray_ckpt.types import FileEntry
+
+if TYPE_CHECKING:
+    from ray_ckpt.actors.agent.run import NodeRun
+
+HASH_THREADS = 2  # of a still shard: memory is read at full speed, and training keeps its cores
+MAX_LIKE = 4  # earlier checkpoints that are examined, newest first: those of two buffers and two more
+
+
+def likes(run: NodeRun, directory: str, file: str) -> Iterator[tuple[str, FileEntry]]:
+    """Yield the newest complete checkpoints on this node that have a file of this name, and its entry."""
+    others = [name for name in run.staging.directories(run.run_uid) if name != directory]
+    for other in sorted(others, reverse=True)[:MAX_LIKE]:
+        for held in run.staging.holdings(run.run_uid, directory=other):
+            for entry in held.fragment.files:
+                if entry.name == file:
+                    yield other, entry
+
+
+def store_still(
+    run: NodeRun, directory: str, file: str, data: memoryview, spans: Sequence[tuple[int, int]]
+) -> tuple[Written, bool]:
+    """Store a still shard durably. Return its digests, and whether it shares the bytes of an earlier one."""
+    found: Written | None = None
+    for other, entry in likes(run, directory, file):
+        if entry.size_bytes != data.nbytes:
+            continue
+        found = found or _hashed(run, file, data, spans)
+        if found.digest == entry.digest and run.staging.link(run.run_uid, other, directory, file):
+            return found, True
+    run.check_space(data.nbytes, what=file)
+    written = run.staging.put(run.run_uid, directory, file, [data], size_bytes=data.nbytes, spans=spans)
+    run.still[file] = tuple(spans), written
+    return written, False
+
+
+def _hashed(run: NodeRun, file: str, data: memoryview, spans: Sequence[tuple[int, int]]) -> Written:
+    """Return the digests of a shard.
+
+    The spans cover all of it, so a shard with the spans' digests of the last time has its digest too. Spans
+    are hashed in several threads, and a whole file is not.
+    """
+    known_spans, known = run.still.get(file, ((), None))
+    if known is not None and known_spans == tuple(spans):
+        digests = map_in_order(partial(_digest_of, data), spans, threads=HASH_THREADS, name="still")
+        with closing(digests):
+            if all(map(eq, digests, known.spans)):
+                return known
+    found = hashed(data, spans)
+    run.still[file] = tuple(spans), found
+    return found
+
+
+def _digest_of(data: memoryview, span: tuple[int, int]) -> str:
+    offset, nbytes = span
+    return digest(data[offset : offset + nbytes])
+
+
+def like_here(run: NodeRun, directory: str, file: FileEntry) -> str:
+    """Return an earlier checkpoint of this node with the same still shard, for a peer to link; "" if none."""
+    if not is_still_name(file.name):
+        return ""
+    return next((other for other, entry in likes(run, directory, file.name) if entry == file), "")
+
+
+def has_same(run: NodeRun, directory: str, file: FileEntry) -> bool:
+    """Return whether a complete fragment of that checkpoint on this node lists the same file."""
+    return any(file in held.fragment.files for held in run.staging.holdings(run.run_uid, directory=directory))
+
+
+def has_remotely(run: NodeRun, directory: str, node_index: int, num_nodes: int, file: FileEntry) -> bool:
+    """Return whether a checkpoint on the storage path lists the same still shard in this fragment."""
+    if not is_still_name(file.name):
+        return False
+    if has_same(run, directory, file):
+        return True
+    try:
+        name = fragment_file(node_index, num_nodes)
+        data = run.remote.read_whole(directory, name, max_bytes=MAX_FRAGMENT_BYTES)
+        metadata, _ = decode_columns(data)
+    except (OSError, EOFError, CheckpointError):
+        return False
+    return file in metadata.files

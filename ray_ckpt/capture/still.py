@@ -1,0 +1,127 @@
+"""Still slices: those that stay the same from save to save, such as the frozen base under an adapter.
+
+They are saved in a shard of their own. The agent compares its digest with that of the checkpoint before, and
+links the file instead of writing it. Nothing depends on the choice made here but the cost of a save: the
+digest decides whether a file is shared.
+
+A slice is still if it is of a parameter without gradient that no registered optimizer changes, or of an item
+in the option `static_items`. Slices that each rank saves for itself under the same name, such as buffers, are
+not: a reader of format 1 tells them apart by the name of the rank's first shard only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ray_ckpt.capture.dtensors import is_dtensor
+from ray_ckpt.capture.items import storage_of
+from ray_ckpt.capture.overlap_guard import Stepped, optimized
+from ray_ckpt.capture.torch_private import version
+from ray_ckpt.capture.walk import LiveSlice, SliceKey
+from ray_ckpt.format.shard import RankLayout, build_rank_layout
+from ray_ckpt.texts import size_text
+
+log = logging.getLogger("ray_ckpt")
+
+MIN_STILL_BYTES = 1 << 20  # of a shard that may be shared: below it, another file costs more
+MAX_LOOKS = 64  # elements of a slice that are compared before its copy is left out: some 10 us on a host
+MAX_CHANGES = 3  # saves that found a change in still slices; after it, each layout has one shard
+
+
+class StillSlices:
+    """The choice of a rank's still slices, corrected when a slice turns out to change."""
+
+    def __init__(self, optimizers: Iterable[Stepped], static_items: Collection[str], world_size: int) -> None:
+        self.optimizers: tuple[Stepped, ...] = tuple(optimizers)
+        self._static = frozenset(static_items)
+        self._world_size = world_size
+        self._moved: set[SliceKey] = set()
+        self._num_changes = 0
+
+    def layout(self, owned: Sequence[LiveSlice], *, is_stream: bool = False) -> RankLayout:
+        """Lay out the slices that a rank saves; a stream has one shard, since it is written as it comes."""
+        still = [] if is_stream or self._num_changes >= MAX_CHANGES else self._choose(owned)
+        if sum(live.nbytes for live in still) < MIN_STILL_BYTES:
+            still = []
+        chosen = {live.slice for live in still}
+        return build_rank_layout((live.slice for live in owned if live.slice not in chosen), chosen)
+
+    def _choose(self, owned: Sequence[LiveSlice]) -> list[LiveSlice]:
+        changing = {storage_of(param) for stepped in self.optimizers for param in optimized(stepped)}
+        return [
+            live
+            for live in owned
+            if self._may_be_still(live)
+            and live.slice_key not in self._moved
+            and live.tensor.untyped_storage().data_ptr() not in changing
+        ]
+
+    def _may_be_still(self, live: LiveSlice) -> bool:
+        leaf = live.leaf
+        is_frozen = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
+        is_own = self._world_size > 1 and len(live.ranks) == 1
+        if leaf.is_meta or leaf.is_inference() or not live.tensor.is_contiguous():
+            return False
+        return (is_frozen or live.slice.item in self._static) and (not is_own or is_dtensor(leaf))
+
+    def note_changed(self, changed: Sequence[LiveSlice]) -> None:
+        """Count slices that were taken for still among those that move, from the next layout on."""
+        self._moved.update(live.slice_key for live in changed)
+        self._num_changes += 1
+        size_bytes = sum(live.nbytes for live in changed)
+        log.warning(
+            "%s was expected to stay the same but has changed; %d tensors of %s are copied by each save"
+            " from now on",
+            changed[0].slice.key,
+            len(changed),
+            size_text(size_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The still slices whose bytes a buffer has, with the versions that they had then."""
+
+    slices: tuple[LiveSlice, ...]
+    versions: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, slices: Sequence[LiveSlice]) -> Taken:
+        """Note slices before they are copied."""
+        return cls(tuple(slices), tuple(map(_version, slices)))
+
+    def changed(self, slices: Sequence[LiveSlice], views: Sequence[torch.Tensor]) -> list[LiveSlice]:
+        """Return the slices that may no longer be those in `views`, the memory of the buffer.
+
+        A slice is the same if it is the same tensor in the same memory, with the same version. The version
+        misses a change through `.data`, so some elements are compared as well. They show a change of all
+        elements, such as that of an average of weights or of a merged adapter.
+        """
+        found = [
+            live
+            for live, known, seen in zip(slices, self.slices, self.versions, strict=True)
+            if live is not known or _version(live) != seen
+        ]
+        if found:
+            return found
+        return [live for live, view in zip(slices, views, strict=True) if not _looks_equal(live.tensor, view)]
+
+
+def _version(live: LiveSlice) -> tuple[int, int]:
+    return version(live.leaf), version(live.tensor)
+
+
+def _looks_equal(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    """Return whether up to MAX_LOOKS elements, evenly spread, are bit for bit those of `view`."""
+    step = max(1, tensor.numel() // MAX_LOOKS)
+    here, there = (_raw(flat.reshape(-1)[::step]) for flat in (tensor.detach(), view))
+    return torch.equal(here, there)
+
+
+def _raw(flat: torch.Tensor) -> torch.Tensor:
+    return flat.contiguous().cpu().view(torch.uint8)

@@ -1,0 +1,334 @@
+"""Still shards on disks, at peers and on the storage path: shared where digests agree, else stored."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_ckpt.errors import Unavailable
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.names import fragment_file, shard_file
+from ray_ckpt.storage.local import files as files_module
+from ray_ckpt.storage.log_store import Unsupported
+from ray_ckpt.storage.remote.file_store import PosixFiles
+from ray_ckpt.transport.client import PeerClient
+from tests.support.still_nodes import STILL_FILE, StillNode, attempt
+from tests.transport.peers import UID
+
+BASE = torch.arange(1 << 19, dtype=torch.float32)  # 2 MiB, above MIN_STILL_BYTES
+MOVING = shard_file(0, 1)
+
+
+def head(step: int) -> torch.Tensor:
+    return torch.full((100,), float(step))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def make(stack: ExitStack, tmp_path: Path) -> Callable[..., StillNode]:
+    (tmp_path / "storage" / "gpt" / "ray_ckpt").mkdir(parents=True)
+
+    def made(name: str, **more: Any) -> StillNode:
+        return StillNode(stack, tmp_path / name, tmp_path / "storage", **more)
+
+    return made
+
+
+@pytest.fixture
+def node(make: Callable[..., StillNode]) -> StillNode:
+    return make("a")
+
+
+# -- on a node's disks
+
+
+def test_an_equal_shard_is_linked_and_another_one_is_written(node: StillNode) -> None:
+    first, second = node.save(1, BASE, head(1)), node.save(2, BASE, head(2))
+    assert not first.shared_bytes
+    assert second.shared_bytes == second.files[1].size_bytes and second.written_bytes < 10_000
+    assert node.inode(1) == node.inode(2)
+    assert [row.digest for row in first.rows[3:5]] == [row.digest for row in second.rows[3:5]]
+
+    other = BASE.clone()
+    other[7] += 1
+    third = node.save(3, other, head(3))
+    assert not third.shared_bytes and node.inode(3) != node.inode(2)
+    assert third.files[1].digest == node.entry(3).digest, "the bytes of the arena"
+    assert node.save(4, BASE, head(4)).shared_bytes, "an older one is equal again"
+    assert node.inode(4) == node.inode(1) and node.steps() == [1, 2, 3, 4]
+
+
+def test_the_rows_of_a_linked_shard_are_those_of_its_bytes(node: StillNode) -> None:
+    node.save(1, BASE, head(1))
+    node.run.still.clear()  # an agent that was started since
+    for step in (2, 3):  # from the spans, then from the last time
+        stored = node.save(step, BASE, head(step))
+        data = node.path(step).read_bytes()
+        rows = [row for row in stored.rows if row.file == STILL_FILE]
+        assert sum(row.nbytes for row in rows) == len(data) and stored.shared_bytes
+        assert all(digest(data[r.byte_offset : r.byte_offset + r.nbytes]) == r.digest for r in rows)
+
+
+def test_a_deleted_checkpoint_leaves_the_bytes_to_the_others(node: StillNode) -> None:
+    for step in (1, 2, 3):
+        node.save(step, BASE, head(step))
+    for step in (1, 2):
+        node.run.staging.delete(UID, attempt(step).directory)
+    assert node.steps() == [3] and node.scrub(3).damage == ()
+    assert node.save(4, BASE, head(4)).shared_bytes
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_no_source(
+    node: StillNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.save(1, BASE, head(1))
+    real = files_module.link
+
+    def link(source: Path, path: Path) -> None:
+        node.run.staging.delete(UID, attempt(1).directory)
+        real(source, path)
+
+    monkeypatch.setattr(files_module, "link", link)
+    assert not node.save(2, BASE, head(2)).shared_bytes
+    assert node.steps() == [2] and node.scrub(2).damage == ()
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_system_without_links_is_written_to_and_named_once(
+    node: StillNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    def refuse(*args: object, **more: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    for step in (1, 2, 3):
+        assert not node.save(step, BASE, head(step)).shared_bytes
+    assert node.steps() == [1, 2, 3] and len({node.inode(step) for step in (1, 2, 3)}) == 3
+    assert caplog.text.count("makes no hard links") == 1
+
+
+@pytest.mark.parametrize("code", [errno.EMLINK, errno.EXDEV])
+def test_an_inode_that_takes_no_more_links_is_written_anew(
+    node: StillNode, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    node.save(1, BASE, head(1))
+    with monkeypatch.context() as patch:
+
+        def refuse(*args: object, **more: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        patch.setattr(os, "link", refuse)
+        assert not node.save(2, BASE, head(2)).shared_bytes
+    assert node.save(3, BASE, head(3)).shared_bytes
+    assert node.inode(3) == node.inode(2), "the new one, of which there are links to make"
+
+
+def test_a_link_whose_answer_was_lost_counts(node: StillNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS: the server made the link, and the client sends the request again."""
+    real = os.link
+
+    def twice(*args: Any, **more: Any) -> None:
+        real(*args, **more)
+        real(*args, **more)
+
+    node.save(1, BASE, head(1))
+    monkeypatch.setattr(os, "link", twice)
+    assert node.save(2, BASE, head(2)).shared_bytes and node.inode(1) == node.inode(2)
+    assert not list(node.path(2).parent.glob(files_module.TEMPORARIES))
+
+
+def test_the_disk_that_has_the_shard_gets_the_link(make: Callable[..., StillNode], tmp_path: Path) -> None:
+    node = make("a", roots=[tmp_path / "one", tmp_path / "two"])
+    for step in (1, 2, 3):
+        node.save(step, BASE, head(step))
+    assert len({node.inode(step) for step in (1, 2, 3)}) == 1 and node.steps() == [1, 2, 3]
+
+
+# -- at peers
+
+
+def test_a_holder_links_what_it_has_and_gets_the_rest(make: Callable[..., StillNode]) -> None:
+    a, b = make("a"), make("b")
+    sent = []
+    for step in (1, 2):
+        a.save(step, BASE, head(step))
+        sent.append(a.send(step, b))
+    still_bytes = a.entry(2).size_bytes
+    assert sent[0][1] == 0 and sent[0][0] > still_bytes
+    assert sent[1][1] == still_bytes and sent[1][0] < 20_000
+    assert b.inode(1) == b.inode(2) and b.steps() == [1, 2] and b.scrub(2).damage == ()
+
+
+def test_a_holder_without_the_shard_gets_all_bytes(make: Callable[..., StillNode]) -> None:
+    a, b = make("a"), make("b")
+    for step in (1, 2):
+        a.save(step, BASE, head(step))
+    assert a.send(2, b)[1] == 0 and b.steps() == [2]
+
+
+def test_a_holder_whose_shard_differs_gets_all_bytes(make: Callable[..., StillNode]) -> None:
+    """The digest in the holder's own fragment decides, not the name of a directory."""
+    a, b = make("a"), make("b")
+    a.save(1, BASE, head(1))
+    b.save(1, BASE + 1, head(1))
+    a.save(2, BASE, head(2))
+    assert a.send(2, b)[1] == 0 and b.scrub(2).damage == ()
+
+
+def test_a_repair_sends_all_bytes(make: Callable[..., StillNode]) -> None:
+    a, b = make("a"), make("b")
+    for step in (1, 2):
+        a.save(step, BASE, head(step))
+        a.send(step, b)
+    shutil.rmtree(b.path(2).parent)
+    assert a.send(2, b, may_link=False)[1] == 0
+    assert b.inode(1) != b.inode(2) and b.steps() == [1, 2]
+
+
+def test_an_interrupted_request_is_sent_again(
+    make: Callable[..., StillNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make("a"), make("b")
+    for step in (1, 2):
+        a.save(step, BASE, head(step))
+    a.send(1, b)
+    real, calls = PeerClient.link, list[int]()
+
+    def once(self: PeerClient, request: Any) -> bool:
+        calls.append(1)
+        found = real(self, request)
+        if len(calls) == 1:
+            raise Unavailable("lost", refused=False)
+        return found
+
+    monkeypatch.setattr(PeerClient, "link", once)
+    assert a.send(2, b)[1] and len(calls) == 2 and b.steps() == [1, 2]
+
+
+# -- on the storage path
+
+
+def stored_bytes(node: StillNode, step: int, suffix: str = "") -> int | None:
+    name = f"checkpoints/{attempt(step).directory}/{STILL_FILE}{suffix}"
+    size: int | None = node.run.remote.files.size(name)
+    return size
+
+
+def read_back(node: StillNode, step: int) -> bytes:
+    return b"".join(map(bytes, node.run.remote.blocks(attempt(step).directory, STILL_FILE)))
+
+
+def test_an_upload_copies_within_the_store(make: Callable[..., StillNode], tmp_path: Path) -> None:
+    a = make("a")
+    for step in (1, 2, 3):
+        a.save(step, BASE, head(step))
+    assert a.upload(1)[1] == 0
+    a.run.staging.delete(UID, attempt(1).directory)  # its fragment is read from the storage path
+    uploaded, shared = a.upload(2, like=1)
+    assert shared == a.entry(2).size_bytes and uploaded < 20_000
+    stored = [
+        a.run.remote.files.size(f"checkpoints/{attempt(step).directory}/{STILL_FILE}") for step in (1, 2)
+    ]
+    assert stored == [shared, shared]
+    a.run.remote.delete(attempt(1).directory)
+    assert (
+        b"".join(map(bytes, a.run.remote.blocks(attempt(2).directory, STILL_FILE))) == a.path(2).read_bytes()
+    )
+    assert a.upload(3, like=1)[1] == 0, "it is gone"
+
+
+def test_an_upload_copies_only_what_the_other_lists_alike(make: Callable[..., StillNode]) -> None:
+    a = make("a")
+    a.save(1, BASE, head(1))
+    a.save(2, BASE + 1, head(2))
+    a.upload(1)
+    assert a.upload(2, like=1)[1] == 0
+
+
+def test_a_compressed_shard_is_copied_as_it_is(make: Callable[..., StillNode]) -> None:
+    a = make("a")
+    a.run.spec.options = type(a.run.spec.options)(compress=1)
+    base = torch.zeros(1 << 19)
+    for step in (1, 2):
+        a.save(step, base, head(step))
+    a.upload(1)
+    assert a.upload(2, like=1)[1] == a.entry(2).size_bytes
+    assert stored_bytes(a, 2, ".zst") and stored_bytes(a, 2) is None
+    assert (
+        b"".join(map(bytes, a.run.remote.blocks(attempt(2).directory, STILL_FILE))) == a.path(2).read_bytes()
+    )
+
+
+def test_a_store_that_copies_nothing_gets_uploads_and_is_named_once(
+    make: Callable[..., StillNode], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object) -> int:
+        raise Unsupported("no copies here")
+
+    monkeypatch.setattr(PosixFiles, "copy", refuse)
+    caplog.set_level(logging.INFO)
+    a = make("a")
+    for step in (1, 2, 3):
+        a.save(step, BASE, head(step))
+        assert a.upload(step, like=step - 1 or None)[1] == 0
+    assert caplog.text.count("uploaded again") == 1
+
+
+# -- damage
+
+
+def flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(300)
+        byte = file.read(1)
+        file.seek(300)
+        file.write(bytes([byte[0] ^ 4]))
+
+
+def test_a_flip_in_a_shared_file_is_found_in_every_checkpoint_and_repaired(
+    make: Callable[..., StillNode],
+) -> None:
+    a, b = make("a"), make("b")
+    for step in (1, 2, 3):
+        a.save(step, BASE, head(step))
+        a.send(step, b)
+    a.save(4, BASE + 1, head(4))  # shares nothing
+    flip(b.path(2))
+    found = b.scrub(2)
+    assert found.damage == (STILL_FILE,)
+    assert found.shared == ((attempt(1), 0), (attempt(3), 0))
+    assert b.steps() == [], "nothing is a copy until it is repaired"
+    for step in (1, 2, 3):
+        a.send(step, b, may_link=False)
+    assert b.steps() == [1, 2, 3] and len({b.inode(step) for step in (1, 2, 3)}) == 3
+    assert all(b.scrub(step).damage == () for step in (1, 2, 3))
+
+
+def test_damage_to_a_file_of_its_own_concerns_one_checkpoint(node: StillNode) -> None:
+    for step in (1, 2):
+        node.save(step, BASE, head(step))
+    flip(node.path(1, fragment_file(0, 1)))
+    node.path(2, MOVING).unlink()
+    assert node.scrub(1).shared == () and node.scrub(2).shared == ()
+
+
+def test_a_save_after_the_quarantine_writes_a_new_file(node: StillNode) -> None:
+    for step in (1, 2):
+        node.save(step, BASE, head(step))
+    flip(node.path(1))
+    node.scrub(2)
+    assert not node.save(3, BASE, head(3)).shared_bytes and node.scrub(3).damage == ()

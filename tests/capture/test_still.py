@@ -1,0 +1,268 @@
+"""Still slices: their own shard, no copy where a buffer has them, and no stale byte whatever changes them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ray_ckpt
+import ray_ckpt.capture.still as still_module
+from ray_ckpt.capture import snapshot as snapshot_module
+from ray_ckpt.capture.still import MAX_CHANGES, MAX_LOOKS, StillSlices
+from ray_ckpt.capture.torch_private import copy_all
+from ray_ckpt.capture.walk import walk
+from ray_ckpt.config import RunOptions
+from ray_ckpt.errors import ConfigError
+from tests.capture.local import LocalLink
+from tests.capture.ranks import items_of
+
+
+class Adapted(nn.Module):
+    """A frozen base and an adapter, as LoRA makes them; `seen` is a buffer that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64).requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 2, bias=False), nn.Linear(2, 64, bias=False)
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+class Loop:
+    """A loop that trains the adapter and compares each checkpoint with the state that it was taken of."""
+
+    def __init__(self, link: LocalLink, **more: Any) -> None:
+        torch.manual_seed(1)
+        self.link, self.model = link, Adapted()
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        self.more = more
+        self.ckpt = ray_ckpt.Checkpointer(link=link, model=self.model, optimizer=self.optimizer, **more)
+        self.ckpt.restore()
+        self.expected: dict[int, dict[str, torch.Tensor]] = {}
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 64)).square().mean().backward()
+        self.optimizer.step()
+        assert self.ckpt.save(step)
+        walked = walk(self.ckpt._require_items().items, rank=0, world_size=1)
+        self.expected[step] = {live.slice.key: live.tensor.clone() for live in walked.slices}
+        self.ckpt.flush()
+
+    def check(self) -> None:
+        for step, expected in self.expected.items():
+            found = self.link.tensors(step)
+            assert found.keys() == expected.keys()
+            wrong = [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)]
+            assert not wrong, f"step {step}: {wrong} are of another step"
+
+
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(still_module, "MIN_STILL_BYTES", 1)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each copying call."""
+    sizes: list[int] = []
+    real = copy_all
+
+    def counted(views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        sizes.append(sum(view.nbytes for view in views))
+        real(views, sources)
+
+    monkeypatch.setattr(snapshot_module, "copy_all", counted)
+    return sizes
+
+
+def loop(memory: str = "double", *, static: tuple[str, ...] = (), verify: bool = False, **more: Any) -> Loop:
+    options = RunOptions(
+        memory=memory, max_block_s=30.0, static_items=static, verify_captures=verify, overlap=False
+    )
+    return Loop(LocalLink(options), **more)
+
+
+BASE_BYTES = (64 * 64 + 64) * 4
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize(("memory", "buffers"), [("single", 1), ("double", 2)])
+def test_a_frozen_base_is_copied_once_into_each_buffer(copied: list[int], memory: str, buffers: int) -> None:
+    training = loop(memory)
+    by_step = []
+    for step in range(1, 6):
+        copied.clear()
+        training.step(step)
+        by_step.append(sum(copied))
+    training.check()
+    assert [size > BASE_BYTES for size in by_step] == [step <= buffers for step in range(1, 6)]
+    still = training.link.still_files
+    assert sorted(still) == [1, 2, 3, 4, 5] and len(set(still.values())) == 1, "equal bytes at each step"
+    training.ckpt.close()
+
+
+def test_a_small_base_and_a_model_without_one_are_saved_in_one_shard() -> None:
+    training = loop()
+    training.step(1)
+    assert not training.link.still_files
+    training.ckpt.close()
+
+
+@pytest.mark.usefixtures("any_size")
+def test_a_stream_has_one_shard() -> None:
+    training = loop("stream")
+    training.step(1)
+    training.step(2)
+    training.check()
+    assert not training.link.still_files
+    training.ckpt.close()
+
+
+def in_place(base: nn.Linear, step: int) -> None:
+    base.weight[0, 0] += step
+
+
+def through_data(base: nn.Linear, step: int) -> None:
+    base.weight.data.mul_(0.5)
+
+
+def other_memory(base: nn.Linear, step: int) -> None:
+    base.weight.data = base.weight.data + step
+
+
+def another_parameter(base: nn.Linear, step: int) -> None:
+    base.weight = nn.Parameter(torch.full_like(base.weight, step), requires_grad=False)
+
+
+def restored(base: nn.Linear, step: int) -> None:
+    base.load_state_dict({name: tensor + step for name, tensor in base.state_dict().items()})
+
+
+CHANGES = [in_place, through_data, other_memory, another_parameter, restored]
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("memory", ["single", "double"])
+def test_no_checkpoint_has_a_base_of_another_step(
+    memory: str, change: Callable[[nn.Linear, int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever changes a frozen base is found, is saved, and is said once."""
+    training = loop(memory)
+    for step in range(1, 9):
+        if step in (4, 7):
+            with torch.no_grad():
+                change(training.model.base, step)
+        training.step(step)
+    training.check()
+    assert caplog.text.count("was expected to stay the same") == 1
+    training.ckpt.close()
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("seed", range(10))
+def test_changes_of_any_tensor_at_any_step_are_saved(seed: int) -> None:
+    chance = random.Random(seed)
+    extra = {name: torch.zeros(500) for name in "abcdef"}
+    training = loop(chance.choice(["single", "double"]), static=("extra",), extra=extra)
+    for step in range(1, 10):
+        if chance.random() < 0.4:
+            extra[chance.choice("abcdef")].add_(1)
+        training.step(step)
+    training.check()
+    training.ckpt.close()
+
+
+@pytest.mark.usefixtures("any_size")
+def test_after_several_changes_everything_moves() -> None:
+    extra = {str(k): torch.zeros(100) for k in range(MAX_CHANGES + 2)}
+    training = loop("single", static=("extra",), extra=extra)
+    for step in range(1, MAX_CHANGES + 3):
+        training.step(step)
+        extra[str(step - 1)].add_(1)
+    training.step(99)
+    training.check()
+    assert 99 not in training.link.still_files, "not even the base is still"
+    training.ckpt.close()
+
+
+@pytest.mark.usefixtures("any_size")
+def test_verified_captures_copy_everything_and_find_what_no_counter_shows() -> None:
+    training = loop("single", verify=True)
+    for step in range(1, 4):
+        training.model.base.weight.data[0, 1] += 1  # one element, which a look may miss
+        training.step(step)
+    training.check()
+    training.ckpt.close()
+
+
+def test_a_look_compares_elements_of_the_whole_tensor() -> None:
+    tensor = torch.zeros(MAX_LOOKS * 3)
+    for at in (0, MAX_LOOKS * 3 // 2, MAX_LOOKS * 3 - 3):
+        other = tensor.clone()
+        other[at] = 1
+        assert not still_module._looks_equal(tensor, other)
+    assert still_module._looks_equal(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+    assert still_module._looks_equal(torch.tensor(1), torch.tensor(1)), "a scalar"
+    assert still_module._looks_equal(torch.zeros(0), torch.zeros(0)), "no element"
+
+
+@pytest.mark.usefixtures("any_size")
+def test_an_optimizer_that_is_given_the_base_makes_it_move() -> None:
+    training = loop("single")
+    training.step(1)
+    training.model.base.requires_grad_(True)
+    training.optimizer.add_param_group({"params": list(training.model.base.parameters())})
+    training.step(2)
+    training.step(3)
+    training.check()
+    assert sorted(training.link.still_files) == [1]
+    training.ckpt.close()
+
+
+@pytest.mark.usefixtures("any_size")
+def test_a_restore_reads_both_shards(tmp_path: Path) -> None:
+    first = loop("single")
+    first.step(1)
+    first.step(2)
+    first.ckpt.close()
+    second = Loop(first.link.resumed(tmp_path, 2))
+    for one, other in zip(first.model.state_dict().values(), second.model.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    second.step(3)
+    second.check()
+    second.ckpt.close()
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tensors_that_each_rank_has_for_itself_stay_in_its_first_shard(rank: int) -> None:
+    """A reader of format 1 takes a rank's own copy from `shard-<rank>`, and any rank's from other files."""
+    model = Adapted()
+    optimizer = torch.optim.AdamW(model.up.parameters())
+    items = items_of(model=model, optimizer=optimizer, extra={"table": torch.zeros(10)})
+    walked = walk(items, rank=rank, world_size=2)
+    still = StillSlices([optimizer], ("model", "extra"), world_size=2)
+    owned = walked.owned(rank)
+    layout = still.layout(owned)
+    in_second = {placed.slice.key for shard in layout.shards[1:] for placed in shard.slices}
+    shared = {live.slice.key for live in owned if len(live.ranks) == 2 and "up" not in live.slice.key}
+    assert in_second == shared and "model.seen" not in in_second and "extra.table" not in in_second
+
+
+def test_a_static_item_that_is_not_registered_is_refused() -> None:
+    with pytest.raises(ConfigError, match="static_items has 'modle'") as caught:
+        loop(static=("modle",))
+    assert "model" in caught.value.hint

@@ -1,0 +1,153 @@
+"""Nodes of a run that save, copy, upload and scrub with the agents' own functions, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ray_ckpt.actors.agent.arena import RankArena, make_arena
+from ray_ckpt.actors.agent.files import StoredFiles, scrub, send_copy, store_shard, upload
+from ray_ckpt.actors.agent.memory import RankMemory
+from ray_ckpt.actors.agent.peer_files import PeerFiles
+from ray_ckpt.actors.agent.priority import ActiveCopies
+from ray_ckpt.capture.arena import Arena
+from ray_ckpt.capture.still import StillSlices
+from ray_ckpt.capture.walk import walk
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.values import ScrubResult
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.manifest import encode_fragment
+from ray_ckpt.format.names import fragment_file, make_attempt, shard_file
+from ray_ckpt.storage.local.disks import Disks
+from ray_ckpt.storage.remote.tier import RemoteRef
+from ray_ckpt.trainer.link import SealedShard
+from ray_ckpt.transport.sending import Limiter
+from ray_ckpt.transport.server import PeerServer
+from ray_ckpt.types import AttemptId, FileEntry, Fragment
+from tests.capture.ranks import items_of
+from tests.transport.peers import KEYS, UID
+
+STILL_FILE = shard_file(0, 1, 1)
+RUN = "gpt"
+
+
+def attempt(step: int) -> AttemptId:
+    return make_attempt(run_uid=UID, session=1, step=step, attempt=0)
+
+
+class StillNode:
+    """An agent's end of a run on one node, with a rank whose tensors are `base` (static) and `head`."""
+
+    def __init__(self, stack: ExitStack, root: Path, storage: Path, *, roots: Sequence[Path] = ()) -> None:
+        disks = Disks(roots or [root])
+        stack.callback(disks.close)
+        self.memory = RankMemory()
+        stack.callback(self.memory.close)
+        self.run: Any = SimpleNamespace(
+            run_uid=UID,
+            staging=disks,
+            memory=self.memory,
+            machine=SimpleNamespace(is_deleted=lambda _: False, reaches=lambda _: True),
+            require_plan=lambda: SimpleNamespace(world_size=1),
+            check_space=lambda *_, **__: None,
+            reach_epoch=lambda _: None,
+            still={},
+            limiter=Limiter(),
+            drain_limiter=Limiter(),
+            uploads={},
+            endpoints={},
+            remote=RemoteRef(storage_path=str(storage), run_name=RUN).open(),
+            spec=SimpleNamespace(options=RunOptions()),
+        )
+        runs: Any = {UID: self.run}
+        server = PeerServer("127.0.0.1", keys=KEYS, files=PeerFiles(runs))
+        stack.callback(server.shutdown)
+        self.endpoint = server.endpoint
+        self._copies = ActiveCopies()
+        self._arena: RankArena | None = None
+
+    def save(self, step: int, base: torch.Tensor, head: torch.Tensor) -> StoredFiles:
+        """Capture all tensors, and store the node's fragment with its files."""
+        stored = self.capture(step, base, head)
+        saved = attempt(step)
+        fragment = Fragment(
+            attempt=saved,
+            node_index=0,
+            num_nodes=1,
+            world_size=1,
+            ranks=(0,),
+            files=stored.files,
+            rows=stored.rows,
+            replicated=(),
+            metrics=None,
+        )
+        self.run.staging.put(UID, saved.directory, fragment_file(0, 1), [encode_fragment(fragment)])
+        return stored
+
+    def capture(self, step: int, base: torch.Tensor, head: torch.Tensor) -> StoredFiles:
+        """Capture all tensors, and store the files without the fragment."""
+        items = items_of(base=nn.Parameter(base, requires_grad=False), head=head)
+        owned = walk(items, rank=0, world_size=1).owned(0)
+        layout = StillSlices((), (), 1).layout(owned)
+        if self._arena is None:
+            sizes = {"all_bytes": layout.size_bytes, "free_bytes": 1 << 34}
+            self._arena = make_arena(0, layout.size_bytes, mode="single", named=False, **sizes)
+            self.memory.arenas[0] = self._arena
+        (buffer,) = self._arena.buffers
+        arena = Arena(buffer.path)
+        arena.lay_out(layout)
+        buffer.layout = layout
+        by_key = {live.slice_key: live for live in owned}
+        for placed, view in zip(layout.slices, arena.views, strict=True):
+            view.copy_(by_key[placed.slice.key, placed.slice.offset].tensor)
+        arena.seal(attempt(step).attempt)
+        shard = SealedShard(
+            attempt=attempt(step),
+            rank=0,
+            state=b"{}\n",
+            replicated=(),
+            metrics=None,
+            buffer=0,
+            layout=layout,
+            layout_signature=layout.signature,
+            mesh="",
+            stall_s=0.0,
+            capture_s=0.0,
+        )
+        return store_shard(self.run, shard)
+
+    def send(self, step: int, peer: StillNode, *, may_link: bool = True) -> tuple[int, int]:
+        """Copy a checkpoint to a peer; return the bytes sent, and those that the peer had."""
+        self.run.endpoints["peer"] = peer.endpoint
+        order = n.SendCopy(epoch=1, attempt=attempt(step), node_index=0, holder="peer", may_link=may_link)
+        return send_copy(self.run, order, KEYS.credentials(UID), self._copies)
+
+    def upload(self, step: int, like: int | None = None) -> tuple[int, int]:
+        """Upload a checkpoint; return the bytes uploaded, and those that the store had."""
+        source = "" if like is None else attempt(like).directory
+        return upload(self.run, attempt(step), 0, source, self._copies)
+
+    def scrub(self, step: int) -> ScrubResult:
+        return scrub(self.run, attempt(step), 0)
+
+    def path(self, step: int, file: str = STILL_FILE) -> Path:
+        found: Path = self.run.staging.path(UID, attempt(step).directory, file)
+        return found
+
+    def inode(self, step: int) -> int:
+        return self.path(step).stat().st_ino
+
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints here."""
+        return [held.fragment.attempt.step for held in self.run.staging.holdings(UID)]
+
+    def entry(self, step: int) -> FileEntry:
+        data = self.path(step).read_bytes()
+        return FileEntry(name=STILL_FILE, size_bytes=len(data), digest=digest(data))
