@@ -11,6 +11,10 @@ from typing import Literal, TypeAlias, get_args
 MetricValue: TypeAlias = float
 
 
+MAX_PARITY_DATA = 32  # members with data in a stripe; a repair of one reads all others
+MAX_PARITY = 2  # sums of a stripe: a third one needs another code than P and Q
+
+
 class Level(enum.IntEnum):
     """Durability of a committed checkpoint; each level also survives what the lower ones survive."""
 

@@ -12,12 +12,14 @@ from collections.abc import Collection, Iterator, Mapping
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
+from ray_ckpt.core.parity_repair import ParityRepairs
 from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.core.repair import Losses, Repairs, worth_copies
 from ray_ckpt.core.retention import RetentionView, choose_evictions, choose_evictions_for_space
 from ray_ckpt.core.scrub import Scrubs
 from ray_ckpt.core.values import DiskSpace
 from ray_ckpt.format import records as r
+from ray_ckpt.format.names import PARITY_PREFIX
 
 MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
 MAX_DAMAGED = 1000  # damaged copies that are remembered, so that their repair is counted
@@ -28,7 +30,7 @@ class Maintenance:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._repairs = Repairs()
+        self._repairs, self._coding = Repairs(), ParityRepairs()
         self._losses = Losses()
         self._scrubs = Scrubs()
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
@@ -51,8 +53,8 @@ class Maintenance:
 
     @property
     def copies_missing(self) -> int:
-        """Number of copies of fragments that repair still has to make."""
-        return self._repairs.deficit
+        """Number of copies of fragments, and of files of parity groups, that repair still has to make."""
+        return self._repairs.deficit + self._coding.deficit
 
     def decide(self, *, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
         """Yield the work that is due; call while no record is pending and a group has the run."""
@@ -73,10 +75,19 @@ class Maintenance:
 
     def _repair(self) -> Iterator[m.Effect]:
         context = self._context
-        yield from self._repairs.assign(
-            checkpoints=worth_copies(context.history.lineage()),
+        checkpoints = worth_copies(context.history.lineage())
+        yield from self._coding.assign(
+            checkpoints=checkpoints,
             holders=context.holders,
-            replicas=context.options.replicas,
+            domains=context.domains,
+            draining=context.draining,
+            budget=self._copying,
+            now_s=context.now_s,
+        )
+        yield from self._repairs.assign(
+            checkpoints=checkpoints,
+            holders=context.holders,
+            replicas=context.options.num_copies,
             domains=context.domains,
             draining=context.draining,
             links=context.links,
@@ -148,6 +159,9 @@ class Maintenance:
             self._damaged.remove(fragment)
             self._context.measure(telemetry.REPAIRED, place="node")
 
+    def coded(self, event: m.CodeEnded) -> None:
+        self._coding.ended(event, self._context.now_s)
+
     def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
         """Note the end of a scrub; warn of a damaged copy and do not count this copy any more."""
         self._scrubs.ended(event)
@@ -159,8 +173,13 @@ class Maintenance:
                 self._found_remote(event)
             else:
                 self._context.measure(telemetry.CORRUPT, place="node")
-                self._damaged.append((event.attempt.attempt, event.node_index))
-                self._context.holders.remove(event.attempt.attempt, event.node_index, event.place)
+                holders, name, index = self._context.holders, event.attempt.attempt, event.node_index
+                coded = [file for file in event.damage if file.startswith(PARITY_PREFIX)]
+                if coded:
+                    holders.parity.remove(name, index, event.place)
+                if len(coded) < len(event.damage):
+                    self._damaged.append((name, index))
+                    holders.remove(name, index, event.place)
                 self._next_s = 0.0  # the repair is due at once
 
     def _found_remote(self, event: m.ScrubEnded) -> None:
@@ -184,6 +203,7 @@ class Maintenance:
 
     def nodes_changed(self, lost: frozenset[str]) -> None:
         self._repairs.lost(lost)
+        self._coding.lost(lost)
         self._crowded -= lost
         self._disks = {node: disk for node, disk in self._disks.items() if node not in lost}
         self._next_s = 0.0

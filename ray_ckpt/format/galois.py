@@ -3,7 +3,7 @@
 The field is that of x^8 + x^4 + x^3 + x^2 + 1 with the generator 2. Q is computed by Horner's rule, so that
 the arrival of a member costs one multiplication by 2 of the sum so far, on blocks that stay in the CPU's
 cache. With P and Q any two members of a stripe can be computed from the others; see H. P. Anvin,
-"The mathematics of RAID-6". Two sums are the most: a third one needs another code.
+"The mathematics of RAID-6".
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
-
-MAX_MEMBERS = 32  # members of a stripe; the powers of 2 repeat after 255
-MAX_SUMS = 2
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 

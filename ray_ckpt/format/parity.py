@@ -16,10 +16,9 @@ from typing import Any
 
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format import jsontext
-from ray_ckpt.format.galois import MAX_MEMBERS, MAX_SUMS
 from ray_ckpt.format.names import MAX_RANKS, check_file, fragment_file, parity_file
 from ray_ckpt.format.shard import ALIGNMENT_BYTES
-from ray_ckpt.types import AttemptId, FileEntry, ParityGroup
+from ray_ckpt.types import MAX_PARITY, MAX_PARITY_DATA, AttemptId, FileEntry, ParityGroup
 
 PARITY_VERSION = 1
 MAX_HEADER_BYTES = 16 << 20  # size of the header: 34 nodes with a few thousand files each
@@ -146,9 +145,9 @@ def decode_header(data: bytes) -> ParityHeader:
         jsontext.integer(member, "member", high=num_nodes - 1)
         for member in jsontext.array(found.get("members"), "members")
     )
-    parity = jsontext.integer(found.get("parity"), "parity", low=1, high=MAX_SUMS)
+    parity = jsontext.integer(found.get("parity"), "parity", low=1, high=MAX_PARITY)
     group = ParityGroup(members=members, parity=parity)
-    if len(set(members)) < len(members) or not 1 <= group.num_data <= MAX_MEMBERS:
+    if len(set(members)) < len(members) or not 1 <= group.num_data <= MAX_PARITY_DATA:
         raise FormatError(f"{what}: {members} with {parity} parity blocks is no group.")
     files = tuple(tuple(map(_entry, files)) for files in map(_list, _list(found.get("files"))))
     names = [fragment_file(member, num_nodes) for member in members]

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ckpt.format.galois import MAX_MEMBERS, Bytes, StripeSum, solve
+from ray_ckpt.format.galois import Bytes, StripeSum, solve
+from ray_ckpt.types import MAX_PARITY_DATA
 
 LEAST_BYTES_PER_S = 0.5e9  # the test runs beside others
 
@@ -61,12 +62,12 @@ def test_any_two_losses_are_computed_also_of_members_of_different_sizes(sizes: l
 
 
 def test_of_the_largest_stripe_any_two_members_are_computed() -> None:
-    members = [np.full(8, 7 * at + 1, np.uint8) for at in range(MAX_MEMBERS)]
+    members = [np.full(8, 7 * at + 1, np.uint8) for at in range(MAX_PARITY_DATA)]
     stored = [_sum(members, 8, index) for index in (0, 1)]
-    for lost in combinations(range(MAX_MEMBERS), 2):
+    for lost in combinations(range(MAX_PARITY_DATA), 2):
         left = {i: stored[i] ^ _sum(members, 8, i, left_out=lost) for i in (0, 1)}
         for exponent, found in solve(lost, left).items():
-            assert found.tobytes() == members[MAX_MEMBERS - 1 - exponent].tobytes()
+            assert found.tobytes() == members[MAX_PARITY_DATA - 1 - exponent].tobytes()
 
 
 def test_too_few_sums_are_refused() -> None:
