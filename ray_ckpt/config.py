@@ -381,6 +381,11 @@ class RunOptions:
         return self.replicas if self.parity is None else 0
 
     @property
+    def copied_ratio(self) -> float:
+        """Bytes that a save stores on other nodes, for each byte of the state."""
+        return self.replicas if self.parity is None else self.parity[1] / self.parity[0]
+
+    @property
     def max_losses(self) -> int:
         """Nodes that may be lost without the loss of a checkpoint, if there are enough nodes."""
         return self.replicas if self.parity is None else self.parity[1]

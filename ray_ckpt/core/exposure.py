@@ -44,7 +44,11 @@ def exposure(
 
 
 def _tier(
-    checkpoint: CheckpointInfo, only: Mapping[int, Set[str]], fatal: Set[str], node: SessionNode, num_nodes: int
+    checkpoint: CheckpointInfo,
+    only: Mapping[int, Set[str]],
+    fatal: Set[str],
+    node: SessionNode,
+    num_nodes: int,
 ) -> Literal["peer", "remote"]:
     """Return the tier that still has the node's part; a group of another size may need any part."""
     needed = only.get(node.node_index, frozenset())

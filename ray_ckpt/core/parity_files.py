@@ -90,7 +90,9 @@ def tolerance(places: GroupPlaces) -> int:
 
 def _is_whole(places: GroupPlaces) -> bool:
     """Return True if each member has a node of its own with its fragment and its parity file."""
-    homes = [set(held).intersection(coded) for held, coded in zip(places.fragments, places.parities, strict=True)]
+    homes = [
+        set(held).intersection(coded) for held, coded in zip(places.fragments, places.parities, strict=True)
+    ]
     return all(homes) and len(set().union(*homes)) == sum(map(len, homes))
 
 

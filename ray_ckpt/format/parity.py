@@ -60,9 +60,14 @@ class ParityHeader:
         return -(-longest // (self.group.num_data * ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
 
     @property
-    def data_bytes(self) -> int:
-        """Size of the blocks."""
-        return self.group.parity * self.segment_bytes
+    def size_bytes(self) -> int:
+        """Size of the whole file."""
+        blocks_bytes = self.group.parity * self.segment_bytes
+        return len(encode_header(self)) + blocks_bytes + DIGEST_BYTES
+
+    def stripe(self, index: int) -> int:
+        """Return the stripe of a block of this file: P for `index` 0, Q for 1."""
+        return self.group.place(self.position - index)
 
     def pieces(self, position: int, span: Span) -> Iterator[tuple[str, int, int, int]]:
         """Yield the parts of a member's segment that exist: file, offset in it, size, position in `span`."""

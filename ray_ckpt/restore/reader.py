@@ -31,6 +31,7 @@ from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore.extents import Extent, Tally, cut_extents, first_rows, rows_by_file
 from ray_ckpt.restore.manifest import ManifestRef
+from ray_ckpt.restore.parity import Coded, GroupReader, GroupSources
 from ray_ckpt.restore.sources import ByteSource, Disk, Mapped, Peer, Peers, Remote
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.texts import tier_text
@@ -80,6 +81,7 @@ class FileSource:
     path: str = ""
     endpoint: str = ""
     is_verified: bool = False
+    group: GroupSources | None = None  # the file is computed from those of other peers
 
     @property
     def is_in_memory(self) -> bool:
@@ -190,6 +192,7 @@ class SourceReader:
         self._limiter = limiter or Limiter()
         self._peers = Peers(credentials, self._limiter.slowest_bytes_per_s)
         self._maps: dict[str, Mapped] = {}
+        self._groups: dict[GroupSources, GroupReader] = {}
         self._lock = threading.Lock()
         self.parts: list[RestoredPart] = []
         self.damage: list[str] = []
@@ -250,6 +253,11 @@ class SourceReader:
             if source.tier != "memory":
                 seal = prefetch_seal(self._attempt, file)
             return self._mapped(source.path, base=ARENA_PAGE_BYTES, seal=seal, is_verified=source.is_verified)
+        if source.group is not None:
+            if source.group not in self._groups:
+                group = GroupReader(self._attempt, source.group, self._peers, self._limiter)
+                self._groups[source.group] = group
+            return Coded(self._groups[source.group], file)
         if source.tier == "peer":
             name = FileName(run_uid=self._attempt.run_uid, directory=self._attempt.directory, file=file)
             return Peer(self._peers, source.endpoint, name)

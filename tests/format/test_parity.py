@@ -37,9 +37,7 @@ def _header(sizes: list[list[int]], parity: int = 2, position: int = 1) -> Parit
     return ParityHeader(attempt=ATTEMPT, num_nodes=num_nodes, group=group, position=position, files=files)
 
 
-SIZES = st.lists(
-    st.lists(st.integers(0, 9000), min_size=1, max_size=4).filter(any), min_size=4, max_size=9
-)
+SIZES = st.lists(st.lists(st.integers(0, 9000), min_size=1, max_size=4).filter(any), min_size=4, max_size=9)
 
 
 @given(sizes=SIZES, parity=st.sampled_from([1, 2]))
