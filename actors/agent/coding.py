@@ -33,10 +33,8 @@ def compute(
     with closing(Peers(credentials, run.limiter.slowest_bytes_per_s)) as peers, copies.one():
         group = GroupReader(order.attempt, sources, peers, run.limiter)
         _check_wanted(run, order.attempt)
-        if order.is_parity:
-            stored = _store_parity(run, order, group)
-        else:
-            stored = _store_member(run, order, group)
+        store = _store_parity if order.is_parity else _store_member
+        stored = store(run, order, group)
     _check_wanted(run, order.attempt)
     return stored
 

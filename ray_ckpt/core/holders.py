@@ -59,9 +59,9 @@ class Holders:
         return self.live & self.anywhere(attempt).union(self._tried.get(attempt, ()))
 
     def num_copies(self, attempt: str, num_nodes: int) -> int:
-        """Return the number of nodes any of which may be lost: the least number of extra copies of a fragment.
+        """Return the number of nodes any of which may be lost: -1 if a fragment can be read from no node.
 
-        For a parity group it is what the group tolerates. -1 if a fragment can be read from no node.
+        It is the least number of extra copies of a fragment, or what a parity group tolerates.
         """
         fragments, groups = self._nodes.get(attempt, {}), self.parity.groups(attempt)
         if not groups:

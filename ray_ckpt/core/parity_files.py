@@ -66,7 +66,7 @@ def lost_members(places: GroupPlaces, lost_nodes: Set[str] = frozenset()) -> fro
     """Return the members whose files can neither be read nor computed once these nodes are lost."""
 
     def gone(held: Iterable[tuple[str, ...]]) -> set[int]:
-        return {at for at, nodes in enumerate(held) if lost_nodes.issuperset(nodes)}
+        return {at for at, nodes in enumerate(held) if lost_nodes >= set(nodes)}
 
     lost = gone(places.fragments)
     if not lost or is_decodable(places.group, lost, gone(places.parities)):

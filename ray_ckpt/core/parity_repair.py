@@ -130,7 +130,7 @@ def _choose(
     used = Counter(node for held in (*places.fragments, *places.parities) for node in held)
     if is_parity:
         homes = places.fragments[places.group.members.index(member)]
-        return min(staying.intersection(homes), key=lambda n: (n == blamed, load[n], n), default="")
+        return min(staying & set(homes), key=lambda n: (n == blamed, load[n], n), default="")
     taken = Counter(domain_of(node, domains) for node in used)
     return min(
         staying,

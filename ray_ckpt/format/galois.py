@@ -53,7 +53,7 @@ class StripeSum:
 
     def add(self, at: int, data: Buffer) -> None:
         """Add bytes of the present member at position `at`; no byte of a member is added twice."""
-        piece = np.frombuffer(data, np.uint8)
+        piece = np.frombuffer(memoryview(data), np.uint8)
         for start in range(0, piece.size, _BLOCK_BYTES):
             block = piece[start : start + _BLOCK_BYTES]
             begin, end = at + start, at + start + block.size

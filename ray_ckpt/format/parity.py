@@ -143,8 +143,8 @@ def decode_header(data: bytes) -> ParityHeader:
         raise FormatError(f"{what} is cut short.")
     body = data[_LENGTH_BYTES : _LENGTH_BYTES + length]
     found = jsontext.loads_sealed(body, what=what, max_bytes=MAX_HEADER_BYTES, newest=PARITY_VERSION)
-    numbers = {name: jsontext.integer(found.get(name), name) for name in ("epoch", "session", "step")}
-    texts = {name: jsontext.text(found.get(name), name) for name in ("run_uid", "attempt")}
+    epoch, session, step = (jsontext.integer(found.get(name), name) for name in ("epoch", "session", "step"))
+    run_uid, attempt = (jsontext.text(found.get(name), name) for name in ("run_uid", "attempt"))
     num_nodes = jsontext.integer(found.get("num_nodes"), "num_nodes", low=1, high=MAX_RANKS)
     members = tuple(
         jsontext.integer(member, "member", high=num_nodes - 1)
@@ -159,7 +159,7 @@ def decode_header(data: bytes) -> ParityHeader:
     if [files_of[0].name for files_of in files if files_of] != names:
         raise FormatError(f"{what} does not list the fragments of its members.")
     return ParityHeader(
-        attempt=AttemptId(**texts, **numbers),
+        attempt=AttemptId(run_uid=run_uid, epoch=epoch, session=session, step=step, attempt=attempt),
         num_nodes=num_nodes,
         group=group,
         position=jsontext.integer(found.get("position"), "position", high=len(members) - 1),
@@ -172,7 +172,7 @@ def is_decodable(group: ParityGroup, lost: Set[int], without_parity: Set[int]) -
     for stripe in range(group.size if lost else 0):
         sums = [group.place(stripe + index) for index in range(group.parity)]
         gone = sum(at in without_parity for at in sums) + sum(at not in sums for at in lost)
-        if gone > group.parity and not lost.issubset(sums):
+        if gone > group.parity and any(at not in sums for at in lost):
             return False
     return True
 

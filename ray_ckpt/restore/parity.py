@@ -127,8 +127,8 @@ class GroupReader:
         found = map_in_order(self._parity_of, windows, threads=ENCODERS, name="code", max_results=ENCODERS)
         with closing(found):
             for window in found:
-                state.update(window)
-                yield memoryview(window)
+                state.update(window.data)
+                yield window.data
         yield state.hexdigest().encode()
 
     def _parity_of(self, window: tuple[int, Span]) -> Bytes:
@@ -182,7 +182,7 @@ class GroupReader:
         header = self.header()
         position = header.position_of(file)
         for spans in _windows(header.spans(file, ranges, WINDOW_BYTES)):
-            yield memoryview(self._compute(header, position, spans))
+            yield self._compute(header, position, spans).data
 
     def read_whole(self, file: str) -> bytes:
         """Return a whole small file of a member; see `read`."""

@@ -52,9 +52,8 @@ def _random(seeds: range, num_events: int, sizes: range, *, with_parity: bool = 
         counts["parity files"] += played.num_coded
         counts["sessions"] += played.num_sessions
         events += played.events
-    print(
-        f"random{' with parity' if with_parity else ''}: seeds {seeds.start} to {seeds.stop - 1}, {num_events} events each"
-    )
+    kind = "random with parity" if with_parity else "random"
+    print(f"{kind}: seeds {seeds.start} to {seeds.stop - 1}, {num_events} events each")
     print(f"  clusters of {sizes.start} to {sizes.stop - 1} nodes")
     for name in ("schedules", "events", "messages", "records", "commits", "sessions", "parity files"):
         if counts[name] or name != "parity files":

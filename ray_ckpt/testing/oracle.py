@@ -212,7 +212,7 @@ class Oracle:
             self._check_losses(op, (op.attempt, names.index(name)), disks, op.replicas)
 
     def _check_losses(self, op: r.Op, copy: Copy, disks: set[str], losses: int) -> None:
-        """Check that a fragment is left after the loss of any `losses` of the disks that ever had its group."""
+        """Check that a fragment survives the loss of any `losses` of the disks that ever had its group."""
         if len(disks) > losses:
             return
         name, index = copy

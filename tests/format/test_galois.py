@@ -23,8 +23,8 @@ def _sum(members: list[Bytes], nbytes: int, index: int, left_out: tuple[int, ...
         found.begin()
         if exponent not in left_out:
             cut = data.size // 3
-            found.add(0, data[:cut])
-            found.add(cut, data[cut:])
+            found.add(0, data[:cut].data)
+            found.add(cut, data[cut:].data)
     return found.finish()
 
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from ray_ckpt.core import holders, saves
+from ray_ckpt.core import holders, parity_files, saves
+from ray_ckpt.core.attempts import Attempt
 from ray_ckpt.core.values import GroupPlaces
 from ray_ckpt.testing.oracle import Violation
 from ray_ckpt.testing.schedules import PARITY_NODES, play
+from ray_ckpt.types import ParityGroup
 
 NUM_SEEDS = 30
 MAX_SEEDS = 400  # within which a planted bug must show
@@ -36,7 +38,7 @@ def a_failed_parity_file_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_group_tolerates_one_loss_more(patch: pytest.MonkeyPatch) -> None:
-    tolerance = holders.tolerance
+    tolerance = parity_files.tolerance
 
     def more(places: GroupPlaces) -> int:
         found = tolerance(places)
@@ -48,7 +50,7 @@ def a_group_tolerates_one_loss_more(patch: pytest.MonkeyPatch) -> None:
 def a_parity_file_counts_when_it_is_ordered(patch: pytest.MonkeyPatch) -> None:
     order = saves.Saves._code
 
-    def early(self: saves.Saves, attempt: saves.Attempt, group: saves.ParityGroup) -> object:
+    def early(self: saves.Saves, attempt: Attempt, group: ParityGroup) -> object:
         for code in order(self, attempt, group):
             self._context.holders.add_parity(code.attempt.attempt, group, code.node_index, code.node_id)
             yield code
