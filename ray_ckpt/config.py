@@ -97,8 +97,8 @@ class RunOptions:
     replicas: int = 1
     """Copies of each shard on other nodes; fewer if too few nodes are alive."""
     parity: tuple[int, int] | None = None
-    """(k, m), such as (6, 2): instead of copies, groups of k + m nodes keep parity of their shards, and those of
-    any m lost nodes of a group are computed from the others. It takes m/k of the disk of a save, where
+    """(k, m), such as (6, 2): instead of copies, groups of k + m nodes keep parity of their shards, and those
+    of any m lost nodes of a group are computed from the others. It takes m/k of the disk of a save, where
     replicas=m takes m times that; m is 1 or 2. With fewer nodes a group is smaller, and its k too."""
     keep_last: int = 3
     """Number of newest checkpoints to keep; the newest of each level is always kept."""

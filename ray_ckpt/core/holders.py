@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from ray_ckpt.core.parity_files import ParityFiles, fatal_nodes, lost_members, tolerance
+from ray_ckpt.core.parity_files import ParityFiles, computed_members, fatal_nodes, lost_members, tolerance
 from ray_ckpt.core.values import GroupPlaces, Inventory
 from ray_ckpt.types import CheckpointInfo, Level, ParityGroup
 
@@ -87,9 +87,7 @@ class Holders:
         attempt, num_nodes = checkpoint.id.attempt, checkpoint.num_nodes
         if self.holds_all(checkpoint):
             return True
-        computed: set[int] = set()
-        for places in self.places(attempt):
-            computed |= set(places.group.members) - lost_members(places)
+        computed = computed_members(self.places(attempt))
         return all(self.of(attempt, i) for i in range(num_nodes) if i not in computed)
 
     def holds_all(self, checkpoint: CheckpointInfo) -> bool:

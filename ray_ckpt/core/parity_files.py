@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from itertools import combinations
 
 from ray_ckpt.core.values import GroupPlaces
@@ -74,6 +75,25 @@ def lost_members(places: GroupPlaces, lost_nodes: Set[str] = frozenset()) -> fro
     return frozenset(places.group.members[at] for at in lost)
 
 
+def computed_members(groups: Iterable[GroupPlaces]) -> frozenset[int]:
+    """Return the members of groups whose files can be read or computed."""
+    return frozenset().union(*(set(places.group.members) - lost_members(places) for places in groups))
+
+
+def group_nodes(places: GroupPlaces) -> frozenset[str]:
+    """Return the nodes that hold a file of a group."""
+    return frozenset(node for held in (*places.fragments, *places.parities) for node in held)
+
+
+def left_places(places: GroupPlaces, survivors: Callable[[Iterable[str]], tuple[str, ...]]) -> GroupPlaces:
+    """Return the places of a group that are left on `survivors` of the nodes."""
+    return replace(
+        places,
+        fragments=tuple(map(survivors, places.fragments)),
+        parities=tuple(map(survivors, places.parities)),
+    )
+
+
 def tolerance(places: GroupPlaces) -> int:
     """Return the number of nodes, up to the group's parity, any of which may be lost; -1 if a file is lost.
 
@@ -81,7 +101,7 @@ def tolerance(places: GroupPlaces) -> int:
     """
     least = min(map(len, places.fragments)) - 1
     if least < places.group.parity and not _is_whole(places):
-        nodes = sorted({node for held in (*places.fragments, *places.parities) for node in held})
+        nodes = sorted(group_nodes(places))
         for count in range(least + 1, places.group.parity + 1):
             if any(lost_members(places, set(lost)) for lost in combinations(nodes, count)):
                 return count - 1
@@ -99,7 +119,7 @@ def _is_whole(places: GroupPlaces) -> bool:
 def fatal_nodes(places: GroupPlaces) -> Mapping[int, frozenset[str]]:
     """Return by member the nodes whose loss alone loses the member's files."""
     found: dict[int, set[str]] = {}
-    for node in {node for held in (*places.fragments, *places.parities) for node in held}:
+    for node in group_nodes(places):
         for member in lost_members(places, {node}):
             found.setdefault(member, set()).add(node)
     return {member: frozenset(nodes) for member, nodes in found.items()}

@@ -25,13 +25,14 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ray_ckpt.core.values import GroupPlaces
 from ray_ckpt.errors import CheckpointError, CorruptionError, FormatError, Unavailable
 from ray_ckpt.format.blocks import BlockCutter
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore.extents import Extent, Tally, cut_extents, first_rows, rows_by_file
 from ray_ckpt.restore.manifest import ManifestRef
-from ray_ckpt.restore.parity import Coded, GroupReader, GroupSources
+from ray_ckpt.restore.parity import PARITY, Coded, GroupReader, GroupSources, group_sources
 from ray_ckpt.restore.sources import ByteSource, Disk, Mapped, Peer, Peers, Remote
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.texts import tier_text
@@ -86,6 +87,17 @@ class FileSource:
     @property
     def is_in_memory(self) -> bool:
         return self.is_verified or self.tier == "memory"
+
+
+def parity_sources(
+    index: int, groups: Iterable[GroupPlaces], num_nodes: int, endpoints: Mapping[str, str]
+) -> list[FileSource]:
+    """Return the source that computes the files of a fragment, if its group has parity files."""
+    return [
+        FileSource(tier="peer", where=PARITY, group=group_sources(places, num_nodes, endpoints))
+        for places in groups
+        if index in places.group.members and any(places.parities)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

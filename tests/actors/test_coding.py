@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +15,12 @@ import pytest
 
 from ray_ckpt.actors.agent.coding import compute, damaged_parity
 from ray_ckpt.actors.agent.priority import ActiveCopies
+from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.run import NodeRun
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.loss_scenarios import LiveCheckpoint, Scenario
 from ray_ckpt.core.placement import place_groups
-from ray_ckpt.core.values import GroupPlaces
+from ray_ckpt.core.values import GroupPlaces, ResumePoint, SessionPlan
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import fragment_file, make_attempt, parity_file
 from ray_ckpt.format.parity import header_bytes
@@ -27,9 +29,13 @@ from ray_ckpt.restore.parity import GroupReader, group_sources
 from ray_ckpt.restore.reader import FileSource, FlatSink, SourceReader
 from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.local.disks import Disks
+from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.transport.server import PeerServer
-from ray_ckpt.types import ParityGroup
+from ray_ckpt.types import CheckpointInfo, Level, ParityGroup
+from ray_ckpt.verify.copies import verify_copies
+from ray_ckpt.verify.drill import dry_run
+from ray_ckpt.verify.live_manifest import ReadAccess
 from tests.support.sample_run import SampleCheckpoint, make_checkpoint
 from tests.transport.peers import KEYS, UID, Folder
 
@@ -168,6 +174,71 @@ def test_a_restore_of_one_lost_node_reads_six_times_its_bytes(coded: Group) -> N
     size = sum(file.size_bytes for file in fragment.files)
     (pulled,) = reader._groups.values()
     assert 5 * size < pulled.read_bytes <= 1.2 * 6 * size
+
+
+def _checkpoint(group: Group) -> CheckpointInfo:
+    saved = group.saved
+    return CheckpointInfo(
+        id=saved.attempt,
+        seq=9,
+        level=Level.REPLICATED,
+        world_size=saved.world_size,
+        num_nodes=saved.num_nodes,
+        size_bytes=saved.size_bytes,
+        root_digest=saved.root_digest,
+        root_of=saved.root_of,
+        committed_at_s=0.0,
+        metrics={},
+        replicas=2,
+    )
+
+
+def test_a_ticket_has_the_manifest_and_the_files_of_lost_nodes(coded: Group) -> None:
+    lost, saved = (1, 4), coded.saved
+    places = coded.places(*lost)
+    resume = ResumePoint(checkpoint=_checkpoint(coded), holders=places.fragments, groups=(places,))
+    plan = SessionPlan(run_uid=UID, session=2, world_size=1, nodes=(), resume=resume)
+    finder = SourceFinder(
+        run_uid=UID,
+        node_id="spare",
+        credentials=KEYS.credentials(UID),
+        arenas={},
+        staging=coded.runs["spare"].staging,
+        storage=RemoteRef(storage_path=str(coded.root), run_name="gpt"),
+        endpoints=coded.endpoints,
+    )
+    ticket, memory = finder.ticket(plan)
+    try:
+        assert ticket.manifest is not None
+        manifest = ticket.manifest.open()
+        rows = [row for fragment in saved.fragments for row in fragment.rows]
+        reader = SourceReader(saved.attempt, ticket.sources, credentials=ticket.credentials)
+        for row in rows:
+            assert row in list(manifest.of_file(row.file))
+            if row.nbytes:
+                wanted = saved.files[row.file][row.byte_offset : row.byte_offset + row.nbytes]
+                assert reader.read_bytes(row) == wanted
+        assert {part.where for part in reader.parts} == {*NODES, "parity"} - {NODES[at] for at in lost}
+    finally:
+        memory.close()
+
+
+def test_drills_and_checks_of_copies_compute_what_a_loss_takes(coded: Group) -> None:
+    whole = coded.places()
+    live = LiveCheckpoint(checkpoint=_checkpoint(coded), holders=whole.fragments, groups=(whole,))
+    access = ReadAccess(endpoints=coded.endpoints, credentials=KEYS.credentials(UID))
+    for lost, verdict in ((("node-0", "node-7"), "passed"), (("node-0", "node-1", "node-7"), "not covered")):
+        scenario = Scenario(name="some nodes", lost=frozenset(lost))
+        found = dry_run(live, scenario, access)
+        assert found.verdict == verdict, found.problems
+        assert found.is_covered == (len(lost) == 2)
+    left = coded.places(0, 7)
+    after = replace(live, holders=left.fragments, groups=(left,))
+    report = verify_copies(after, access, retry=lambda known: (known, access))
+    assert report is not None and report.is_restorable
+    assert [damage.detail for damage in report.damages] == [
+        "Its parity group allows for 0 lost node(s) instead of 2."
+    ]
 
 
 def test_a_node_that_does_not_answer_is_left_out(coded: Group) -> None:
