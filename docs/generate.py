@@ -40,6 +40,7 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
     "How to capture": ("overlap", "memory", "verify_captures"),
     "Copies on other nodes": (
         "replicas",
+        "parity",
         "failure_domain",
         "replicate_bytes_per_s",
         "repair_bytes_per_s",
