@@ -71,7 +71,7 @@ SKIPPED_SAVES = Metric(
     "skipped_saves", "counter", "Saves skipped because the one before was still being written; also dropped."
 )
 SAVE_BYTES = Metric(
-    "save_bytes", "counter", "Bytes written by saves; tier: local, peer, remote.", ("tier", "node")
+    "save_bytes", "counter", "Bytes written by saves; tier: local, peer, parity, remote.", ("tier", "node")
 )
 INTERVAL = Metric("save_interval_seconds", "gauge", "Interval between two saves as it is now; 0: not known.")
 LATENCY = Metric("save_latency_seconds", "gauge", "Recent time from the start of a save to its commit.")

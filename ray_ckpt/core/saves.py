@@ -280,8 +280,10 @@ class Saves:
                 del attempt.coding[event.node_index]
                 if event.error is not None:
                     self._context.measure(telemetry.FAILURES, cause="copy")
-                    where = f"fragment {event.node_index} on {event.node_id[:12]}"
-                    yield m.Warn(text=f"Step {event.attempt.step}: no parity for {where}: {event.error}")
+                    yield m.Warn(
+                        text=f"Step {event.attempt.step}: no parity for fragment {event.node_index} on "
+                        f"{event.node_id[:12]}: {event.error}"
+                    )
             yield from self._attempts.try_commit(attempt)
         elif known is not None and event.error is None:
             self._attempts.promote_copies(known)
