@@ -7,12 +7,13 @@ work is not urgent: it runs at most once in MAINTENANCE_S.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.parity_repair import ParityRepairs
+from ray_ckpt.core.placement import place_groups
 from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.core.repair import Losses, Repairs, worth_copies
 from ray_ckpt.core.retention import RetentionView, choose_evictions, choose_evictions_for_space
@@ -20,6 +21,7 @@ from ray_ckpt.core.scrub import Scrubs
 from ray_ckpt.core.values import DiskSpace
 from ray_ckpt.format import records as r
 from ray_ckpt.format.names import PARITY_PREFIX
+from ray_ckpt.types import CheckpointInfo
 
 MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
 MAX_DAMAGED = 1000  # damaged copies that are remembered, so that their repair is counted
@@ -76,6 +78,7 @@ class Maintenance:
     def _repair(self) -> Iterator[m.Effect]:
         context = self._context
         checkpoints = worth_copies(context.history.lineage())
+        self._place_groups(checkpoints)
         yield from self._coding.assign(
             checkpoints=checkpoints,
             holders=context.holders,
@@ -94,6 +97,21 @@ class Maintenance:
             budget=self._copying,
             now_s=context.now_s,
         )
+
+    def _place_groups(self, checkpoints: Iterable[CheckpointInfo]) -> None:
+        """Place the parity groups of checkpoints without any, saved with other options or recovered."""
+        holders, options = self._context.holders, self._context.options
+        if options.parity is None:
+            return
+        num_data, parity = options.parity
+        for checkpoint in checkpoints:
+            name, num_nodes = checkpoint.id.attempt, checkpoint.num_nodes
+            if holders.parity.groups(name) or not holders.holds_all(checkpoint):
+                continue
+            if holders.num_copies(name, num_nodes) < options.max_losses:
+                homes = [min(holders.of(name, index)) for index in range(num_nodes)]
+                groups = place_groups(homes, num_data=num_data, parity=parity, domains=self._context.domains)
+                holders.parity.know(name, groups)
 
     def _scrub(self, wall_s: float) -> Iterator[m.Effect]:
         context = self._context

@@ -14,7 +14,7 @@ from ray_ckpt.types import ParityGroup
 class ParityFiles:
     """The parity groups of each attempt, and the live nodes with the parity file of each member.
 
-    The groups of an attempt never change: they are those of the session that saved it.
+    The groups of an attempt never change.
     """
 
     def __init__(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +25,7 @@ from tests.core.driver import Harness, of, one
 NODES = "abcd"
 
 
-def harness(nodes: str = NODES, **options: object) -> Harness:
+def harness(nodes: str = NODES, **options: Any) -> Harness:
     found = Harness(nodes, **{"parity": (2, 2), "remote_every": 1000, **options})
     found.open(NODES)
     return found
@@ -115,7 +117,8 @@ def test_a_group_codes_when_all_of_its_nodes_have_stored_and_the_commit_waits_fo
     run = harness()
     attempt = run.attempt(10)
     assert all(not node.holders for node in run.plan.nodes)
-    assert not of(run.feed(*(run.stored(attempt, node) for node in "abc")), m.Code | m.Replicate)
+    effects = run.feed(*(run.stored(attempt, node) for node in "abc"))
+    assert not of(effects, m.Code) and not of(effects, m.Replicate)
     codes = of(run.feed(run.stored(attempt, "d")), m.Code)
     assert [(code.node_id, code.node_index, code.is_parity) for code in codes] == [
         (node, at, True) for at, node in enumerate(NODES)
@@ -219,6 +222,20 @@ def test_a_lost_member_is_made_again_before_its_parity() -> None:
     run.lose("a", again.node_id)
     assert run.machine.view.parity_groups(code.attempt.attempt)[0].fragments[2] == ("c",)
     assert run.machine.view.exposure()
+
+
+def test_a_checkpoint_that_was_saved_without_parity_gets_it() -> None:
+    run = Harness(NODES, remote_every=1000, replicas=0)
+    run.open(NODES)
+    run.save(10)
+    run.options = run.machine.options = replace(run.options, parity=(2, 2))
+    assert run.checkpoint(run.attempt(10)).level is Level.LOCAL
+    codes: list[m.Code] = []
+    while found := of(run.tick(2.0), m.Code):
+        codes += found
+        run.feed(*map(coded, found))
+    assert sorted(code.node_id for code in codes) == list(NODES)
+    assert run.checkpoint(run.attempt(10)).replicas == 2
 
 
 def test_damage_to_a_parity_file_is_repaired_and_costs_no_fragment() -> None:
