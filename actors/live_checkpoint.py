@@ -49,7 +49,7 @@ class InClusterCheckpoint(OpenedCheckpoint):
         info, is_remote = live.checkpoint, live.checkpoint.level is Level.DURABLE
         super().__init__(run, CheckpointView(info=info, tier=access.remote if is_remote else None))
         self._access = access
-        manifest = LiveManifest(info, live.holders, access, is_remote=is_remote)
+        manifest = LiveManifest(info, live.holders, access, is_remote=is_remote, groups=live.groups)
         self._fragments = tuple(fragment for _, fragment in manifest.whole())
         self._sources = {
             file.name: manifest.sources_of(index)

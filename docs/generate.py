@@ -48,6 +48,7 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Copies on other nodes": (
         "replicas",
+        "parity",
         "failure_domain",
         "spare_nodes",
         "replicate_bytes_per_s",

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.texts import did_you_mean
+from ray_ckpt.types import MAX_PARITY, MAX_PARITY_DATA
 
 # Set on each node, since disks and networks differ; RAY_CKPT_STAGING overrides the option `staging`.
 STAGING_ENV = "RAY_CKPT_STAGING"  # folders, separated by colons
@@ -96,6 +97,10 @@ class RunOptions:
 
     replicas: int = 1
     """Copies of each shard on other nodes; fewer if too few nodes are alive."""
+    parity: tuple[int, int] | None = None
+    """(k, m), such as (6, 2): instead of copies, groups of k + m nodes keep parity of their shards, and those
+    of any m lost nodes of a group are computed from the others. It takes m/k of the disk of a save, where
+    replicas=m takes m times that; m is 1 or 2. With fewer nodes a group is smaller, and its k too."""
     keep_last: int = 3
     """Number of newest checkpoints to keep; the newest of each level is always kept."""
     keep_every: int | None = None
@@ -267,6 +272,7 @@ class RunOptions:
         self._need("spare_nodes", good, "a Ray node label and its value, such as 'role=spare', or ''")
         good = self.compress is None or self.compress <= MAX_COMPRESS_LEVEL
         self._need("compress", good, f"a zstd level of at most {MAX_COMPRESS_LEVEL}")
+        self._check_parity()
         self._check_origin()
         self._check_unprotected()
         self._check_storage_options()
@@ -297,6 +303,23 @@ class RunOptions:
             case "tuple[str, ...]":
                 good = isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
                 self._need(name, good, "a tuple of names")
+
+    def _check_parity(self) -> None:
+        match self.parity:
+            case None:
+                return
+            case (k, m):
+                good = _is_whole(k, 2) and k <= MAX_PARITY_DATA and _is_whole(m, 1) and m <= MAX_PARITY
+            case _:
+                good = False
+        wanted = f"(k, m) with k from 2 to {MAX_PARITY_DATA} and m from 1 to {MAX_PARITY}, such as (6, 2)"
+        self._need("parity", good, f"{wanted}, or to None")
+        if self.replicas > 1:
+            raise ConfigError(
+                f"parity and replicas={self.replicas} are both set.",
+                hint="Set parity for groups of many nodes, or replicas for copies; parity makes no copies.",
+                option="parity",
+            )
 
     def _check_origin(self) -> None:
         good = self.init_from is None or is_uri(self.init_from)
@@ -376,6 +399,21 @@ class RunOptions:
     def _need(self, name: str, good: bool, wanted: str) -> None:
         if not good:
             raise ConfigError(f"{name} is {getattr(self, name)!r}.", hint=f"Set it to {wanted}.", option=name)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of each shard that saves make on other nodes."""
+        return self.replicas if self.parity is None else 0
+
+    @property
+    def copied_ratio(self) -> float:
+        """Bytes that a save stores on other nodes, for each byte of the state."""
+        return self.replicas if self.parity is None else self.parity[1] / self.parity[0]
+
+    @property
+    def max_losses(self) -> int:
+        """Nodes that may be lost without the loss of a checkpoint, if there are enough nodes."""
+        return self.replicas if self.parity is None else self.parity[1]
 
     @property
     def steps_between_saves(self) -> int | None:

@@ -11,6 +11,10 @@ from typing import Literal, TypeAlias, get_args
 MetricValue: TypeAlias = float
 
 
+MAX_PARITY_DATA = 32  # members with data in a stripe; a repair of one reads all others
+MAX_PARITY = 2  # sums of a stripe: a third one needs another code than P and Q
+
+
 class Level(enum.IntEnum):
     """Durability of a committed checkpoint; each level also survives what the lower ones survive."""
 
@@ -81,6 +85,45 @@ class FileEntry:
     name: str
     size_bytes: int
     digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityGroup:
+    """Nodes of a checkpoint whose files can be computed from each other; see `format/parity.py`.
+
+    `members` are their indexes by position in the group; the files of any `parity` members may be lost.
+    """
+
+    members: tuple[int, ...]
+    parity: int
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def num_data(self) -> int:
+        """Number of members with data in one stripe."""
+        return self.size - self.parity
+
+    def place(self, position: int) -> int:
+        return position % self.size
+
+    def stripe_of(self, position: int, segment: int) -> int:
+        """Return the stripe with a segment of a member."""
+        return self.place(position + 1 + segment)
+
+    def segment_in(self, stripe: int, position: int) -> int:
+        """Return the segment of a member that is in a stripe; a member with parity there has none."""
+        return self.place(stripe - position - 1)
+
+    def exponent(self, stripe: int, position: int) -> int:
+        """Return the weight of a member in the Q of a stripe, as an exponent of 2."""
+        return self.num_data - 1 - self.segment_in(stripe, position)
+
+    def data_of(self, stripe: int) -> tuple[int, ...]:
+        """Return the positions with data in a stripe, from the highest exponent to exponent 0."""
+        return tuple(self.place(stripe - 1 - back) for back in range(self.num_data))
 
 
 RootOf: TypeAlias = Literal["fragments", "files"]

@@ -15,6 +15,7 @@ from functools import partial
 
 import ray
 
+from ray_ckpt.actors.agent.coding import compute
 from ray_ckpt.actors.agent.files import inventory, scrub, upload
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.peer_files import PeerFiles
@@ -32,6 +33,7 @@ from ray_ckpt.actors.messages import (
 )
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.config import ADDRESS_ENV, transport_ports
+from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.ownership import RunMark
@@ -214,6 +216,18 @@ class NodeAgent(RelayEndpoints):
         run.endpoints[holder] = endpoint
         order = n.CopyOrdered(attempt=attempt, node_index=node_index, holder=holder, epoch=epoch)
         await run.obey(order)
+
+    async def compute(self, run_uid: str, order: m.Code, endpoints: dict[str, str], epoch: int) -> None:
+        """Make a parity file, or the files of a lost member of a parity group, on this node.
+
+        CorruptionError or Unavailable if the files of the other members do not suffice; OSError if the disk
+        fails.
+        """
+        run, node = self._runs.get(run_uid), self._node
+        await run.obey(n.EpochSeen(epoch=epoch))
+        credentials = node.credentials(run_uid)
+        sent = await in_thread(node.code_io, compute, run, order, endpoints, credentials, node.copies)
+        node.count_bytes(run.spec.name, "parity", sent)
 
     async def drain(self, run_uid: str, attempt: AttemptId, node_index: int, like: str, epoch: int) -> None:
         """Copy one fragment's files from this node to the storage path, the fragment itself last.

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena
+from ray_ckpt.actors.agent.coding import damaged_parity
 from ray_ckpt.actors.agent.priority import ActiveCopies, DrainRateLimiter
 from ray_ckpt.actors.agent.run import NodeRun, require
 from ray_ckpt.actors.agent.still_files import has_remotely, like_here, store_still
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.values import Inventory, ScrubResult, StoredFragment
+from ray_ckpt.core.values import Inventory, ScrubResult, StoredFragment, StoredParity
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import STILL, shard_file, shard_files, state_file
 from ray_ckpt.format.shard import ShardLayout, build_layout
@@ -212,7 +213,7 @@ def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
     except Unavailable:
         return ScrubResult(damage=(f"fragment {node_index} is not complete here",))
     path = partial(run.staging.path, run.run_uid, attempt.directory)
-    damaged = verify_fragment(path, node_index, num_nodes)
+    damaged = verify_fragment(path, node_index, num_nodes) + damaged_parity(run, attempt, node_index)
     shared: set[tuple[AttemptId, int]] = set()
     for file in damaged:
         for other in run.staging.sharers(run.run_uid, attempt.directory, file):
@@ -237,7 +238,15 @@ def inventory(run: NodeRun) -> Inventory:
     held = tuple(run.staging.holdings(run.run_uid))
     directories = run.staging.directories(run.run_uid)
     kept = [each for each in held if not run.machine.is_deleted(each.fragment.attempt.attempt)]
+    parities = tuple(
+        StoredParity(
+            attempt=header.attempt, node_index=header.group.members[header.position], group=header.group
+        )
+        for header in run.staging.parities(run.run_uid)
+        if not run.machine.is_deleted(header.attempt.attempt)
+    )
     return Inventory(
+        parities=parities,
         fragments=tuple(map(held_fragment, kept)),
         directories=directories,
         plan=run.host.plan,

@@ -30,6 +30,7 @@ log = logging.getLogger("ray_ckpt.agent")
 DISK_THREADS = 4  # concurrent local work; more would only queue at the device
 STREAM_THREADS = 64  # one per rank of a node, since a stream occupies its thread while the rank copies
 PEER_THREADS = 4  # concurrent copies to peers
+CODE_THREADS = 2  # concurrent computations for parity groups; each reads from a whole group
 PROBE_THREADS = 2  # concurrent probes of silent peers; few, since a copy has few holders
 REMOTE_THREADS = 4  # concurrent checks and scrubs on storage paths
 
@@ -48,6 +49,7 @@ class Node:
         self.stream_io = ThreadPoolExecutor(STREAM_THREADS, "ray_ckpt-stream", yield_to_training)
         self.disk_io = ThreadPoolExecutor(DISK_THREADS, "ray_ckpt-disk", yield_to_training)
         self.peer_io = ThreadPoolExecutor(PEER_THREADS, "ray_ckpt-peer", yield_to_training)
+        self.code_io = ThreadPoolExecutor(CODE_THREADS, "ray_ckpt-code", yield_to_training)
         self.probe_io = ThreadPoolExecutor(PROBE_THREADS, "ray_ckpt-probe", yield_to_training)
         self.remote_io = ThreadPoolExecutor(REMOTE_THREADS, "ray_ckpt-remote", yield_to_training)
         self.copies = ActiveCopies()

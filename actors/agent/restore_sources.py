@@ -18,7 +18,8 @@ from ray_ckpt.errors import CheckpointError, CorruptionError, NewerFormat, Resto
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, choose_fragments, decode_columns
 from ray_ckpt.format.names import fragment_file, is_file_name, shard_files
-from ray_ckpt.restore.reader import FileSource, RestoreTicket
+from ray_ckpt.restore.parity import GroupReader
+from ray_ckpt.restore.reader import FileSource, RestoreTicket, parity_sources
 from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.parallel import map_in_order
@@ -191,6 +192,7 @@ class SourceFinder:
     def _elsewhere(self, resume: ResumePoint, index: int) -> tuple[FileSource, ...]:
         peers = [node for node in resume.holders[index] if node != self._node_id and node in self._endpoints]
         found = [FileSource(tier="peer", where=node, endpoint=self._endpoints[node]) for node in peers]
+        found += parity_sources(index, resume.groups, resume.checkpoint.num_nodes, self._endpoints)
         if resume.checkpoint.level >= Level.DURABLE:
             found.append(FileSource(tier="remote", where=self._storage.open().where))
         return tuple(found)
@@ -290,6 +292,8 @@ class SourceFinder:
             return tier.read_whole(attempt.directory, name, max_bytes=MAX_FRAGMENT_BYTES)
         if source.tier != "peer":
             return Path(source.path).read_bytes()
+        if source.group is not None:
+            return GroupReader(attempt, source.group, self._peers).read_whole(name)
         file = FileName(run_uid=self._run_uid, directory=attempt.directory, file=name)
         with self._peers.acquire(source.endpoint) as peer:
             return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -153,7 +154,7 @@ class NodeRun:
             named=named,
             prefetched_bytes=self.restore.prefetched_bytes if self.restore is not None else 0,
         )
-        needed = 2 * size_bytes * len(ranks) * (1 + options.replicas)
+        needed = math.ceil(2 * size_bytes * len(ranks) * (1 + options.copied_ratio))
         self.check_space(needed, what="Two checkpoints with copies", is_one_file=False)
 
     def check_space(self, needed_bytes: int, *, what: str, is_one_file: bool = True) -> None:

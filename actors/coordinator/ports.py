@@ -170,6 +170,10 @@ class RayPorts:
                 return "replicate", (uid, attempt, index, holder, cards[holder].endpoint, epoch)
             case n.DeleteOrdered(directories=directories, epoch=epoch):
                 return "delete", (uid, directories, epoch)
+            case m.Code(places=places):
+                nodes = {node for held in (*places.fragments, *places.parities) for node in held}
+                endpoints = {node: cards[node].endpoint for node in nodes & cards.keys()}
+                return "compute", (uid, call.order, endpoints, epoch)
             case m.Drain(attempt=attempt, node_index=index, like=like):
                 return "drain", (uid, attempt, index, like, epoch)
             case m.Scrub(attempt=attempt, node_index=index, place=place) if place == m.REMOTE:

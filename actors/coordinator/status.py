@@ -73,7 +73,9 @@ class StatusReader:
         agents, machine = self._engine.agents, run.machine
         nodes = await agents.cluster.recent()
         return DrillSources(
-            live=live_checkpoints(machine.history, machine.view.holders, machine.plan),
+            live=live_checkpoints(
+                machine.history, machine.view.holders, machine.plan, machine.view.parity_groups
+            ),
             endpoints=agents.endpoints,
             domains=nodes.domains(run.spec.options.failure_domain),
             credentials=agents.keys.credentials(run.run_uid),

@@ -11,7 +11,7 @@ from ray_ckpt.core.messages import NodeStored
 from ray_ckpt.core.replica_findings import finding
 from ray_ckpt.core.values import SessionNode
 from ray_ckpt.format.digest import root_digest
-from ray_ckpt.types import AttemptId, FileEntry, SaveFacts
+from ray_ckpt.types import AttemptId, FileEntry, ParityGroup, SaveFacts
 
 AttemptState: TypeAlias = Literal["writing", "copying", "committing", "committed", "dropped"]
 AttemptEvent: TypeAlias = Literal["stored", "stored_by_all", "queued", "withdrawn", "logged", "dropped"]
@@ -61,6 +61,8 @@ class Attempt:
     awaited: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes that will get a copy
     copies: dict[int, set[str]] = field(default_factory=dict)  # node_index -> other nodes that hold a copy
     versions: dict[int, set[FileEntry]] = field(default_factory=dict)  # node_index -> as nodes list it
+    groups: tuple[ParityGroup, ...] = ()  # the parity groups of its nodes
+    coding: dict[int, str] = field(default_factory=dict)  # node_index -> node that makes its parity file
     failed: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes whose copy failed
     stored_s: float = 0.0  # time at which the last node had stored its own files
     commit_s: float = 0.0  # time at which the commit record was decided
@@ -137,8 +139,15 @@ class Attempt:
 
     @property
     def is_ready(self) -> bool:
-        """True if every node has stored its own files and no copy is awaited any more."""
-        return self.is_local and not self.awaited
+        """True if every node has stored its own files and no copy or parity file is awaited any more."""
+        return self.is_local and not self.awaited and not self.coding
+
+    def completed_group(self, node_index: int) -> ParityGroup | None:
+        """Return the node's parity group if all of its nodes have stored their files, else None."""
+        for group in self.groups:
+            if node_index in group.members and self.stored.keys() >= set(group.members):
+                return group
+        return None
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -185,7 +194,7 @@ class Attempt:
             ranks_stored=stored,
             world_size=sum(len(n.ranks) for n in self.nodes),
             copies=sum(map(len, self.copies.values())),
-            copies_awaited=sum(map(len, self.awaited.values())),
+            copies_awaited=sum(map(len, self.awaited.values())) + len(self.coding),
             size_bytes=self.size_bytes(),
             age_s=now_s - self.started_s,
         )

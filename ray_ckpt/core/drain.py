@@ -14,6 +14,7 @@ from typing import Literal
 
 from ray_ckpt.core.context import Context, names_of
 from ray_ckpt.core.messages import DescriptionWritten, Drain, DrainEnded, WriteDescription
+from ray_ckpt.core.parity_files import computed_members
 from ray_ckpt.types import CheckpointInfo, Level
 
 RETRY_S = 2.0  # pause before the second try of a fragment; doubled before each further try
@@ -207,7 +208,7 @@ class Drains:
         """End each drain that lacks an intact copy of a fragment on live nodes; yield it with the reason."""
         for name, task in list(self._tasks.items()):
             lacking = next((index for index in task.waiting if not self._sources(task, index)), None)
-            if lacking is None:
+            if lacking is None or self._is_computed(task, lacking):
                 continue
             del self._tasks[name]
             reason = "no live node holds all of it"
@@ -216,6 +217,11 @@ class Drains:
                 nodes, errors = names_of(damaged), "; ".join(sorted(set(damaged.values())))
                 reason = f"fragment {lacking} is damaged on every node that has it, {nodes}: {errors}"
             yield task.checkpoint, reason
+
+    def _is_computed(self, task: _Task, index: int) -> bool:
+        """Return True if repair will compute a fragment, which no node holds, from its parity group."""
+        holders, name = self._context.holders, task.checkpoint.id.attempt
+        return not holders.of(name, index) and index in computed_members(holders.places(name))
 
     def _put_off(self, name: str) -> None:
         now_s = self._context.now_s

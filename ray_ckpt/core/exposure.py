@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
 from ray_ckpt.core.holders import Holders
@@ -25,8 +25,9 @@ def exposure(
     for checkpoint in reversed(lineage):
         if not waiting:
             break
-        only = _only_holders(checkpoint, holders)
-        fatal = set(only.values())  # nodes that alone hold a fragment
+        alone = holders.fatal(checkpoint.id.attempt, checkpoint.num_nodes)
+        only = {index: nodes or {NOWHERE} for index, nodes in alone.items()}
+        fatal = set().union(*only.values())  # nodes whose loss alone loses a fragment
         is_remote = checkpoint.level >= Level.DURABLE and checkpoint.id.attempt not in holders.bad_remote
         left = [n for n in waiting if is_remote or not fatal & {NOWHERE, n.node_id}]
         for node in left:
@@ -42,18 +43,15 @@ def exposure(
     return tuple(found[n.node_id] for n in plan_nodes)
 
 
-def _only_holders(checkpoint: CheckpointInfo, holders: Holders) -> dict[int, str]:
-    """Map each fragment with fewer than two live holders to its only holder, or to NOWHERE."""
-    name = checkpoint.id.attempt
-    held = {index: holders.of(name, index) & holders.live for index in range(checkpoint.num_nodes)}
-    return {index: next(iter(nodes), NOWHERE) for index, nodes in held.items() if len(nodes) < 2}
-
-
 def _tier(
-    checkpoint: CheckpointInfo, only: Mapping[int, str], fatal: set[str], node: SessionNode, num_nodes: int
+    checkpoint: CheckpointInfo,
+    only: Mapping[int, Set[str]],
+    fatal: Set[str],
+    node: SessionNode,
+    num_nodes: int,
 ) -> Literal["peer", "remote"]:
     """Return the tier that still has the node's part; a group of another size may need any part."""
-    needed = {only[node.node_index]} if node.node_index in only else set[str]()
+    needed = only.get(node.node_index, frozenset())
     if checkpoint.num_nodes != num_nodes:
         needed = fatal
     return "remote" if needed & {NOWHERE, node.node_id} else "peer"

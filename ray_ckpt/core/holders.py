@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from ray_ckpt.core.values import Inventory
-from ray_ckpt.types import CheckpointInfo, Level
+from ray_ckpt.core.parity_files import ParityFiles, computed_members, fatal_nodes, lost_members, tolerance
+from ray_ckpt.core.values import GroupPlaces, Inventory
+from ray_ckpt.types import CheckpointInfo, Level, ParityGroup
 
 
 class Holders:
-    """The live nodes that hold a complete and fsynced copy of each fragment of each attempt."""
+    """The live nodes that hold a complete and fsynced copy of each fragment of each attempt.
+
+    `parity` has the nodes with parity files, from which fragments that no node holds can be computed.
+    """
 
     def __init__(self) -> None:
         self.live: frozenset[str] = frozenset()
+        self.parity = ParityFiles()
         self.bad_remote: set[str] = set()  # live attempts whose copy on the storage path is damaged
         self._nodes: dict[str, dict[int, set[str]]] = {}  # attempt -> fragment -> nodes
         self._fragments: dict[str, dict[str, set[int]]] = {}  # the same as attempt -> node -> fragments
@@ -21,10 +26,18 @@ class Holders:
         self._left: set[str] = set()  # nodes whose disk is on another node now: ignore their late reports
 
     def add(self, attempt: str, node_index: int, node: str) -> None:
-        if node not in self.live or node in self._left:
-            return  # the report is late: the node is dead
+        if not self.counts(node):
+            return
         self._nodes.setdefault(attempt, {}).setdefault(node_index, set()).add(node)
         self._fragments.setdefault(attempt, {}).setdefault(node, set()).add(node_index)
+
+    def counts(self, node: str) -> bool:
+        """Return False for a node whose reports are late, because the node is dead."""
+        return node in self.live and node not in self._left
+
+    def add_parity(self, attempt: str, group: ParityGroup, member: int, node: str) -> None:
+        if self.counts(node):
+            self.parity.add(attempt, group, member, node)
 
     def of(self, attempt: str, node_index: int) -> frozenset[str]:
         return frozenset(self._nodes.get(attempt, {}).get(node_index, ()))
@@ -35,7 +48,7 @@ class Holders:
 
     def anywhere(self, attempt: str) -> frozenset[str]:
         """Return the nodes that hold any part of an attempt."""
-        return frozenset(self._fragments.get(attempt, ()))
+        return frozenset(self._fragments.get(attempt, ())) | self.parity.anywhere(attempt)
 
     def note_tried(self, attempt: str, node: str) -> None:
         """Note that a copy to a node failed, so that all or some of its files may be on the node."""
@@ -46,13 +59,55 @@ class Holders:
         return self.live & self.anywhere(attempt).union(self._tried.get(attempt, ()))
 
     def num_copies(self, attempt: str, num_nodes: int) -> int:
-        """Return the number of extra copies that every fragment has; -1 if a fragment has no copy at all."""
-        fragments = self._nodes.get(attempt, {})
-        return -1 if len(fragments) < num_nodes else min(map(len, fragments.values())) - 1
+        """Return the number of nodes any of which may be lost: -1 if a fragment can be read from no node.
+
+        It is the least number of extra copies of a fragment, or what a parity group tolerates.
+        """
+        fragments, groups = self._nodes.get(attempt, {}), self.parity.groups(attempt)
+        if not groups:
+            return -1 if len(fragments) < num_nodes else min(map(len, fragments.values())) - 1
+        found = [tolerance(places) for places in self.places(attempt)]
+        coded = {member for group in groups for member in group.members}
+        found += [len(fragments.get(index, ())) - 1 for index in range(num_nodes) if index not in coded]
+        return min(found)
+
+    def places(self, attempt: str) -> tuple[GroupPlaces, ...]:
+        """Return the nodes that hold the files of each parity group of an attempt."""
+        return tuple(
+            GroupPlaces(
+                group=group,
+                fragments=tuple(tuple(sorted(self.of(attempt, member))) for member in group.members),
+                parities=tuple(tuple(sorted(self.parity.of(attempt, member))) for member in group.members),
+            )
+            for group in self.parity.groups(attempt)
+        )
 
     def has_all(self, checkpoint: CheckpointInfo) -> bool:
-        """Return True if live nodes hold every part of a checkpoint."""
-        return self.num_copies(checkpoint.id.attempt, checkpoint.num_nodes) >= 0
+        """Return True if every part of a checkpoint can be read from live nodes, or computed there."""
+        attempt, num_nodes = checkpoint.id.attempt, checkpoint.num_nodes
+        if self.holds_all(checkpoint):
+            return True
+        computed = computed_members(self.places(attempt))
+        return all(self.of(attempt, i) for i in range(num_nodes) if i not in computed)
+
+    def holds_all(self, checkpoint: CheckpointInfo) -> bool:
+        """Return True if live nodes hold every part of a checkpoint, as it is read for an upload."""
+        return all(self.of(checkpoint.id.attempt, index) for index in range(checkpoint.num_nodes))
+
+    def fatal(self, attempt: str, num_nodes: int) -> dict[int, frozenset[str]]:
+        """Return the nodes whose loss alone loses a fragment, by fragment; no nodes if it is lost already.
+
+        Fragments that no loss of one node loses are missing.
+        """
+        held = {index: self.of(attempt, index) & self.live for index in range(num_nodes)}
+        found = {index: nodes for index, nodes in held.items() if len(nodes) < 2}
+        for places in self.places(attempt) if found else ():
+            lost, fatal = lost_members(places), fatal_nodes(places)
+            for member in places.group.members:
+                found.pop(member, None)
+                if member in lost or member in fatal:
+                    found[member] = frozenset() if member in lost else fatal[member]
+        return found
 
     def can_serve(self, checkpoint: CheckpointInfo) -> bool:
         """Return True if every part of a checkpoint can be read from a live node or the storage path."""
@@ -76,11 +131,13 @@ class Holders:
         """Remove the copies of an attempt on a node from the registry, because they are evicted."""
         for node_index in self._fragments.get(attempt, {}).pop(node, ()):
             self._nodes[attempt][node_index].discard(node)
+        self.parity.remove_all(attempt, node)
 
     def forget(self, attempt: str) -> None:
         self._nodes.pop(attempt, None)
         self._fragments.pop(attempt, None)
         self._tried.pop(attempt, None)
+        self.parity.forget(attempt)
 
     def seen(self, live: frozenset[str]) -> None:
         """Set the live nodes."""
@@ -90,6 +147,7 @@ class Holders:
         for attempt, held in self._fragments.items():
             for node in nodes & held.keys():
                 self.remove_all(attempt, node)
+        self.parity.lose(nodes)
 
     def learn(self, inventories: Mapping[str, Inventory], run_uid: str) -> None:
         """Replace the registered copies on these nodes by the inventories of the nodes."""
@@ -106,6 +164,9 @@ class Holders:
             for held in inventory.fragments:
                 if held.attempt.run_uid == run_uid:
                     self.add(held.attempt.attempt, held.node_index, node)
+            for coded in inventory.parities:
+                if coded.attempt.run_uid == run_uid:
+                    self.add_parity(coded.attempt.attempt, coded.group, coded.node_index, node)
 
     def table(self) -> dict[str, dict[int, tuple[str, ...]]]:
         """Return a map of attempt -> fragment -> nodes, for status."""

@@ -8,12 +8,13 @@ reported count, so that a drill reports a checkpoint whose copies are not repair
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ray_ckpt.core.context import names_of
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.core.values import SessionPlan
+from ray_ckpt.core.parity_files import computed_members, group_nodes, left_places
+from ray_ckpt.core.values import GroupPlaces, SessionPlan
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.types import CheckpointInfo, Level
 
@@ -47,17 +48,22 @@ class LiveCheckpoint:
     holders: tuple[tuple[str, ...], ...]
     homes: tuple[str, ...] = ()
     on_lineage: bool = True
+    groups: tuple[GroupPlaces, ...] = ()  # its parity groups
 
     def home(self, index: int) -> str:
         return self.homes[index] if index < len(self.homes) else ""
 
 
 def live_checkpoints(
-    history: RunHistory, holders: Mapping[str, Mapping[int, Sequence[str]]], plan: SessionPlan | None
+    history: RunHistory,
+    holders: Mapping[str, Mapping[int, Sequence[str]]],
+    plan: SessionPlan | None,
+    places: Callable[[str], tuple[GroupPlaces, ...]] = lambda attempt: (),
 ) -> tuple[LiveCheckpoint, ...]:
     """Return the live checkpoints of a run in log order.
 
-    `holders` maps attempt and fragment to nodes; `plan` is the plan of the group at work.
+    `holders` maps attempt and fragment to nodes; `plan` is the plan of the group at work; `places` returns
+    the parity groups of an attempt.
     """
     lineage = {c.id.attempt for c in history.lineage()}
     nodes = sorted(plan.nodes, key=lambda n: n.node_index) if plan is not None else ()
@@ -70,6 +76,7 @@ def live_checkpoints(
             holders=tuple(tuple(held.get(index, ())) for index in range(checkpoint.num_nodes)),
             homes=homes if len(homes) == checkpoint.num_nodes else (),
             on_lineage=checkpoint.id.attempt in lineage,
+            groups=places(checkpoint.id.attempt),
         )
 
     return tuple(map(of, history.live()))
@@ -83,6 +90,7 @@ class Leftovers:
     holders: tuple[tuple[str, ...], ...]
     is_remote: bool  # the checkpoint is also on the storage path
     is_covered: bool  # the checkpoint must survive the loss
+    groups: tuple[GroupPlaces, ...]  # what is left of the parity groups
     problems: tuple[str, ...]  # texts for users: fragments without a copy, and the nodes of lost copies
 
     @property
@@ -99,20 +107,27 @@ def leftovers(live: LiveCheckpoint, scenario: Scenario) -> Leftovers:
 
     holders = tuple(by_home(index) for index in range(len(live.holders)))
     is_remote = live.checkpoint.level >= Level.DURABLE
+    groups = tuple(left_places(places, scenario.survivors) for places in live.groups)
     return Leftovers(
         live=live,
         holders=holders,
         is_remote=is_remote,
         is_covered=_is_covered(live, scenario),
-        problems=() if is_remote else tuple(_missing(live, holders, scenario)),
+        groups=groups,
+        problems=() if is_remote else tuple(_missing(live, holders, groups, scenario)),
     )
 
 
-def _missing(live: LiveCheckpoint, left: Sequence[Sequence[str]], scenario: Scenario) -> Iterator[str]:
+def _missing(
+    live: LiveCheckpoint, left: Sequence[Sequence[str]], groups: Sequence[GroupPlaces], scenario: Scenario
+) -> Iterator[str]:
     if scenario.remote_only:
         yield "it is not on the storage path"
         return
+    computed = computed_members(groups)
     for index, held in enumerate(live.holders):
+        if index in computed:
+            continue
         if not held:
             yield f"fragment {index}: no live node holds it"
         elif not left[index]:
@@ -128,7 +143,11 @@ def _is_covered(live: LiveCheckpoint, scenario: Scenario) -> bool:
     if checkpoint.level is Level.LOCAL and not all(live.holders):  # a fragment was lost before this loss
         return False
     copies = checkpoint.replicas if checkpoint.level is Level.REPLICATED else 0
-    return all(len(scenario.lost.intersection(nodes)) <= copies for nodes in live.holders)
+    holding = list(map(frozenset, live.holders))
+    for places in live.groups if copies else ():  # any node of a group may hold what computes a fragment
+        for member in places.group.members:
+            holding[member] = group_nodes(places)
+    return all(len(scenario.lost & nodes) <= copies for nodes in holding)
 
 
 # -- scenarios ---------------------------------------------------------------------------------------

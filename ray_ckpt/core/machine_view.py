@@ -22,6 +22,7 @@ from ray_ckpt.core.save_times import SaveTimes
 from ray_ckpt.core.saves import Saves
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sessions import Sessions
+from ray_ckpt.core.values import GroupPlaces
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import CheckpointInfo, EndCause, Exposure, Level, RankRestore
@@ -169,6 +170,10 @@ class MachineView:
     def holders(self) -> dict[str, dict[int, tuple[str, ...]]]:
         """The nodes that hold each fragment of each attempt."""
         return self._parts.context.holders.table()
+
+    def parity_groups(self, attempt: str) -> tuple[GroupPlaces, ...]:
+        """Return the nodes that hold the files of each parity group of an attempt."""
+        return self._parts.context.holders.places(attempt)
 
     @property
     def in_cluster_only(self) -> tuple[CheckpointInfo, ...]:

@@ -7,18 +7,21 @@ work is not urgent: it runs at most once in MAINTENANCE_S.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
+from ray_ckpt.core.parity_repair import ParityRepairs
+from ray_ckpt.core.placement import place_groups
 from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.core.repair import Losses, Repairs, worth_copies
 from ray_ckpt.core.retention import RetentionView, choose_evictions, choose_evictions_for_space
 from ray_ckpt.core.scrub import Scrubs
 from ray_ckpt.core.values import DiskSpace
 from ray_ckpt.format import records as r
-from ray_ckpt.types import AttemptId
+from ray_ckpt.format.names import PARITY_PREFIX
+from ray_ckpt.types import AttemptId, CheckpointInfo
 
 MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
 MAX_DAMAGED = 1000  # damaged copies that are remembered, so that their repair is counted
@@ -29,7 +32,7 @@ class Maintenance:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._repairs = Repairs()
+        self._repairs, self._coding = Repairs(), ParityRepairs()
         self._losses = Losses()
         self._scrubs = Scrubs()
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
@@ -53,8 +56,8 @@ class Maintenance:
 
     @property
     def copies_missing(self) -> int:
-        """Number of copies of fragments that repair still has to make."""
-        return self._repairs.deficit
+        """Number of copies of fragments, and of files of parity groups, that repair still has to make."""
+        return self._repairs.deficit + self._coding.deficit
 
     def decide(self, *, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
         """Yield the work that is due; call while no record is pending and a group has the run."""
@@ -75,10 +78,20 @@ class Maintenance:
 
     def _repair(self) -> Iterator[m.Effect]:
         context = self._context
-        yield from self._repairs.assign(
-            checkpoints=worth_copies(context.history.lineage()),
+        checkpoints = worth_copies(context.history.lineage())
+        self._place_groups(checkpoints)
+        yield from self._coding.assign(
+            checkpoints=checkpoints,
             holders=context.holders,
-            replicas=context.options.replicas,
+            domains=context.domains,
+            draining=context.draining,
+            budget=self._copying,
+            now_s=context.now_s,
+        )
+        yield from self._repairs.assign(
+            checkpoints=checkpoints,
+            holders=context.holders,
+            replicas=context.options.num_copies,
             domains=context.domains,
             draining=context.draining,
             links=context.links,
@@ -100,6 +113,21 @@ class Maintenance:
             return disk is None or disk.free_bytes - missing >= (1 - low_watermark) * disk.total_bytes
 
         return frozenset(filter(has_room, context.spares - frozenset(context.session_nodes())))
+
+    def _place_groups(self, checkpoints: Iterable[CheckpointInfo]) -> None:
+        """Place the parity groups of checkpoints without any, saved with other options or recovered."""
+        holders, options = self._context.holders, self._context.options
+        if options.parity is None:
+            return
+        num_data, parity = options.parity
+        for checkpoint in checkpoints:
+            name, num_nodes = checkpoint.id.attempt, checkpoint.num_nodes
+            if holders.parity.groups(name) or not holders.holds_all(checkpoint):
+                continue
+            if holders.num_copies(name, num_nodes) < options.max_losses:
+                homes = [min(holders.of(name, index)) for index in range(num_nodes)]
+                groups = place_groups(homes, num_data=num_data, parity=parity, domains=self._context.domains)
+                holders.parity.know(name, groups)
 
     def _scrub(self, wall_s: float) -> Iterator[m.Effect]:
         context = self._context
@@ -165,6 +193,9 @@ class Maintenance:
             self._damaged.remove(fragment)
             self._context.measure(telemetry.REPAIRED, place="node")
 
+    def coded(self, event: m.CodeEnded) -> None:
+        self._coding.ended(event, self._context.now_s)
+
     def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
         """Note the end of a scrub; warn of a damaged copy and do not count this copy any more."""
         self._scrubs.ended(event)
@@ -175,15 +206,20 @@ class Maintenance:
             if event.place == m.REMOTE:
                 self._found_remote(event)
             else:
-                self._found_on_node(event.attempt, event.node_index, event.place)
+                self._found_on_node(event.attempt, event.node_index, event.place, event.damage)
                 for attempt, node_index in event.shared:
                     yield m.Warn(text=f"Step {attempt.step}: the copy on {where} is damaged: {files}.")
-                    self._found_on_node(attempt, node_index, event.place)
+                    self._found_on_node(attempt, node_index, event.place, event.damage)
 
-    def _found_on_node(self, attempt: AttemptId, node_index: int, node: str) -> None:
+    def _found_on_node(self, attempt: AttemptId, node_index: int, node: str, damage: Sequence[str]) -> None:
+        """Stop to count a damaged fragment, or parity file, on a node."""
         self._context.measure(telemetry.CORRUPT, place="node")
-        self._damaged.append((attempt.attempt, node_index))
-        self._context.holders.remove(attempt.attempt, node_index, node)
+        coded = [file for file in damage if file.startswith(PARITY_PREFIX)]
+        if coded:
+            self._context.holders.parity.remove(attempt.attempt, node_index, node)
+        if len(coded) < len(damage):
+            self._damaged.append((attempt.attempt, node_index))
+            self._context.holders.remove(attempt.attempt, node_index, node)
         self._next_s = 0.0  # the repair is due at once
 
     def _found_remote(self, event: m.ScrubEnded) -> None:
@@ -208,6 +244,7 @@ class Maintenance:
 
     def nodes_changed(self, lost: frozenset[str]) -> None:
         self._repairs.lost(lost)
+        self._coding.lost(lost)
         self._crowded -= lost
         for readings in (self._disks, self._last_disks):
             for node in lost & readings.keys():

@@ -12,6 +12,7 @@ from ray_ckpt.core.values import (
     Captured,
     DiskSpace,
     GroupNode,
+    GroupPlaces,
     Inventory,
     RankProgress,
     Salvage,
@@ -30,6 +31,7 @@ from ray_ckpt.types import (
     FileEntry,
     LaunchTimes,
     Level,
+    ParityGroup,
     RankRestore,
     SaveFacts,
     Watched,
@@ -132,6 +134,18 @@ class ReplicaEnded:
     epoch: int | None = None  # the epoch that the source obeyed when the copy began; None: see NodeStored
     source: str = ""  # the node that sent the copy; "" if not known
     is_unreachable: bool = False  # the holder did not answer the source; the holder's disk may be good
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeEnded:
+    """A node has stored the parity file of a member of a group, or a lost member's files; see `Code`."""
+
+    attempt: AttemptId
+    node_index: int
+    node_id: str
+    is_parity: bool
+    group: ParityGroup
+    error: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,6 +379,7 @@ Event: TypeAlias = (
     | NodesJoined
     | NodeStored
     | ReplicaEnded
+    | CodeEnded
     | SaveRefused
     | RanksProgressed
     | RanksRestored
@@ -469,6 +484,22 @@ class Replicate:
     node_index: int
     source: str
     holder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """Let a node pull from the members of a parity group what it needs, and store the result.
+
+    `is_parity`: the parity file of member `node_index`, from the files of the others. Otherwise the files of
+    that member, which is lost, from what is left of the group. CodeEnded is the answer.
+    """
+
+    attempt: AttemptId
+    num_nodes: int
+    node_index: int
+    node_id: str
+    is_parity: bool
+    places: GroupPlaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -595,6 +626,7 @@ Effect: TypeAlias = (
     | AskSurvivors
     | OrderSalvage
     | Replicate
+    | Code
     | Drain
     | WriteDescription
     | Delete

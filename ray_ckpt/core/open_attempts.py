@@ -81,7 +81,9 @@ class OpenAttempts:
         plan = self._context.plan
         assert plan is not None
         if attempt.attempt not in self._attempts:
-            self.add(Attempt(id=attempt, nodes=plan.nodes, started_s=self._context.now_s))
+            started_s = self._context.now_s
+            self.add(Attempt(id=attempt, nodes=plan.nodes, groups=plan.groups, started_s=started_s))
+            self._context.holders.parity.know(attempt.attempt, plan.groups)
         return self._attempts[attempt.attempt]
 
     def add(self, attempt: Attempt) -> None:
@@ -205,7 +207,7 @@ class OpenAttempts:
     def promote_copies(self, checkpoint: CheckpointInfo) -> None:
         """Record copies that arrived after the commit."""
         context, name = self._context, checkpoint.id.attempt
-        copies = min(context.holders.num_copies(name, checkpoint.num_nodes), context.options.replicas)
+        copies = min(context.holders.num_copies(name, checkpoint.num_nodes), context.options.max_losses)
         if copies > checkpoint.replicas and checkpoint.level < Level.DURABLE:
             op = r.Promote(attempt=name, level=Level.REPLICATED, replicas=copies)
             if op not in context.ledger.pending:

@@ -6,6 +6,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from heapq import heapify, heappop, heappush
 
+from ray_ckpt.types import ParityGroup
+
 
 def place_replicas(
     *,
@@ -40,6 +42,39 @@ def place_replicas(
             placed[node] = _spread([node], candidates, replicas, domains)
             load.update(placed[node])
     return {node: placed[node] for node in nodes}
+
+
+def place_groups(
+    training_nodes: Sequence[str], *, num_data: int, parity: int, domains: Mapping[str, str] = {}
+) -> tuple[ParityGroup, ...]:
+    """Return the parity groups of the training nodes, of about the same size, at most `num_data + parity`.
+
+    Nodes of one failure domain are dealt to all groups in turn, so that no group has more of them than it
+    must. A group has at least `parity + 1` nodes, so too few nodes to fill several groups form one; with
+    `parity` nodes or fewer there is no group.
+    """
+    total = len(training_nodes)
+    num_groups = min(-(-total // (num_data + parity)), total // (parity + 1))
+    if not num_groups:
+        return ()
+    named = [domain_of(node, domains) for node in training_nodes]
+    sizes = Counter(named)
+    first = {name: at for at, name in reversed(list(enumerate(named)))}
+    dealt = sorted(range(total), key=lambda at: (-sizes[named[at]], first[named[at]], at))
+    members = (tuple(sorted(dealt[start::num_groups])) for start in range(num_groups))
+    return tuple(ParityGroup(members=found, parity=parity) for found in members)
+
+
+def crowded_domain(
+    groups: Iterable[ParityGroup], training_nodes: Sequence[str], domains: Mapping[str, str]
+) -> str:
+    """Return a failure domain with more nodes of one group than the group can lose; "" if there is none."""
+    for group in groups:
+        counts = Counter(domains.get(training_nodes[member]) or "" for member in group.members)
+        for name, count in sorted(counts.items()):
+            if name and count > group.parity:
+                return name
+    return ""
 
 
 def domain_of(node: str, domains: Mapping[str, str]) -> str:

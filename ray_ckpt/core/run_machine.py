@@ -417,6 +417,10 @@ class RunMachine:
         self._maintenance.copied(event)
         yield from self._saves.replica_ended(event)
 
+    def _on_code_ended(self, event: m.CodeEnded) -> Iterator[m.Effect]:
+        self._maintenance.coded(event)
+        yield from self._saves.code_ended(event)
+
     def _note_link(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
         """Record if the holder answered the source, so that no copy is sent over a silent link."""
         links, source, holder = self._context.links, event.source, event.holder
@@ -543,6 +547,7 @@ _HANDLERS: Mapping[type[m.Event], Callable[[RunMachine, Any], Iterable[m.Effect]
     m.SurvivorsReported: lambda run, event: run._salvages.reported(event),
     m.NodeStored: RunMachine._on_node_stored,
     m.ReplicaEnded: RunMachine._on_replica_ended,
+    m.CodeEnded: RunMachine._on_code_ended,
     m.SaveRefused: lambda run, event: run._saves.refused(event),
     m.PinRequested: lambda run, event: run._requests.add(event, run._attempts),
     m.UnpinRequested: lambda run, event: run._requests.add(event, run._attempts),

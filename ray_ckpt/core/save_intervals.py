@@ -40,7 +40,7 @@ class SaveIntervals:
             self._session_key, self._stalls_s, self._trained_s = plan.session_key, {}, now_s
             self._model = IntervalModel(
                 num_nodes=len(plan.nodes),
-                replicas=options.replicas,
+                replicas=options.max_losses,
                 budget=options.overhead_budget,
                 failures=failures_in(self._context.history),
             )

@@ -15,7 +15,7 @@ from ray_ckpt.core.open_attempts import MAX_WAITING_COMMITS, OpenAttempts
 from ray_ckpt.core.progress import SessionProgress
 from ray_ckpt.core.values import STILL_WRITING, Inventory, SessionNode, StoredFragment
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
-from ray_ckpt.types import AttemptId, CheckpointInfo
+from ray_ckpt.types import AttemptId, CheckpointInfo, ParityGroup
 
 LOOK_S = 0.5  # time between checks for ranks that will never save; a check reads all ranks and attempts
 
@@ -143,9 +143,12 @@ class Saves:
         yield from self._settle(attempt)
 
     def _take(self, attempt: Attempt, event: m.NodeStored) -> Iterator[m.Effect]:
+        is_new = event.node_index not in attempt.stored
         attempt.store(event, self._context.now_s)
         self._progress.took_part(attempt.nodes[event.node_index].ranks)
         self._context.holders.add(event.attempt.attempt, event.node_index, event.node_id)
+        if is_new and (group := attempt.completed_group(event.node_index)) is not None:
+            yield from self._code(attempt, group)
         if self._context.draining:
             yield from self._copy_elsewhere(attempt, event.node_index)
 
@@ -191,11 +194,7 @@ class Saves:
         attempt = self._attempts.get(name) or self._attempts.find(event.attempt)
         known = self._context.history.checkpoints.get(name)
         if attempt is None and (known is None or known.state != "live"):
-            is_gone = known is not None or self._attempts.is_dropped(name)
-            is_gone = is_gone or self._is_of_the_past(event.attempt)
-            if is_gone and self._context.ledger.is_open:  # so the copy, complete or not, may be deleted too
-                error = Unavailable(f"Step {event.attempt.step} was dropped.")
-                yield self._attempts.drop_unopened(event.attempt, error, (event.holder,))
+            yield from self._drop_late(event.attempt, event.holder)
             return
         has_arrived = event.error is None and event.holder in self._context.holders.live
         if event.error is not None:
@@ -210,6 +209,14 @@ class Saves:
             yield from self._attempts.try_commit(attempt)
         elif known is not None and event.error is None:
             self._attempts.promote_copies(known)
+
+    def _drop_late(self, attempt: AttemptId, node: str) -> Iterator[m.Effect]:
+        """Let a node delete what it has stored, or a part of it, if the attempt has ended without a level."""
+        name = attempt.attempt
+        is_gone = name in self._context.history.checkpoints or self._attempts.is_dropped(name)
+        if (is_gone or self._is_of_the_past(attempt)) and self._context.ledger.is_open:
+            error = Unavailable(f"Step {attempt.step} was dropped.")
+            yield self._attempts.drop_unopened(attempt, error, (node,))
 
     def _replace_holder(self, attempt: Attempt, event: m.ReplicaEnded) -> Iterator[m.Effect]:
         context, index, why = self._context, event.node_index, event.error or "the node died"
@@ -235,6 +242,51 @@ class Saves:
             assert other is not None
             source = attempt.nodes[index].node_id
             yield m.Replicate(attempt=attempt.id, node_index=index, source=source, holder=other)
+
+    # -- parity ----------------------------------------------------------------------------------------
+
+    def _code(self, attempt: Attempt, group: ParityGroup) -> Iterator[m.Code]:
+        """Let the nodes of a group make their parity files, which some may have made before."""
+        holders, name = self._context.holders, attempt.id.attempt
+        places = next(places for places in holders.places(name) if places.group == group)
+        for member in group.members:
+            node = attempt.nodes[member].node_id
+            if node in holders.live and node not in holders.parity.of(name, member):
+                attempt.coding[member] = node
+                yield m.Code(
+                    attempt=attempt.id,
+                    num_nodes=len(attempt.nodes),
+                    node_index=member,
+                    node_id=node,
+                    is_parity=True,
+                    places=places,
+                )
+
+    def code_ended(self, event: m.CodeEnded) -> Iterator[m.Effect]:
+        """Record a parity file or a member's files that a node has computed, or the failure."""
+        name, holders = event.attempt.attempt, self._context.holders
+        attempt, known = self._attempts.get(name), self._context.history.checkpoints.get(name)
+        if attempt is None and (known is None or known.state != "live"):
+            yield from self._drop_late(event.attempt, event.node_id)
+            return
+        if event.error is not None:
+            holders.note_tried(name, event.node_id)
+        elif event.is_parity:
+            holders.add_parity(name, event.group, event.node_index, event.node_id)
+        else:
+            holders.add(name, event.node_index, event.node_id)
+        if attempt is not None:
+            if attempt.coding.get(event.node_index) == event.node_id:
+                del attempt.coding[event.node_index]
+                if event.error is not None:
+                    self._context.measure(telemetry.FAILURES, cause="copy")
+                    yield m.Warn(
+                        text=f"Step {event.attempt.step}: no parity for fragment {event.node_index} on "
+                        f"{event.node_id[:12]}: {event.error}"
+                    )
+            yield from self._attempts.try_commit(attempt)
+        elif known is not None and event.error is None:
+            self._attempts.promote_copies(known)
 
     def refused(self, event: m.SaveRefused) -> Iterator[m.Effect]:
         """Drop an attempt in which some ranks could not take part."""
@@ -300,6 +352,7 @@ class Saves:
                 for holder in sorted(gone):
                     event = m.ReplicaEnded(attempt=attempt.id, node_index=index, holder=holder, error=None)
                     yield from self._replace_holder(attempt, event)
+            attempt.coding = {at: node for at, node in attempt.coding.items() if node not in lost}
             yield from self._attempts.try_commit(attempt)
 
     def agents_lost(self, nodes: frozenset[str]) -> Iterator[m.Effect]:

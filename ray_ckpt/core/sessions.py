@@ -12,7 +12,7 @@ from ray_ckpt.core.awaited import AWAITED_AFTER_S, Awaited, awaited_restore
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ownership import check_claim
-from ray_ckpt.core.placement import place_replicas
+from ray_ckpt.core.placement import crowded_domain, place_groups, place_replicas
 from ray_ckpt.core.recovery import phases_until_restored
 from ray_ckpt.core.retention import policies_of, to_text
 from ray_ckpt.core.values import (
@@ -291,10 +291,11 @@ class Sessions:
         """Place the copies and send the plan of the history's last session to its group."""
         context, group, session = self._context, self._group, history.session
         assert group is not None and session is not None
+        nodes, parity = [n.node_id for n in group.nodes], context.options.parity
         holders = place_replicas(
-            training_nodes=[n.node_id for n in group.nodes],
+            training_nodes=nodes,
             live_nodes=context.holders.live,
-            replicas=context.options.replicas,
+            replicas=context.options.num_copies,
             domains=context.domains,
             draining=context.draining,
         )
@@ -309,6 +310,11 @@ class Sessions:
             resume=self._resume_point(history, session.resumed_from),
             owner=group.owner,
             epoch=context.ledger.epoch,
+            groups=(
+                place_groups(nodes, num_data=parity[0], parity=parity[1], domains=context.domains)
+                if parity is not None
+                else ()
+            ),
         )
         self._restored, self.is_training, self._since_s = {}, False, context.now_s
         self._forget_restored()
@@ -318,6 +324,9 @@ class Sessions:
 
     def _warn_of_few_copies(self, plan: SessionPlan) -> Iterator[m.Effect]:
         context = self._context
+        if context.options.parity is not None:
+            yield from self._warn_of_groups(plan)
+            return
         copies, num_live = min(len(n.holders) for n in plan.nodes), len(context.holders.live)
         if copies >= context.options.replicas:
             return
@@ -334,12 +343,31 @@ class Sessions:
             f"{context.options.replicas} replica(s)."
         )
 
+    def _warn_of_groups(self, plan: SessionPlan) -> Iterator[m.Effect]:
+        """Warn if there are too few nodes for a parity group, or if a failure domain has too many of one."""
+        context, losses = self._context, self._context.options.max_losses
+        if not plan.groups:
+            yield from context.warn_once(
+                f"Checkpoints are local until drained: parity that allows for {losses} lost node(s) needs "
+                f"{losses + 1} training nodes, and there are {len(plan.nodes)}. Set parity=None for copies."
+            )
+        elif domain := crowded_domain(plan.groups, [n.node_id for n in plan.nodes], context.domains):
+            yield from context.warn_once(
+                f"The loss of failure domain {domain} loses checkpoints until they are drained: it has more "
+                f"than {losses} node(s) of a parity group. Use replicas, or nodes of more domains."
+            )
+
     def _resume_point(self, history: RunHistory, attempt: str | None) -> ResumePoint | None:
         if attempt is None:
             return None
         checkpoint, holders = history.checkpoints[attempt], self._context.holders
         nodes = tuple(tuple(sorted(holders.of(attempt, i))) for i in range(checkpoint.num_nodes))
-        return ResumePoint(checkpoint=checkpoint, holders=nodes, fragments=self._committed(checkpoint))
+        return ResumePoint(
+            checkpoint=checkpoint,
+            holders=nodes,
+            fragments=self._committed(checkpoint),
+            groups=holders.places(attempt),
+        )
 
     def _committed(self, checkpoint: CheckpointInfo) -> tuple[str, ...]:
         """Return the digests of a checkpoint's fragments, if the inventories of all nodes prove them.

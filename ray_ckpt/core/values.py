@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, ParityGroup
 
 Token: TypeAlias = str  # the identifier of a caller that waits for a reply
 SessionKey: TypeAlias = tuple[int, int]  # the epoch in which a session began, and the session's number
@@ -48,6 +48,28 @@ class ScrubResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredParity:
+    """The parity file of node `node_index` of an attempt, complete on a node."""
+
+    attempt: AttemptId
+    node_index: int
+    group: ParityGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlaces:
+    """The live nodes that hold the files of a parity group of an attempt.
+
+    `fragments` has for each member, by position, the nodes with its fragment and all files of the fragment;
+    `parities` the nodes with its parity file.
+    """
+
+    group: ParityGroup
+    fragments: tuple[tuple[str, ...], ...]
+    parities: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSpace:
     """The size and use, in bytes, of the file system with a node's staging folder."""
 
@@ -68,6 +90,7 @@ class Inventory:
     directories: tuple[str, ...]
     plan: SessionPlan | None = None
     disk: str = ""
+    parities: tuple[StoredParity, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +108,14 @@ class ResumePoint:
     """The checkpoint that a group restores, and the holders of each fragment (remote if durable).
 
     `fragments` are the digests of the committed fragments, proven by the root digest in the log; empty if the
-    inventories of the nodes did not prove them.
+    inventories of the nodes did not prove them. `groups` are the parity groups from which fragments without a
+    holder, or with a damaged copy, can be computed.
     """
 
     checkpoint: CheckpointInfo
     holders: tuple[tuple[str, ...], ...]
     fragments: tuple[str, ...] = ()
+    groups: tuple[GroupPlaces, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +129,7 @@ class SessionPlan:
     resume: ResumePoint | None
     owner: str = ""  # the launcher of the group
     epoch: int = 0  # epoch of the coordinator that opened the session
+    groups: tuple[ParityGroup, ...] = ()  # the parity groups of its saves; () without the option `parity`
 
     @property
     def session_key(self) -> SessionKey:

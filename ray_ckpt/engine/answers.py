@@ -11,6 +11,7 @@ from ray_ckpt.engine.ports import Answered, Call
 from ray_ckpt.types import CheckpointInfo
 
 DRAIN_SLACK_S = 900.0  # time of a drain beyond that of its bytes: on a poor link, parts are sent one by one
+CODE_S = 1800.0  # longest computation of a file of a parity group: 180 GB at 100 MB/s
 LEAST_DRAIN_BYTES_PER_S = 1 << 20  # a slower drain counts as stuck
 
 
@@ -23,6 +24,15 @@ def event_of(answer: Answered) -> m.Event | None:
         case m.Drain(attempt=attempt, node_index=index, node_id=node):
             return m.DrainEnded(
                 attempt=attempt, node_index=index, node_id=node, error=error, is_damage=is_damage
+            )
+        case m.Code(attempt=attempt, node_index=index, node_id=node, is_parity=is_parity, places=places):
+            return m.CodeEnded(
+                attempt=attempt,
+                node_index=index,
+                node_id=node,
+                is_parity=is_parity,
+                group=places.group,
+                error=error,
             )
         case m.Scrub(attempt=attempt, node_index=index, place=place):
             found = value or ScrubResult()

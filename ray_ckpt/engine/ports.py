@@ -41,7 +41,7 @@ class UpdatePeer:
     node: str
 
 
-AgentOrder: TypeAlias = n.Order | m.Drain | m.Scrub | OpenOnNode | UpdatePeer
+AgentOrder: TypeAlias = n.Order | m.Code | m.Drain | m.Scrub | OpenOnNode | UpdatePeer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.run_machine import CLOCK_S, RunMachine
 from ray_ckpt.core.values import Inventory, SessionKey, SessionPlan, Token
-from ray_ckpt.engine.answers import drain_bound_s, event_of
+from ray_ckpt.engine.answers import CODE_S, drain_bound_s, event_of
 from ray_ckpt.engine.deletes import NodeDeletes, folders_left, together
 from ray_ckpt.engine.groups import Groups
 from ray_ckpt.engine.launchers import LauncherWatch
@@ -222,6 +222,8 @@ class RunHost:
                 checkpoint = self.machine.history.checkpoints[attempt.attempt]
                 bound_s = drain_bound_s(checkpoint, self.machine.options)
                 ports.call(Call(node=node, order=effect, work=effect, bound_s=bound_s))
+            case m.Code(node_id=node):
+                ports.call(Call(node=node, order=effect, work=effect, bound_s=CODE_S))
             case m.Scrub():
                 self._scrub(effect)
             case m.Warn():

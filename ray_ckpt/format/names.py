@@ -12,6 +12,7 @@ CHECKPOINT_JSON = "checkpoint.json"
 CHECKPOINTS_DIR = "checkpoints"
 LOG_DIR = "log"
 SNAPSHOT_PREFIX = "snapshot-"  # begins the names of snapshots in the log
+PARITY_PREFIX = "parity-"  # begins the names of parity files
 SERVICE_DIR = "ray_ckpt"  # <storage_path>/<run>/ray_ckpt
 
 STILL = 1  # number of the shard with a rank's still slices
@@ -21,7 +22,7 @@ MAX_RANKS = 999_999  # ranks of a group, also nodes and copies: the limit of 6 d
 _DIRECTORY = re.compile(r"(\d{12})-([0-9a-f]{16})\Z")
 _FILE = re.compile(
     r"(shard-\d{1,6}(\.\d{1,6})?-of-\d{1,6}\.safetensors|state-\d{1,6}-of-\d{1,6}\.json"
-    r"|manifest-\d{1,6}-of-\d{1,6}\.parquet|checkpoint\.json)\Z"
+    r"|manifest-\d{1,6}-of-\d{1,6}\.parquet|parity-\d{1,6}-of-\d{1,6}\.bin|checkpoint\.json)\Z"
 )
 _SHARD = re.compile(r"shard-.*\.safetensors\Z")
 _RECORD = re.compile(r"(\d{20})\.json\Z")
@@ -62,6 +63,11 @@ def state_file(rank: int, world_size: int) -> str:
 
 def fragment_file(node_index: int, num_nodes: int) -> str:
     return f"manifest-{node_index:05d}-of-{num_nodes:05d}.parquet"
+
+
+def parity_file(node_index: int, num_nodes: int) -> str:
+    """Return the name of the parity file that was made for a node; never on the storage path."""
+    return f"{PARITY_PREFIX}{node_index:05d}-of-{num_nodes:05d}.bin"
 
 
 def record_file(seq: int) -> str:
@@ -105,7 +111,8 @@ def is_still_name(name: str) -> bool:
 
 def is_data_name(name: str) -> bool:
     """Return whether a file of this name holds saved state, and no metadata."""
-    return is_file_name(name) and name != CHECKPOINT_JSON and not name.startswith(FRAGMENT_PREFIX)
+    is_metadata = name == CHECKPOINT_JSON or name.startswith((FRAGMENT_PREFIX, PARITY_PREFIX))
+    return is_file_name(name) and not is_metadata
 
 
 def check_directory(name: str) -> str:

@@ -25,12 +25,14 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ray_ckpt.core.values import GroupPlaces
 from ray_ckpt.errors import CheckpointError, CorruptionError, FormatError, Unavailable
 from ray_ckpt.format.blocks import BlockCutter
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore.extents import Extent, Tally, cut_extents, first_rows, rows_by_file
 from ray_ckpt.restore.manifest import ManifestRef
+from ray_ckpt.restore.parity import PARITY, Coded, GroupReader, GroupSources, group_sources
 from ray_ckpt.restore.sources import ByteSource, Disk, Mapped, Peer, Peers, Remote
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.texts import tier_text
@@ -81,10 +83,22 @@ class FileSource:
     endpoint: str = ""
     is_verified: bool = False
     base: int = ARENA_PAGE_BYTES  # of the file's first byte, in memory
+    group: GroupSources | None = None  # the file is computed from those of other peers
 
     @property
     def is_in_memory(self) -> bool:
         return self.is_verified or self.tier == "memory"
+
+
+def parity_sources(
+    index: int, groups: Iterable[GroupPlaces], num_nodes: int, endpoints: Mapping[str, str]
+) -> list[FileSource]:
+    """Return the source that computes the files of a fragment, if its group has parity files."""
+    return [
+        FileSource(tier="peer", where=PARITY, group=group_sources(places, num_nodes, endpoints))
+        for places in groups
+        if index in places.group.members and any(places.parities)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +205,7 @@ class SourceReader:
         self._limiter = limiter or Limiter()
         self._peers = Peers(credentials, self._limiter.slowest_bytes_per_s)
         self._maps: dict[tuple[str, int], Mapped] = {}  # by path and position
+        self._groups: dict[GroupSources, GroupReader] = {}
         self._lock = threading.Lock()
         self.parts: list[RestoredPart] = []
         self.damage: list[str] = []
@@ -251,6 +266,11 @@ class SourceReader:
             if source.tier != "memory":
                 seal = prefetch_seal(self._attempt, file)
             return self._mapped(source.path, base=source.base, seal=seal, is_verified=source.is_verified)
+        if source.group is not None:
+            if source.group not in self._groups:
+                group = GroupReader(self._attempt, source.group, self._peers, self._limiter)
+                self._groups[source.group] = group
+            return Coded(self._groups[source.group], file)
         if source.tier == "peer":
             name = FileName(run_uid=self._attempt.run_uid, directory=self._attempt.directory, file=file)
             return Peer(self._peers, source.endpoint, name)

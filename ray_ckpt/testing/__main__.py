@@ -18,23 +18,27 @@ def main() -> int:
     few = schedules.FEW_NODES
     sizes = f"{few.start}:{few.stop}"
     parser.add_argument("--nodes", default=sizes, help="first:last+1 sizes of a cluster, drawn by seed")
+    parser.add_argument("--parity", default="0:0", help="first:last+1 of random schedules with parity")
     parser.add_argument("--silences", default="0:0", help="first:last+1 of the schedules of silent links")
     parser.add_argument("--exhaustive", type=int, default=0, metavar="DEPTH", help="steps in every order")
     parser.add_argument("--states", type=int, default=exhaustive.MAX_STATES, help="bound of each scene")
     arguments = parser.parse_args()
     failed = _random(_range(arguments.seeds), arguments.events, _range(arguments.nodes))
+    parity = _range(arguments.parity)
+    if parity:
+        failed += _random(parity, arguments.events, schedules.PARITY_NODES, with_parity=True)
     failed += _silences(_range(arguments.silences))
     if arguments.exhaustive:
         failed += _exhaustive(arguments.exhaustive, arguments.states)
     return 1 if failed else 0
 
 
-def _random(seeds: range, num_events: int, sizes: range) -> int:
+def _random(seeds: range, num_events: int, sizes: range, *, with_parity: bool = False) -> int:
     counts: Counter[str] = Counter()
     events: Counter[str] = Counter()
     for seed in seeds:
         try:
-            played = schedules.play(seed, num_events, sizes)
+            played = schedules.play(seed, num_events, sizes, with_parity=with_parity)
         except Exception as error:
             counts["violations"] += 1
             if counts["violations"] <= MAX_SHOWN:
@@ -45,12 +49,15 @@ def _random(seeds: range, num_events: int, sizes: range) -> int:
         counts["messages"] += played.num_messages
         counts["records"] += played.num_records
         counts["commits"] += played.num_commits
+        counts["parity files"] += played.num_coded
         counts["sessions"] += played.num_sessions
         events += played.events
-    print(f"random: seeds {seeds.start} to {seeds.stop - 1}, {num_events} events each")
+    kind = "random with parity" if with_parity else "random"
+    print(f"{kind}: seeds {seeds.start} to {seeds.stop - 1}, {num_events} events each")
     print(f"  clusters of {sizes.start} to {sizes.stop - 1} nodes")
-    for name in ("schedules", "events", "messages", "records", "commits", "sessions"):
-        print(f"  {counts[name]:12,} {name}")
+    for name in ("schedules", "events", "messages", "records", "commits", "sessions", "parity files"):
+        if counts[name] or name != "parity files":
+            print(f"  {counts[name]:12,} {name}")
     for name, count in sorted(events.items()):
         print(f"  {count:12,} {name}")
     print(f"  {counts['violations']:12,} violations")

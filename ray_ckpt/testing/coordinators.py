@@ -360,7 +360,7 @@ class Coordinators(StorageWork):
         elif isinstance(order, OpenOnNode):
             answer = Answered(to=call, value=self._inventory(node.name))
         if error is None and not isinstance(order, OpenOnNode | n.RunPutAway):
-            assert not isinstance(order, m.Drain | m.Scrub | UpdatePeer)
+            assert not isinstance(order, m.Code | m.Drain | m.Scrub | UpdatePeer)
             text = f"{node.name} has obeyed epoch {order.epoch}, and has {node.disk.epoch} on its disk"
             must(node.disk.epoch >= order.epoch, "P3", text)
             self.check_callers(node, order)
@@ -407,6 +407,7 @@ class Coordinators(StorageWork):
             directories=held.directories,
             plan=node.agent.host.plan,
             disk=held.disk,
+            parities=held.parities,
             at=self.clock,
             agent=node.agent.number,
         )

@@ -9,7 +9,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
-from ray_ckpt.core.values import Token
+from ray_ckpt.core.values import GroupPlaces, Token
 from ray_ckpt.engine.node_host import NodeHost
 from ray_ckpt.engine.node_ports import (
     EndAwaited,
@@ -25,6 +25,7 @@ from ray_ckpt.engine.node_ports import (
 )
 from ray_ckpt.engine.ports import OpenOnNode
 from ray_ckpt.errors import Unavailable
+from ray_ckpt.format.parity import is_decodable
 from ray_ckpt.testing.node_ports import WireNodePorts
 from ray_ckpt.testing.oracle import Oracle, must
 from ray_ckpt.testing.parts import (
@@ -46,7 +47,8 @@ from ray_ckpt.testing.parts import (
     file_entry,
     fragment_on_disk,
 )
-from ray_ckpt.testing.stores import Copy, Disk, Storage
+from ray_ckpt.testing.stores import Copy, Disk, Parity, Storage
+from ray_ckpt.types import AttemptId
 
 DISK_BYTES = 100_000  # size of each node's disk; on a smaller disk, retention evicts for space
 
@@ -356,6 +358,26 @@ class Nodes:
         node = self.nodes[peer]
         is_there = node.is_alive and node.agent is not None
         return is_there and (name, peer) not in self.silent and (peer, name) not in self.silent
+
+    def _serves(self, name: str, peer: str) -> bool:
+        """Return True if the node `name` can read from the disk of the node `peer`."""
+        node = self.nodes[peer]
+        return (name == peer and node.is_alive and node.agent is not None) or self.reaches(name, peer)
+
+    def decodable(self, attempt: AttemptId, places: GroupPlaces, reader: str) -> Parity | None:
+        """Return a parity file of a group if the reader can compute all lost members, else None."""
+        lost, without, parity = set[int](), set[int](), None
+        for at, member in enumerate(places.group.members):
+            copy = attempt.attempt, member
+            held = [self.nodes[name].disk for name in places.fragments[at] if self._serves(reader, name)]
+            if not any(disk.has_intact(copy) for disk in held):
+                lost.add(at)
+            coded = [self.nodes[name].disk for name in places.parities[at] if self._serves(reader, name)]
+            found = next((disk.parities[copy] for disk in coded if copy in disk.parities), None)
+            parity = found or parity
+            if found is None:
+                without.add(at)
+        return parity if is_decodable(places.group, lost, without) else None
 
     def cut(self, name: str, peer: str) -> None:
         """Lose all packets from the node `name` to the node `peer` from now on."""

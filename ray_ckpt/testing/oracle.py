@@ -7,8 +7,9 @@ log itself and does not use the state of the machines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from ray_ckpt.config import RunOptions, resume_step
@@ -27,7 +28,7 @@ from ray_ckpt.storage.log_store import read_run
 from ray_ckpt.testing.parts import Launcher, Node, TakenInventory
 from ray_ckpt.testing.reports import KnownCopies
 from ray_ckpt.testing.stores import START_S, Copy, Disk, Storage
-from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, ParityGroup
 
 if TYPE_CHECKING:
     from ray_ckpt.testing.nodes import Nodes
@@ -72,6 +73,8 @@ class Oracle:
     attempts: dict[str, AttemptId] = field(default_factory=dict)  # attempts saved by ranks
     # fragment -> version of its file, as written or altered since -> disks that ever had it fsynced
     stored_on: dict[Copy, dict[FileEntry, set[str]]] = field(default_factory=dict)
+    groups: dict[Copy, ParityGroup] = field(default_factory=dict)  # of members of a group with a parity file
+    coded_on: dict[Copy, set[str]] = field(default_factory=dict)  # member -> disks that had its parity file
     failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost a fragment
     damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) without an intact source
     dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was dropped
@@ -128,7 +131,7 @@ class Oracle:
                     must(world.storage.holds(checkpoint), "P1", f"{op} is not on the storage path")
                 for index in range(checkpoint.num_nodes) if level is Level.REPLICATED else ():
                     disks = set().union(*self.stored_on.get((name, index), {}).values())
-                    must(len(disks) > copies, "P2", f"{op}: fragment {index} was on {sorted(disks)} only")
+                    self._check_losses(op, (name, index), disks, copies)
             case r.Pin(attempt=name, owner=owner):
                 self.pins.add((name, owner))
             case r.Annotated(attempt=name, metrics=metrics):
@@ -213,7 +216,31 @@ class Oracle:
         must(chosen is not None, "P1", f"{op} is of fragments that nobody has stored")
         for name, found in zip(names, versions, strict=True):
             disks = next(disks for v, disks in found.items() if chosen and v.digest == chosen[name])
-            must(len(disks) > op.replicas, "P2", f"{op}: {name} was on {sorted(disks)} only")
+            self._check_losses(op, (op.attempt, names.index(name)), disks, op.replicas)
+
+    def _check_losses(self, op: r.Op, copy: Copy, disks: set[str], losses: int) -> None:
+        """Check that a fragment survives the loss of any `losses` of the disks that ever had its group."""
+        if len(disks) > losses:
+            return
+        name, index = copy
+        group = self.groups.get(copy)
+        must(group is not None, "P2", f"{op}: fragment {index} was on {sorted(disks)} only")
+        assert group is not None
+        held = [set().union(*self.stored_on.get((name, at), {}).values()) for at in group.members]
+        coded = [self.coded_on.get((name, at), set()) for at in group.members]
+        for lost in map(set, combinations(sorted(set().union(*held, *coded)), losses)):
+            away = {at for at, found in enumerate(held) if found <= lost}
+            left = {at for at, found in enumerate(coded) if not found <= lost}
+            good = group.members.index(index) not in away or self._computes(group, away, left)
+            must(good, "P2", f"{op}: the loss of {sorted(lost)} loses fragment {index}")
+
+    def _computes(self, group: ParityGroup, lost: Set[int], parities: Set[int]) -> bool:
+        """Return True if each stripe with a lost member has as many parity blocks left as lost members."""
+        for stripe in range(group.size):
+            gone = [at for at in lost if (at - stripe) % group.size >= group.parity]
+            if len(gone) > sum((at - stripe) % group.size < group.parity for at in parities):
+                return False
+        return True
 
     def _check_retired(self, op: r.Retired, checkpoint: CheckpointInfo, record: LogRecord) -> None:
         lineage, live = self.history.lineage(), self.history.live()
@@ -403,10 +430,19 @@ class Oracle:
         self.copies.written(disk, copy)
         self.stale = True
 
+    def coded(self, disk: Disk, copy: Copy, group: ParityGroup) -> None:
+        """Record a complete and fsynced parity file."""
+        self.groups |= {(copy[0], member): group for member in group.members}
+        self.coded_on.setdefault(copy, set()).add(disk.name)
+        self.stale = True
+
     def destroyed(self, disk: Disk) -> None:
         self.stale = True
         for (attempt, _), versions in self.stored_on.items():
             if any(disk.name in disks for disks in versions.values()):
+                self.failed.setdefault(attempt, set()).add(disk.name)
+        for (attempt, _), disks in self.coded_on.items():
+            if disk.name in disks:
                 self.failed.setdefault(attempt, set()).add(disk.name)
 
     def corrupted(self, disk: Disk, copy: Copy) -> None:
@@ -477,8 +513,19 @@ class Oracle:
                 continue  # more copies were lost than the checkpoint's level covers
             for index in range(checkpoint.num_nodes):
                 is_there = any(disk.has_intact((name, index)) for disk in disks)
+                is_there = is_there or self._is_computed((name, index), disks)
                 what = f"fragment {index} at {checkpoint.level.label}"
                 must(is_there, "P2", f"step {checkpoint.step} has lost {what}")
+
+    def _is_computed(self, copy: Copy, disks: Iterable[Disk]) -> bool:
+        """Return True if a lost fragment can be computed from what is left on disks."""
+        group, disks = self.groups.get(copy), tuple(disks)
+        if group is None:
+            return False
+        copies = [(copy[0], member) for member in group.members]
+        lost = {at for at, other in enumerate(copies) if not any(disk.has_intact(other) for disk in disks)}
+        left = {at for at, other in enumerate(copies) if any(other in disk.parities for disk in disks)}
+        return self._computes(group, lost, left)
 
     def check_log(self, world: Nodes) -> None:
         """Check P3: a reader that starts from the bytes of the log gets the same history."""

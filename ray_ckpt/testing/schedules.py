@@ -39,6 +39,8 @@ NUM_EVENTS = 200
 MIN_NODES = 3  # live nodes that a schedule leaves in each cluster
 MAX_NODES = 16  # nodes that ever join a small world: limits the cost of a schedule
 FEW_NODES = range(3, 6)  # sizes of the first cluster of a small world
+PARITY_NODES = range(5, 9)  # the same of a world whose saves have parity
+PARITIES = (2, 1), (2, 2), (4, 2), (6, 2)
 RELAY_NODES = 2, 8  # nodes of one relay in small and in large worlds
 MAX_COORDINATORS = 12
 REACH = 8  # a message overtakes at most this number of messages
@@ -52,6 +54,7 @@ class Played:
 
     events: Counter[str] = field(default_factory=Counter)
     num_commits: int = 0
+    num_coded: int = 0  # parity files
     num_sessions: int = 0
     num_records: int = 0
     num_messages: int = 0
@@ -64,13 +67,18 @@ class Schedule:
     delivers more messages and moves more ranks, so that saves of many nodes are completed.
     """
 
-    def __init__(self, seed: int, sizes: range = FEW_NODES) -> None:
+    def __init__(self, seed: int, sizes: range = FEW_NODES, *, with_parity: bool = False) -> None:
         self.chance = chance = random.Random(seed)
         options = _options(chance, keep_local_at_end=seed % 4 == 3)
         if seed % 7 == 5:
             options = replace(options, spare_nodes="role=spare")  # of all nodes, those that are idle
         if salvages(seed):
             options = replace(options, salvage=True)
+        self.more_nodes = 0  # of each group: a parity group needs several nodes
+        if with_parity:  # drawn apart, so that a seed without parity plays as before
+            apart = random.Random(f"parity {seed}")
+            options = replace(options, replicas=1, parity=apart.choice(PARITIES))
+            self.more_nodes = apart.choice([1, 2, 3])
         size = chance.choice(sizes)
         self.scale = max(1, size // FEW_NODES[-1])  # factor of the sizes of groups and batches
         self.max_nodes = MAX_NODES * self.scale
@@ -218,7 +226,7 @@ class Schedule:
             )
         ) is None:
             return None
-        size = self.chance.choice([1, 2, 2, 2, 3]) * self.scale
+        size = self.chance.choice([1, 2, 2, 2, 3]) * self.scale + self.more_nodes
         lineage = self.world.oracle.history.lineage()
         launcher.resume = self.chance.choices(["auto", "never", "must"], [96, 2, 2])[0]
         if lineage and self.chance.random() < 0.03:
@@ -578,9 +586,11 @@ def _label(message: Message) -> str:
     return type(content or message).__name__
 
 
-def play(seed: int, num_events: int = NUM_EVENTS, sizes: range = FEW_NODES) -> Played:
+def play(
+    seed: int, num_events: int = NUM_EVENTS, sizes: range = FEW_NODES, *, with_parity: bool = False
+) -> Played:
     """Play `num_events` events, then heal the world; a Violation carries the seed and the story."""
-    schedule = Schedule(seed, sizes)
+    schedule = Schedule(seed, sizes, with_parity=with_parity)
     try:
         for _ in range(num_events):
             schedule.happen()
@@ -589,6 +599,7 @@ def play(seed: int, num_events: int = NUM_EVENTS, sizes: range = FEW_NODES) -> P
         error.add_note(f"seed {seed}, {num_events} events: {'; '.join(schedule.story)}")
         raise
     history = schedule.world.oracle.history
+    schedule.played.num_coded = len(schedule.world.oracle.coded_on)
     schedule.played.num_commits = schedule.world.oracle.num_commits
     schedule.played.num_sessions = len(history.sessions)
     schedule.played.num_records = history.next_seq

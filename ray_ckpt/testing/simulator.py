@@ -464,10 +464,13 @@ class World(Survivors):
         """Yield the fragments for which the ranks find no intact source."""
         if plan.resume is None or self.storage.holds(plan.resume.checkpoint):
             return
-        attempt = plan.resume.checkpoint.id.attempt
+        attempt, computed = plan.resume.checkpoint.id.attempt, set[int]()
+        for places in plan.resume.groups:
+            if self.decodable(plan.resume.checkpoint.id, places, reader) is not None:
+                computed |= set(places.group.members)
         for index, holders in enumerate(plan.resume.holders):
             sources = [self.nodes[name] for name in {*holders, reader}]
-            if not any(
+            if index not in computed and not any(
                 s.is_alive and s.agent is not None and s.disk.has_intact((attempt, index)) for s in sources
             ):
                 yield f"fragment {index}"

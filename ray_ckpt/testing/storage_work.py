@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.values import ScrubResult
 from ray_ckpt.engine.ports import Failure
+from ray_ckpt.format.names import parity_file
 from ray_ckpt.storage.log_store import write_snapshot
 from ray_ckpt.testing.nodes import Nodes
 from ray_ckpt.testing.parts import Fate
-from ray_ckpt.testing.stores import START_S
+from ray_ckpt.testing.stores import START_S, Parity
 
 Ended: TypeAlias = tuple[object, Failure | None]
 
@@ -48,6 +49,43 @@ class StorageWork(Nodes):
             return None, Failure(text="the agent died")
         self.storage.put(attempt, index, self.now_s)
         return None, self._failure(fate)
+
+    def _code(self, name: str, work: m.Code, fate: Fate) -> Ended:
+        """Compute a parity file, or the files of a lost member, on a node."""
+        node, attempt = self.nodes[work.node_id], work.attempt
+        if node.agent is None or not node.is_alive:
+            return None, Failure(text="the agent died", is_dead=True)
+        if node.agent.machine.is_deleted(attempt.attempt):
+            return None, Failure(text="it is being deleted there")
+        parity = self._read_group(work) if fate != "lost" else None
+        if parity is None:
+            return None, Failure(text="too many members are lost")
+        copy = attempt.attempt, work.node_index
+        held, listed = parity.members[work.node_index]
+        if work.is_parity:
+            node.disk.write(attempt.directory, parity_file(work.node_index, work.num_nodes))
+            node.disk.parities[copy] = parity
+            self.oracle.coded(node.disk, copy, parity.group)
+        else:
+            node.disk.write(attempt.directory, *listed)
+            node.disk.put(held, listed)
+            self._arrived(node, copy)
+        return None, None if fate == "delivered" else TIME_OUT
+
+    def _read_group(self, work: m.Code) -> Parity | None:
+        """Return what a node reads from the live members of a group; None if it is too little."""
+        attempt, places = work.attempt.attempt, work.places
+        if not work.is_parity:
+            found = self.decodable(work.attempt, places, work.node_id)
+            return found if found is not None and work.node_index in found.members else None
+        members = {}
+        for member, names in zip(places.group.members, places.fragments, strict=True):
+            disks = [self.nodes[name].disk for name in names if self._serves(work.node_id, name)]
+            disk = next((disk for disk in disks if disk.has_intact((attempt, member))), None)
+            if disk is None:
+                return None
+            members[member] = disk.fragments[attempt, member], disk.listed[attempt, member]
+        return Parity(places.group, members)
 
     def _describe(self, name: str, work: m.WriteDescription, fate: Fate) -> Ended:
         checkpoint = work.checkpoint
@@ -93,6 +131,7 @@ class StorageWork(Nodes):
 
 
 STORAGE_WORK: Mapping[type, Callable[[Any, str, Any, Fate], Ended]] = {
+    m.Code: StorageWork._code,
     m.Drain: StorageWork._upload,
     m.WriteDescription: StorageWork._describe,
     m.Delete: StorageWork._delete_remote,

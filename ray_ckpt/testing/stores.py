@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from ray_ckpt.core.messages import DeleteOrphans, LogOpened, RemoteListed
-from ray_ckpt.core.values import DiskSpace, Inventory, StoredFragment, UnfinishedUpload
+from ray_ckpt.core.values import DiskSpace, Inventory, StoredFragment, StoredParity, UnfinishedUpload
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import SNAPSHOT_PREFIX, attempt_of, fragment_file, record_file
 from ray_ckpt.format.records import LogRecord, encode_record
 from ray_ckpt.storage.log_store import CreateResult, MemoryLogStore, create_record, read_run
-from ray_ckpt.types import AttemptId, CheckpointInfo
+from ray_ckpt.types import AttemptId, CheckpointInfo, ParityGroup
 
 Copy: TypeAlias = tuple[str, int]  # attempt, fragment
 
 START_S = 1_790_000_000.0  # Unix time at which the world begins
 FILE_BYTES = 100  # size of every file
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """A parity file: its group, and the fragments of all members with the files that they list."""
+
+    group: ParityGroup
+    members: Mapping[int, tuple[StoredFragment, tuple[str, ...]]]
 
 
 @dataclass(slots=True)
@@ -29,6 +38,7 @@ class Disk:
     listed: dict[Copy, tuple[str, ...]] = field(default_factory=dict)  # the files that a fragment lists
     since: dict[Copy, int] = field(default_factory=dict)  # number of the event that completed the copy
     rotten: set[Copy] = field(default_factory=set)  # copies with damaged bytes; only a read finds the damage
+    parities: dict[Copy, Parity] = field(default_factory=dict)  # the parity file of each member
     epoch: int = 0
     is_destroyed: bool = False
 
@@ -62,6 +72,8 @@ class Disk:
         self.folders.pop(directory, None)
         for copy in [c for c, held in self.fragments.items() if held.attempt.directory == directory]:
             self._forget(copy)
+        attempt = attempt_of(directory)
+        self.parities = {copy: parity for copy, parity in self.parities.items() if copy[0] != attempt}
 
     def quarantine(self, copy: Copy) -> None:
         """Remove one fragment; the files of its ranks stay."""
@@ -77,6 +89,7 @@ class Disk:
     def destroy(self) -> None:
         self.is_destroyed = True
         self.folders, self.fragments, self.listed, self.since, self.rotten = {}, {}, {}, {}, set()
+        self.parities = {}
 
     def space(self, total_bytes: int) -> DiskSpace:
         used = FILE_BYTES * sum(len(files) for files in self.folders.values())
@@ -90,6 +103,11 @@ class Disk:
             ),
             directories=tuple(sorted(self.folders)),
             disk=self.name,
+            parities=tuple(
+                StoredParity(attempt=parity.members[index][0].attempt, node_index=index, group=parity.group)
+                for (attempt, index), parity in self.parities.items()
+                if attempt not in leaving
+            ),
         )
 
 

@@ -60,7 +60,7 @@ class WirePorts:
             case OpenOnNode(number=number) if number:
                 self._open_now(call)
                 return
-            case m.Drain() | m.Scrub():
+            case m.Code() | m.Drain() | m.Scrub():
                 world.wire.append(Work(self.name, call))
                 return
             case UpdatePeer():  # a world has no addresses

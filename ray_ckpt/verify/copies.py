@@ -8,13 +8,16 @@ of these bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
 from ray_ckpt.core.loss_scenarios import LiveCheckpoint
+from ray_ckpt.core.parity_files import lost_members, tolerance
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format import names
 from ray_ckpt.format.manifest import FragmentVersion, choose_fragments, version_files
+from ray_ckpt.restore.parity import PARITY, GroupReader, GroupSources, group_sources
 from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.checkpoint_files import CheckpointFile, SavedFiles, files_on
 from ray_ckpt.storage.parallel import map_in_order
@@ -102,8 +105,15 @@ def _holders(live: LiveCheckpoint, wanted: Sequence[str], access: ReadAccess) ->
     info = live.checkpoint
     for node in sorted({node for nodes in live.holders for node in nodes}):
         held = [name for name, nodes in zip(wanted, live.holders, strict=True) if node in nodes]
-        files = _HeldFiles(held, info.id, access.credentials, access.endpoints.get(node, ""))
+        files: _FilesOfPeers = _HeldFiles(held, info.id, access.credentials, access.endpoints.get(node, ""))
         yield _HolderCheck(f"node {node[:SHORT_ID]}", held, files, node)
+    for places in live.groups:
+        lost = {at for at in places.group.members if not live.holders[at]} - lost_members(places)
+        if lost:
+            sources = group_sources(places, info.num_nodes, access.endpoints)
+            computed = [wanted[at] for at in sorted(lost)]
+            files = _ComputedFiles(computed, info.id, access.credentials, sources)
+            yield _HolderCheck(PARITY, computed, files)
     if info.level >= Level.DURABLE and access.remote is not None:
         yield _StorageCheck(access.remote, info, wanted)
 
@@ -148,8 +158,17 @@ def _too_few(live: LiveCheckpoint, wanted: Sequence[str]) -> Iterator[Damage]:
     """Report fragments on fewer nodes than the level promises, such as after the loss of a node."""
     info = live.checkpoint
     promised = {Level.LOCAL: 1, Level.REPLICATED: 1 + info.replicas, Level.DURABLE: 0}[info.level]
-    for name, nodes in zip(wanted, live.holders, strict=True):
-        if 0 < len(nodes) < promised:  # a fragment without any holder is reported by `_lost`
+    coded: set[int] = set()
+    for places in live.groups if info.level is Level.REPLICATED else ():
+        coded |= set(places.group.members)
+        if 0 <= (left := tolerance(places)) < info.replicas:
+            name = wanted[places.group.members[0]]
+            detail = f"Its parity group allows for {left} lost node(s) instead of {info.replicas}."
+            yield Damage(file=name, where="copies", detail=detail)
+    for index, (name, nodes) in enumerate(zip(wanted, live.holders, strict=True)):
+        if (
+            index not in coded and 0 < len(nodes) < promised
+        ):  # a fragment without any holder is reported by `_lost`
             detail = f"{len(nodes)} of {promised} nodes that should hold it and its files are there."
             yield Damage(file=name, where="copies", detail=detail)
 
@@ -171,7 +190,7 @@ class _HolderCheck:
     @property
     def is_silent(self) -> bool:
         """True if the holder does not answer, so that its files are unknown."""
-        return isinstance(self._files, _HeldFiles) and self._files.is_silent
+        return isinstance(self._files, _FilesOfPeers) and self._files.is_silent
 
     def read_fragments(self) -> dict[str, FragmentVersion]:
         """Read the readable fragments of this holder."""
@@ -201,7 +220,7 @@ class _HolderCheck:
 
     def close(self) -> None:
         """Close the connections; a later request opens new connections."""
-        if isinstance(self._files, _HeldFiles):
+        if isinstance(self._files, _FilesOfPeers):
             self._files.close()
 
     def report(self, wanted: Sequence[str]) -> Holder:
@@ -238,8 +257,66 @@ class _StorageCheck(_HolderCheck):
         return count
 
 
-class _HeldFiles(SavedFiles):
-    """The files of a checkpoint on a node. An agent that did not answer gets no more requests."""
+class _FilesOfPeers(SavedFiles):
+    """Files of a checkpoint that are read from nodes."""
+
+    is_silent = False  # an agent that did not answer gets no more requests
+
+    def __init__(self, fragments: Iterable[str], attempt: AttemptId, credentials: Credentials | None) -> None:
+        self._fragments = tuple(fragments)
+        self._attempt = attempt
+        self._peers = Peers(credentials)
+
+    @property
+    def folder_name(self) -> str:
+        return self._attempt.directory
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the fragments that should be there, because agents do not list files."""
+        return self._fragments
+
+    def close(self) -> None:
+        self._peers.close()
+
+
+class _ComputedFiles(_FilesOfPeers):
+    """The files of lost members of a parity group, computed from the others."""
+
+    def __init__(
+        self,
+        fragments: Iterable[str],
+        attempt: AttemptId,
+        credentials: Credentials | None,
+        sources: GroupSources,
+    ) -> None:
+        super().__init__(fragments, attempt, credentials)
+        self._group = GroupReader(attempt, sources, self._peers)
+
+    def place(self, name: str) -> str:
+        return name
+
+    def open(self, name: str) -> CheckpointFile | None:
+        with _as_os_error():
+            found = (file for file in self._group.entries(name) if file.name == name)
+            return CheckpointFile(size_bytes=next(found).size_bytes, read=partial(self._read, name))
+
+    def _read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Generator[memoryview, None, None]:
+        with _as_os_error():
+            yield from self._group.read(name, ranges)
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Raise ConnectionError for Unavailable: readers of files expect an OSError."""
+    try:
+        yield
+    except Unavailable as error:
+        raise ConnectionError(error.message) from error
+
+
+class _HeldFiles(_FilesOfPeers):
+    """The files of a checkpoint on a node."""
 
     def __init__(
         self,
@@ -252,22 +329,11 @@ class _HeldFiles(SavedFiles):
         reason: str = "its agent does not answer",
     ) -> None:
         """Take the endpoint of the node's agent; without one, opening a file raises `reason`."""
-        self._fragments = tuple(fragments)
-        self._attempt = attempt
-        self._peers = Peers(credentials)
+        super().__init__(fragments, attempt, credentials)
         self._endpoint = endpoint
         self._folder = folder
         self._reason = reason
         self.is_silent = not endpoint
-
-    @property
-    def folder_name(self) -> str:
-        return self._attempt.directory
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the fragments that the node should hold, because agents do not list files."""
-        return self._fragments
 
     def place(self, name: str) -> str:
         return f"{self._folder}{name}"
@@ -285,12 +351,6 @@ class _HeldFiles(SavedFiles):
             raise ConnectionError(error.message) from error
         return None if size is None else CheckpointFile(size_bytes=size, read=partial(self._read, file))
 
-    def close(self) -> None:
-        self._peers.close()
-
     def _read(self, file: FileName, ranges: Sequence[tuple[int, int]]) -> Generator[memoryview, None, None]:
-        try:
-            with self._peers.acquire(self._endpoint) as peer:
-                yield from peer.read(file, ranges)
-        except Unavailable as error:  # readers of files expect an OSError
-            raise ConnectionError(error.message) from error
+        with _as_os_error(), self._peers.acquire(self._endpoint) as peer:
+            yield from peer.read(file, ranges)

@@ -237,6 +237,7 @@ class _CheckpointReading:
             left.holders,
             access,
             is_remote=left.is_remote,
+            groups=left.groups,
             committed=committed,
             on_read=self._count_fragment,
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
+from ray_ckpt.core.values import GroupPlaces
 from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import (
@@ -16,7 +18,9 @@ from ray_ckpt.format.manifest import (
     version_files,
 )
 from ray_ckpt.format.names import fragment_file
-from ray_ckpt.restore.reader import FileSource
+from ray_ckpt.restore.parity import GroupReader
+from ray_ckpt.restore.reader import FileSource, parity_sources
+from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
@@ -53,10 +57,11 @@ class LiveManifest:
         access: ReadAccess,
         *,
         is_remote: bool,
+        groups: Sequence[GroupPlaces] = (),
         committed: Mapping[str, str] | None = None,
         on_read: Callable[[int, FileSource, int, float], None] = lambda index, source, nbytes, seconds: None,
     ) -> None:
-        """Take the nodes that hold each fragment, and whether the storage path has all of them.
+        """Take the nodes that hold each fragment, whether the storage path has all, and the parity groups.
 
         `committed` are the digests of fragments by name, needed if holders have different versions. `on_read`
         is called with the index of a fragment, its source, its size in bytes and the seconds of the read.
@@ -65,6 +70,7 @@ class LiveManifest:
         self._holders = holders
         self._access = access
         self._is_remote = is_remote
+        self._groups = groups
         self._on_read = on_read
         self.committed = committed
         self.notes: list[str] = []
@@ -101,6 +107,7 @@ class LiveManifest:
             for node in self._holders[index]
             if node in endpoints
         ]
+        found += parity_sources(index, self._groups, self._checkpoint.num_nodes, endpoints)
         if self._is_remote and self._access.remote is not None:
             found.append(FileSource(tier="remote", where=self._access.remote.where))
         return tuple(found)
@@ -165,6 +172,9 @@ class LiveManifest:
             return access.remote.read_whole(attempt.directory, name, max_bytes=MAX_FRAGMENT_BYTES)
         if access.credentials is None:
             raise ConfigError("There are no credentials for peers.")
+        if source.group is not None:
+            with closing(Peers(access.credentials)) as peers:
+                return GroupReader(attempt, source.group, peers).read_whole(name)
         file = FileName(run_uid=attempt.run_uid, directory=attempt.directory, file=name)
         with PeerClient(source.endpoint, credentials=access.credentials) as peer:
             return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)

@@ -18,7 +18,15 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.run_machine import RunMachine
-from ray_ckpt.core.values import GroupNode, Inventory, SessionKey, SessionNode, SessionPlan, StoredFragment
+from ray_ckpt.core.values import (
+    GroupNode,
+    Inventory,
+    SessionKey,
+    SessionNode,
+    SessionPlan,
+    StoredFragment,
+    StoredParity,
+)
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
@@ -61,6 +69,7 @@ class Disk:
 
     fragments: dict[tuple[str, int], StoredFragment] = field(default_factory=dict)
     folders: dict[str, str] = field(default_factory=dict)  # attempt -> directory
+    parities: list[StoredParity] = field(default_factory=list)
 
     def put(self, held: StoredFragment) -> None:
         self.fragments[held.attempt.attempt, held.node_index] = held
@@ -72,7 +81,9 @@ class Disk:
 
     def inventory(self) -> Inventory:
         return Inventory(
-            fragments=tuple(self.fragments.values()), directories=tuple(sorted(self.folders.values()))
+            fragments=tuple(self.fragments.values()),
+            directories=tuple(sorted(self.folders.values())),
+            parities=tuple(self.parities),
         )
 
 

@@ -21,6 +21,7 @@ from typing_extensions import Buffer
 
 from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.errors import InsufficientSpace, StagingError
+from ray_ckpt.format.parity import ParityHeader
 from ray_ckpt.storage.local import files
 from ray_ckpt.storage.local.direct import Written
 from ray_ckpt.storage.local.staging import Holding, KnownFragments, Staging
@@ -232,6 +233,13 @@ class Disks:
                 if key not in seen:
                     seen.add(key)
                     yield holding
+
+    def parities(self, run_uid: str, *, directory: str | None = None) -> tuple[ParityHeader, ...]:
+        """Return the headers of the run's parity files. See `Staging.parities`."""
+        found = self._call_each(
+            self._stages, lambda stage: tuple(stage.parities(run_uid, directory=directory))
+        )
+        return tuple(dict.fromkeys(header for on_disk in found for header in on_disk))
 
     def directories(self, run_uid: str) -> tuple[str, ...]:
         """Return the run's checkpoint folders, complete or not."""

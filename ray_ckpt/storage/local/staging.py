@@ -24,6 +24,8 @@ from ray_ckpt.errors import CorruptionError, FormatError, StagingError
 from ray_ckpt.format import jsontext, names
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
+from ray_ckpt.format.parity import ParityHeader, decode_header, header_bytes
+from ray_ckpt.format.shard import ALIGNMENT_BYTES
 from ray_ckpt.storage.local import files
 from ray_ckpt.storage.local.direct import Written, write_direct
 from ray_ckpt.types import FileEntry, FragmentMetadata
@@ -235,6 +237,17 @@ class Staging:
                 if holding := _holding(path, run_uid, find or self.path, self._known):
                     yield holding
 
+    def parities(self, run_uid: str, *, directory: str | None = None) -> Iterator[ParityHeader]:
+        """Yield the header of each parity file of the run, or of one checkpoint, that has its full size."""
+        folders = self._folders(run_uid) if directory is None else [self.folder(run_uid, directory)]
+        for folder in folders:
+            with self._publishing:
+                paths = sorted(folder.glob(f"{names.PARITY_PREFIX}*.bin"))
+            for path in paths:
+                header = _parity(path)
+                if header is not None and header.attempt.run_uid == run_uid:
+                    yield header
+
     def directories(self, run_uid: str) -> tuple[str, ...]:
         """Return the run's checkpoint folders, complete or not."""
         return tuple(folder.name for folder in self._folders(run_uid))
@@ -349,6 +362,18 @@ def _holding(
     return Holding(
         fragment=fragment, entry=FileEntry(name=path.name, size_bytes=len(data), digest=found_digest)
     )
+
+
+def _parity(path: Path) -> ParityHeader | None:
+    try:
+        with path.open("rb") as file:
+            size = header_bytes(file.read(ALIGNMENT_BYTES))
+            file.seek(0)
+            header = decode_header(file.read(size))
+        is_here = header.name == path.name and header.attempt.directory == path.parent.name
+        return header if is_here and path.stat().st_size == header.size_bytes else None
+    except (OSError, FormatError):
+        return None
 
 
 def delete_checkpoint_dir(folder: Path) -> None:

@@ -1,0 +1,98 @@
+"""Make parity files on this node, and the files of lost members of a parity group; check what is stored.
+
+Functions block; call them from threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+
+from ray_ckpt.actors.agent.priority import ActiveCopies
+from ray_ckpt.actors.agent.run import NodeRun
+from ray_ckpt.core import messages as m
+from ray_ckpt.errors import CorruptionError, Unavailable
+from ray_ckpt.format.names import fragment_file
+from ray_ckpt.format.parity import DIGEST_BYTES, ParityHeader, encode_header
+from ray_ckpt.restore.parity import GroupReader, group_sources
+from ray_ckpt.restore.sources import Peers
+from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.storage.local.files import checked
+from ray_ckpt.transport.credentials import Credentials
+from ray_ckpt.types import AttemptId
+
+
+def compute(
+    run: NodeRun, order: m.Code, endpoints: Mapping[str, str], credentials: Credentials, copies: ActiveCopies
+) -> int:
+    """Carry out an order to compute files of a parity group, and return the bytes that were stored.
+
+    Unavailable if a member cannot be read, CorruptionError if computed bytes do not match their digest.
+    """
+    sources = group_sources(order.places, order.num_nodes, endpoints)
+    with closing(Peers(credentials, run.limiter.slowest_bytes_per_s)) as peers, copies.one():
+        group = GroupReader(order.attempt, sources, peers, run.limiter)
+        _check_wanted(run, order.attempt)
+        store = _store_parity if order.is_parity else _store_member
+        stored = store(run, order, group)
+    _check_wanted(run, order.attempt)
+    return stored
+
+
+def _store_parity(run: NodeRun, order: m.Code, group: GroupReader) -> int:
+    header = group.plan(order.places.group.members.index(order.node_index))
+    run.check_space(header.size_bytes, what=f"The parity of step {order.attempt.step}")
+    written = run.staging.put(
+        run.run_uid,
+        order.attempt.directory,
+        header.name,
+        group.encode(header),
+        size_bytes=header.size_bytes,
+    )
+    return written.size_bytes
+
+
+def _store_member(run: NodeRun, order: m.Code, group: GroupReader) -> int:
+    """Store the files of a lost member, its fragment last."""
+    fragment, *files = group.entries(fragment_file(order.node_index, order.num_nodes))
+    for file in (*files, fragment):
+        run.check_space(file.size_bytes, what=f"The copy of {file.name}")
+        run.staging.put(
+            run.run_uid,
+            order.attempt.directory,
+            file.name,
+            group.read(file.name, [(0, file.size_bytes)]),
+            size_bytes=file.size_bytes,
+            expect=file.digest,
+        )
+    return sum(file.size_bytes for file in (fragment, *files))
+
+
+def _check_wanted(run: NodeRun, attempt: AttemptId) -> None:
+    """Raise Unavailable, and leave no file, if the attempt is being deleted on this node."""
+    if run.machine.is_deleted(attempt.attempt):
+        run.staging.delete(run.run_uid, attempt.directory)
+        raise Unavailable(f"step {attempt.step} is being deleted here")
+
+
+def damaged_parity(run: NodeRun, attempt: AttemptId, node_index: int) -> tuple[str, ...]:
+    """Return the name of the parity file of a member if its blocks differ from their digest, else ()."""
+    for header in run.staging.parities(run.run_uid, directory=attempt.directory):
+        if header.group.members[header.position] == node_index and not _is_intact(run, header):
+            return (header.name,)
+    return ()
+
+
+def _is_intact(run: NodeRun, header: ParityHeader) -> bool:
+    path = run.staging.path(run.run_uid, header.attempt.directory, header.name)
+    start, end = len(encode_header(header)), header.size_bytes - DIGEST_BYTES
+    with path.open("rb") as file:
+        file.seek(end)
+        stored = file.read(DIGEST_BYTES).decode(errors="replace")
+    blocks = read_blocks_direct(path, start, end - start)
+    try:
+        for _ in checked(blocks, size_bytes=end - start, digest=stored, what=header.name):
+            pass
+    except CorruptionError:
+        return False
+    return True

@@ -1,0 +1,125 @@
+"""The registry of parity groups: which nodes hold the parity files of each attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+from itertools import combinations
+
+from ray_ckpt.core.values import GroupPlaces
+from ray_ckpt.format.parity import is_decodable
+from ray_ckpt.types import ParityGroup
+
+
+class ParityFiles:
+    """The parity groups of each attempt, and the live nodes with the parity file of each member.
+
+    The groups of an attempt never change.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[str, list[ParityGroup]] = {}  # by attempt
+        self._group_of: dict[str, dict[int, ParityGroup]] = {}  # attempt -> member -> its group
+        self._nodes: dict[str, dict[int, set[str]]] = {}  # attempt -> member -> nodes with its parity file
+
+    def know(self, attempt: str, groups: Iterable[ParityGroup]) -> None:
+        """Note the groups of an attempt."""
+        known = self._group_of.setdefault(attempt, {})
+        for group in groups:
+            if known.keys().isdisjoint(group.members):
+                known.update(dict.fromkeys(group.members, group))
+                self._groups.setdefault(attempt, []).append(group)
+
+    def add(self, attempt: str, group: ParityGroup, member: int, node: str) -> None:
+        self.know(attempt, (group,))
+        if self._group_of[attempt].get(member) == group:
+            self._nodes.setdefault(attempt, {}).setdefault(member, set()).add(node)
+
+    def groups(self, attempt: str) -> Sequence[ParityGroup]:
+        return self._groups.get(attempt, ())
+
+    def of(self, attempt: str, member: int) -> Set[str]:
+        return self._nodes.get(attempt, {}).get(member, frozenset())
+
+    def anywhere(self, attempt: str) -> frozenset[str]:
+        """Return the nodes that hold a parity file of an attempt."""
+        return frozenset().union(*self._nodes.get(attempt, {}).values())
+
+    def remove(self, attempt: str, member: int, node: str) -> None:
+        self._nodes.get(attempt, {}).get(member, set()).discard(node)
+
+    def remove_all(self, attempt: str, node: str) -> None:
+        for nodes in self._nodes.get(attempt, {}).values():
+            nodes.discard(node)
+
+    def lose(self, lost: Set[str]) -> None:
+        for members in self._nodes.values():
+            for nodes in members.values():
+                nodes -= lost
+
+    def forget(self, attempt: str) -> None:
+        self._groups.pop(attempt, None)
+        self._group_of.pop(attempt, None)
+        self._nodes.pop(attempt, None)
+
+
+def lost_members(places: GroupPlaces, lost_nodes: Set[str] = frozenset()) -> frozenset[int]:
+    """Return the members whose files can neither be read nor computed once these nodes are lost."""
+
+    def gone(held: Iterable[tuple[str, ...]]) -> set[int]:
+        return {at for at, nodes in enumerate(held) if lost_nodes >= set(nodes)}
+
+    lost = gone(places.fragments)
+    if not lost or is_decodable(places.group, lost, gone(places.parities)):
+        return frozenset()
+    return frozenset(places.group.members[at] for at in lost)
+
+
+def computed_members(groups: Iterable[GroupPlaces]) -> frozenset[int]:
+    """Return the members of groups whose files can be read or computed."""
+    return frozenset().union(*(set(places.group.members) - lost_members(places) for places in groups))
+
+
+def group_nodes(places: GroupPlaces) -> frozenset[str]:
+    """Return the nodes that hold a file of a group."""
+    return frozenset(node for held in (*places.fragments, *places.parities) for node in held)
+
+
+def left_places(places: GroupPlaces, survivors: Callable[[Iterable[str]], tuple[str, ...]]) -> GroupPlaces:
+    """Return the places of a group that are left on `survivors` of the nodes."""
+    return replace(
+        places,
+        fragments=tuple(map(survivors, places.fragments)),
+        parities=tuple(map(survivors, places.parities)),
+    )
+
+
+def tolerance(places: GroupPlaces) -> int:
+    """Return the number of nodes, up to the group's parity, any of which may be lost; -1 if a file is lost.
+
+    Copies of members count too: a group without parity files tolerates what its copies do.
+    """
+    least = min(map(len, places.fragments)) - 1
+    if least < places.group.parity and not _is_whole(places):
+        nodes = sorted(group_nodes(places))
+        for count in range(least + 1, places.group.parity + 1):
+            if any(lost_members(places, set(lost)) for lost in combinations(nodes, count)):
+                return count - 1
+    return max(least, places.group.parity)
+
+
+def _is_whole(places: GroupPlaces) -> bool:
+    """Return True if each member has a node of its own with its fragment and its parity file."""
+    homes = [
+        set(held).intersection(coded) for held, coded in zip(places.fragments, places.parities, strict=True)
+    ]
+    return all(homes) and len(set().union(*homes)) == sum(map(len, homes))
+
+
+def fatal_nodes(places: GroupPlaces) -> Mapping[int, frozenset[str]]:
+    """Return by member the nodes whose loss alone loses the member's files."""
+    found: dict[int, set[str]] = {}
+    for node in group_nodes(places):
+        for member in lost_members(places, {node}):
+            found.setdefault(member, set()).add(node)
+    return {member: frozenset(nodes) for member, nodes in found.items()}

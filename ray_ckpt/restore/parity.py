@@ -1,0 +1,328 @@
+"""Files of a parity group that are computed from the files of its other members, pulled from their nodes.
+
+A computation reads the same range from several members, one after another, and adds the bytes to a window as
+they arrive. So its memory is one window of each sum for each thread, however many members there are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from ray_ckpt.core.values import GroupPlaces
+from ray_ckpt.errors import CheckpointError, Unavailable
+from ray_ckpt.format.blocks import BlockCutter
+from ray_ckpt.format.digest import Digester, digest
+from ray_ckpt.format.galois import Bytes, StripeSum, solve
+from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
+from ray_ckpt.format.names import fragment_file, parity_file
+from ray_ckpt.format.parity import (
+    MAX_HEADER_BYTES,
+    ParityHeader,
+    Span,
+    decode_header,
+    encode_header,
+    header_bytes,
+)
+from ray_ckpt.format.shard import ALIGNMENT_BYTES
+from ray_ckpt.restore.sources import Blocks, ByteSource, Peers
+from ray_ckpt.storage.parallel import map_in_order
+from ray_ckpt.transport.sending import Limiter
+from ray_ckpt.transport.wire import FileName
+from ray_ckpt.types import AttemptId, FileEntry, ParityGroup
+
+PARITY = "parity"  # the place of a computed file, in messages
+WINDOW_BYTES = 8 << 20  # of a sum that is computed at a time
+WINDOW_SPANS = 1000  # ranges in a window; a request for each member lists them
+ENCODERS = 2  # windows of a parity file at a time: one waits for the network while the other adds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSources:
+    """The addresses of the nodes with the files of a parity group; see `GroupPlaces`."""
+
+    group: ParityGroup
+    num_nodes: int
+    fragments: tuple[tuple[str, ...], ...]
+    parities: tuple[tuple[str, ...], ...]
+
+
+def group_sources(places: GroupPlaces, num_nodes: int, endpoints: Mapping[str, str]) -> GroupSources:
+    """Return the sources of a group; nodes without an address are left out."""
+
+    def addresses(held: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(endpoints[node] for node in nodes if node in endpoints) for nodes in held)
+
+    return GroupSources(
+        group=places.group,
+        num_nodes=num_nodes,
+        fragments=addresses(places.fragments),
+        parities=addresses(places.parities),
+    )
+
+
+class _Gone(Exception):
+    """A source of the group has failed and is no longer used."""
+
+
+class GroupReader:
+    """Reader of one parity group of an attempt, from any threads. `read_bytes` counts what it has pulled."""
+
+    def __init__(
+        self, attempt: AttemptId, sources: GroupSources, peers: Peers, limiter: Limiter | None = None
+    ) -> None:
+        self._attempt = attempt
+        self._sources = sources
+        self._peers = peers
+        self._limiter = limiter or Limiter()
+        self._lock = threading.Lock()
+        self._failed: set[tuple[str, int, bool]] = set()  # address, position, True for its parity file
+        self._header: ParityHeader | None = None
+        self._header_bytes: dict[int, int] = {}  # size of the header of each parity file, by position
+        self.read_bytes = 0
+
+    # -- parity files ----------------------------------------------------------------------------------
+
+    def plan(self, position: int) -> ParityHeader:
+        """Return the header of a new parity file, from the fragments of all members.
+
+        Unavailable if a fragment cannot be read, CorruptionError if it is damaged.
+        """
+        files = tuple(self._listed(at) for at in range(self._sources.group.size))
+        return ParityHeader(
+            attempt=self._attempt,
+            num_nodes=self._sources.num_nodes,
+            group=self._sources.group,
+            position=position,
+            files=files,
+        )
+
+    def _listed(self, position: int) -> tuple[FileEntry, ...]:
+        """Return the entries of a member's fragment and of the files that it lists."""
+        name = fragment_file(self._sources.group.members[position], self._sources.num_nodes)
+        for endpoint in self._sources.fragments[position]:
+            with self._peers.acquire(endpoint) as peer:
+                data = peer.read_file(self._name(name), max_bytes=MAX_FRAGMENT_BYTES)
+            metadata, _ = decode_columns(data)
+            if metadata.attempt != self._attempt:
+                raise Unavailable(f"{name} is of another attempt.", refused=True)
+            entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
+            return entry, *metadata.files
+        raise Unavailable(f"No node has {name}.", refused=True)
+
+    def encode(self, header: ParityHeader) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of a parity file. Unavailable if a member cannot be read to its end."""
+        self._header = header
+        yield encode_header(header)
+        state, segment_bytes = Digester(), header.segment_bytes
+        windows = [
+            (index, Span(stripe=header.stripe(index), offset=at, size=min(WINDOW_BYTES, segment_bytes - at)))
+            for index in range(header.group.parity)
+            for at in range(0, segment_bytes, WINDOW_BYTES)
+        ]
+        found = map_in_order(self._parity_of, windows, threads=ENCODERS, name="code", max_results=ENCODERS)
+        with closing(found):
+            for window in found:
+                state.update(window.data)
+                yield window.data
+        yield state.hexdigest().encode()
+
+    def _parity_of(self, window: tuple[int, Span]) -> Bytes:
+        index, span = window
+        try:
+            return self._sums([span], (index,), ())[index]
+        except _Gone as error:
+            raise Unavailable(f"A member of the group cannot be read: {error}", refused=True) from error
+
+    # -- lost members ----------------------------------------------------------------------------------
+
+    def header(self) -> ParityHeader:
+        """Return the header of one of the group's parity files. Unavailable if none can be read."""
+        with self._lock:
+            if self._header is not None:
+                return self._header
+        for position in range(self._sources.group.size):
+            try:
+                return self._read_header(position)
+            except (_Gone, CheckpointError):
+                continue
+        raise Unavailable("No parity file of the group can be read.", refused=True)
+
+    def _read_header(self, position: int) -> ParityHeader:
+        name = parity_file(self._sources.group.members[position], self._sources.num_nodes)
+        first = self._read_small(position, name, ALIGNMENT_BYTES)
+        size = header_bytes(first)
+        data = first if size <= ALIGNMENT_BYTES else self._read_small(position, name, size)
+        found = decode_header(data[: min(size, MAX_HEADER_BYTES)])
+        if found.attempt != self._attempt or found.group != self._sources.group:
+            raise Unavailable(f"{name} is of another group.", refused=True)
+        with self._lock:
+            self._header_bytes[position] = size
+            self._header = self._header or found
+            return self._header
+
+    def _read_small(self, position: int, name: str, size: int) -> bytes:
+        blocks = self._pull(position, name, [(0, size)], is_parity=True)
+        return b"".join(map(bytes, blocks))
+
+    def entries(self, file: str) -> tuple[FileEntry, ...]:
+        """Return the files of the member that has `file`, its fragment first."""
+        header = self.header()
+        return header.files[header.position_of(file)]
+
+    def read(self, file: str, ranges: Sequence[tuple[int, int]]) -> Generator[memoryview, None, None]:
+        """Yield the bytes of ranges of a member's file, computed from the other members.
+
+        Unavailable if too many members are lost. The bytes are not compared with digests here.
+        """
+        header = self.header()
+        position = header.position_of(file)
+        for spans in _windows(header.spans(file, ranges, WINDOW_BYTES)):
+            yield self._compute(header, position, spans).data
+
+    def read_whole(self, file: str) -> bytes:
+        """Return a whole small file of a member; see `read`."""
+        (entry,) = (entry for entry in self.entries(file) if entry.name == file)
+        return b"".join(map(bytes, self.read(file, [(0, entry.size_bytes)])))
+
+    def _compute(self, header: ParityHeader, position: int, spans: Sequence[Span]) -> Bytes:
+        """Return the bytes of spans of one stripe, in which the member at `position` has data."""
+        group, stripe = header.group, spans[0].stripe
+        while True:
+            lost = [
+                at for at in group.data_of(stripe) if at == position or not self._left(at, is_parity=False)
+            ]
+            sums = [i for i in range(group.parity) if self._left(group.place(stripe + i), is_parity=True)]
+            if len(sums) < len(lost):
+                raise Unavailable("Too many members of the parity group are lost.", refused=True)
+            try:
+                found = self._sums(spans, sums[: len(lost)], lost)
+                for index, total in found.items():
+                    self._add_parity(header, group.place(stripe + index), index, spans, total)
+            except _Gone:
+                continue  # with one source less, so this ends
+            exponents = [group.exponent(stripe, at) for at in lost]
+            return solve(exponents, found)[group.exponent(stripe, position)]
+
+    def _sums(
+        self, spans: Sequence[Span], indexes: Sequence[int], left_out: Sequence[int]
+    ) -> dict[int, Bytes]:
+        """Return sums over the members with data in the stripe of spans, without some, by index."""
+        header = self.header()
+        sums = {index: StripeSum(sum(span.size for span in spans), index) for index in indexes}
+        for position in header.group.data_of(spans[0].stripe):
+            for total in sums.values():
+                total.begin()
+            if position in left_out:
+                continue
+            for file, parts in _by_file(header, position, spans).items():
+                blocks = self._pull(position, file, [(offset, size) for offset, size, _ in parts])
+                for at, piece in _placed(blocks, [(at, size) for _, size, at in parts]):
+                    for total in sums.values():
+                        total.add(at, piece)
+        return {index: total.finish() for index, total in sums.items()}
+
+    def _add_parity(
+        self, header: ParityHeader, position: int, index: int, spans: Sequence[Span], total: Bytes
+    ) -> None:
+        """Add the stored parity block of a stripe to the sum over the members that are left."""
+        name = parity_file(header.group.members[position], header.num_nodes)
+        if position not in self._header_bytes:
+            self._read_header(position)
+        base = self._header_bytes[position] + index * header.segment_bytes
+        ranges = [(base + span.offset, span.size) for span in spans]
+        blocks = self._pull(position, name, ranges, is_parity=True)
+        for at, piece in _placed(blocks, [(0, total.size)]):
+            window = total[at : at + piece.nbytes]
+            np.bitwise_xor(window, np.frombuffer(piece, np.uint8), out=window)
+
+    # -- sources ---------------------------------------------------------------------------------------
+
+    def _left(self, position: int, *, is_parity: bool) -> list[str]:
+        """Return the addresses at which a member's files, or its parity file, can still be read."""
+        held = self._sources.parities if is_parity else self._sources.fragments
+        bad, gone = self._failed, self._peers.gone
+        return [at for at in held[position] if (at, position, is_parity) not in bad and at not in gone]
+
+    def _pull(
+        self, position: int, file: str, ranges: Sequence[tuple[int, int]], *, is_parity: bool = False
+    ) -> Iterator[memoryview]:
+        """Yield bytes of a file; after a failure its source is not used any more, and _Gone is raised."""
+        endpoints = self._left(position, is_parity=is_parity)
+        if not endpoints:
+            raise _Gone(file)
+        try:
+            with self._peers.acquire(endpoints[0]) as peer:
+                slowest = self._peers.slowest_bytes_per_s
+                for block in peer.read(self._name(file), ranges, slowest_bytes_per_s=slowest):
+                    self._limiter.wait(block.nbytes)
+                    with self._lock:
+                        self.read_bytes += block.nbytes
+                    yield block
+        except Unavailable as error:
+            with self._lock:
+                self._failed.add((endpoints[0], position, is_parity))
+            if not error.fields.get("answered"):
+                self._peers.gone.add(endpoints[0])
+            raise _Gone(str(error)) from error
+
+    def _name(self, file: str) -> FileName:
+        return FileName(run_uid=self._attempt.run_uid, directory=self._attempt.directory, file=file)
+
+
+class Coded(ByteSource):
+    """A file of a lost member of a parity group."""
+
+    def __init__(self, group: GroupReader, file: str) -> None:
+        self._group = group
+        self._file = file
+
+    def open(self) -> None:
+        self._group.header()
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
+        yield from self._group.read(self._file, ranges)
+
+
+def _windows(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    """Join spans of one stripe that follow each other into windows."""
+    window: list[Span] = []
+    size = 0
+    for span in spans:
+        is_full = size + span.size > WINDOW_BYTES or len(window) == WINDOW_SPANS
+        if window and (is_full or span.stripe != window[0].stripe):
+            yield window
+            window, size = [], 0
+        window.append(span)
+        size += span.size
+    if window:
+        yield window
+
+
+def _by_file(
+    header: ParityHeader, position: int, spans: Iterable[Span]
+) -> dict[str, list[tuple[int, int, int]]]:
+    """Return by file the parts of a member in spans: offset in the file, size, position in the window."""
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    start = 0
+    for span in spans:
+        for file, offset, size, at in header.pieces(position, span):
+            found.setdefault(file, []).append((offset, size, start + at))
+        start += span.size
+    return found
+
+
+def _placed(
+    blocks: Iterable[memoryview], places: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield the pieces of blocks, each with its position; `places` has positions and sizes in order."""
+    cutter = BlockCutter(blocks)
+    for at, size in places:
+        for piece in cutter.pieces(size):
+            yield at, piece
+            at += piece.nbytes
+    cutter.at_end()  # the client checks here that all bytes came, and no more

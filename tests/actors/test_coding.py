@@ -1,0 +1,296 @@
+"""Parity groups on real files over the real transport, without Ray: coding, losses, repair, damage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from ray_ckpt.actors.agent.coding import compute, damaged_parity
+from ray_ckpt.actors.agent.priority import ActiveCopies
+from ray_ckpt.actors.agent.restore_sources import SourceFinder
+from ray_ckpt.actors.agent.run import NodeRun
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.loss_scenarios import LiveCheckpoint, Scenario
+from ray_ckpt.core.placement import place_groups
+from ray_ckpt.core.values import GroupPlaces, ResumePoint, SessionPlan
+from ray_ckpt.errors import Unavailable
+from ray_ckpt.format.names import fragment_file, make_attempt, parity_file
+from ray_ckpt.format.parity import header_bytes
+from ray_ckpt.restore import parity
+from ray_ckpt.restore.parity import GroupReader, group_sources
+from ray_ckpt.restore.reader import FileSource, FlatSink, SourceReader
+from ray_ckpt.restore.sources import Peers
+from ray_ckpt.storage.local.disks import Disks
+from ray_ckpt.storage.remote.tier import RemoteRef
+from ray_ckpt.transport.sending import Limiter
+from ray_ckpt.transport.server import PeerServer
+from ray_ckpt.types import CheckpointInfo, Level, ParityGroup
+from ray_ckpt.verify.copies import verify_copies
+from ray_ckpt.verify.drill import dry_run
+from ray_ckpt.verify.live_manifest import ReadAccess
+from tests.support.sample_run import SampleCheckpoint, make_checkpoint
+from tests.transport.peers import KEYS, UID, Folder
+
+NUM_NODES = 8
+ROWS = 160_000  # 10 MB of state
+NODES = tuple(f"node-{at}" for at in range(NUM_NODES))
+
+
+@dataclass(slots=True)
+class Group:
+    """Eight nodes with the fragments of a checkpoint, their servers, and the parity group of all."""
+
+    root: Path
+    saved: SampleCheckpoint
+    group: ParityGroup
+    endpoints: dict[str, str] = field(default_factory=dict)
+    runs: dict[str, NodeRun] = field(default_factory=dict)
+
+    def places(self, *lost: int, parities: Mapping[int, str] | None = None) -> GroupPlaces:
+        there = [(name,) if at not in lost else () for at, name in enumerate(NODES)]
+        return GroupPlaces(group=self.group, fragments=tuple(there), parities=tuple(there))
+
+    def code(self, member: int, node: str, *lost: int, is_parity: bool = True) -> int:
+        order = m.Code(
+            attempt=self.saved.attempt,
+            num_nodes=NUM_NODES,
+            node_index=member,
+            node_id=node,
+            is_parity=is_parity,
+            places=self.places(*lost),
+        )
+        credentials = KEYS.credentials(UID)
+        return compute(self.runs[node], order, self.endpoints, credentials, ActiveCopies())
+
+    def folder(self, node: str) -> Path:
+        return self.root / node / UID / self.saved.attempt.directory
+
+    def files(self, member: int) -> list[str]:
+        return [fragment_file(member, NUM_NODES), *(f.name for f in self.saved.fragments[member].files)]
+
+    def used_bytes(self) -> int:
+        return sum(p.stat().st_size for node in NODES for p in self.folder(node).iterdir())
+
+
+def _is_deleted(attempt: str) -> bool:
+    return False
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    attempt = make_attempt(run_uid=UID, session=1, step=10, attempt=0)
+    saved = make_checkpoint(attempt, world_size=2 * NUM_NODES, num_nodes=NUM_NODES, rows=ROWS)
+    (parity_group,) = place_groups(NODES, num_data=6, parity=2)
+    found = Group(tmp_path, saved, parity_group)
+    with ExitStack() as stack:
+        for at, node in enumerate((*NODES, "spare")):
+            (tmp_path / node).mkdir(mode=0o700)
+            disks = stack.enter_context(closing(Disks([tmp_path / node])))
+            server = PeerServer("127.0.0.1", keys=KEYS, files=Folder(tmp_path / node))
+            stack.callback(server.shutdown)
+            found.endpoints[node] = server.endpoint
+            run = SimpleNamespace(
+                run_uid=UID,
+                staging=disks,
+                limiter=Limiter(),
+                machine=SimpleNamespace(is_deleted=_is_deleted),
+                check_space=lambda needed_bytes, what: None,
+            )
+            found.runs[node] = cast(NodeRun, run)
+            for name in found.files(at) if at < NUM_NODES else ():
+                disks.put(UID, attempt.directory, name, [saved.files[name]])
+        yield found
+
+
+@pytest.fixture
+def coded(group: Group, monkeypatch: pytest.MonkeyPatch) -> Group:
+    monkeypatch.setattr(parity, "WINDOW_BYTES", 150_000)  # so that a segment has several windows
+    for member, node in enumerate(NODES):
+        group.code(member, node)
+    return group
+
+
+def _reader(stack: ExitStack, group: Group, *lost: int) -> GroupReader:
+    peers = stack.enter_context(closing(Peers(KEYS.credentials(UID))))
+    sources = group_sources(group.places(*lost), NUM_NODES, group.endpoints)
+    return GroupReader(group.saved.attempt, sources, peers)
+
+
+def test_the_disk_of_a_save_is_that_of_the_state_and_a_third(group: Group) -> None:
+    before = group.used_bytes()
+    stored = sum(group.code(member, node) for member, node in enumerate(NODES))
+    assert group.used_bytes() == before + stored
+    assert group.used_bytes() <= 1.35 * before
+    for member, node in enumerate(NODES):
+        (header,) = group.runs[node].staging.parities(UID)
+        assert header.name == parity_file(member, NUM_NODES)
+        assert damaged_parity(group.runs[node], group.saved.attempt, member) == ()
+
+
+def test_every_pair_of_nodes_may_be_lost(coded: Group) -> None:
+    saved = coded.saved
+    for lost in combinations(range(NUM_NODES), 2):
+        with ExitStack() as stack:
+            reader = _reader(stack, coded, *lost)
+            for member in lost:
+                for name in coded.files(member):
+                    assert reader.read_whole(name) == saved.files[name], (lost, name)
+
+
+def test_three_lost_nodes_are_too_many(coded: Group) -> None:
+    with ExitStack() as stack, pytest.raises(Unavailable, match="Too many members"):
+        _reader(stack, coded, 0, 1, 2).read_whole(fragment_file(0, NUM_NODES))
+
+
+def test_a_restore_of_one_lost_node_reads_six_times_its_bytes(coded: Group) -> None:
+    saved, lost = coded.saved, 3
+    fragment = saved.fragments[lost]
+    group = group_sources(coded.places(lost), NUM_NODES, coded.endpoints)
+    source = FileSource(tier="peer", where="parity", group=group)
+    reader = SourceReader(
+        saved.attempt,
+        {file.name: (source,) for file in fragment.files},
+        credentials=KEYS.credentials(UID),
+    )
+    found: dict[tuple[str, int], Any] = {}
+
+    def sink(row: Any) -> FlatSink:
+        data = found[row.file, row.byte_offset] = np.empty(row.nbytes, np.uint8)
+        return FlatSink(data)
+
+    reader.read(fragment.rows, sink)
+    assert reader.damage == [] and reader.rejected == []
+    for row in fragment.rows:
+        wanted = saved.files[row.file][row.byte_offset : row.byte_offset + row.nbytes]
+        assert found[row.file, row.byte_offset].tobytes() == wanted
+    size = sum(file.size_bytes for file in fragment.files)
+    (pulled,) = reader._groups.values()
+    assert 5 * size < pulled.read_bytes <= 1.2 * 6 * size
+
+
+def _checkpoint(group: Group) -> CheckpointInfo:
+    saved = group.saved
+    return CheckpointInfo(
+        id=saved.attempt,
+        seq=9,
+        level=Level.REPLICATED,
+        world_size=saved.world_size,
+        num_nodes=saved.num_nodes,
+        size_bytes=saved.size_bytes,
+        root_digest=saved.root_digest,
+        root_of=saved.root_of,
+        committed_at_s=0.0,
+        metrics={},
+        replicas=2,
+    )
+
+
+def test_a_ticket_has_the_manifest_and_the_files_of_lost_nodes(coded: Group) -> None:
+    lost, saved = (1, 4), coded.saved
+    places = coded.places(*lost)
+    resume = ResumePoint(checkpoint=_checkpoint(coded), holders=places.fragments, groups=(places,))
+    plan = SessionPlan(run_uid=UID, session=2, world_size=1, nodes=(), resume=resume)
+    finder = SourceFinder(
+        run_uid=UID,
+        node_id="spare",
+        credentials=KEYS.credentials(UID),
+        arenas={},
+        staging=coded.runs["spare"].staging,
+        storage=RemoteRef(storage_path=str(coded.root), run_name="gpt"),
+        endpoints=coded.endpoints,
+    )
+    ticket, memory = finder.ticket(plan)
+    try:
+        assert ticket.manifest is not None
+        manifest = ticket.manifest.open()
+        rows = [row for fragment in saved.fragments for row in fragment.rows]
+        reader = SourceReader(saved.attempt, ticket.sources, credentials=ticket.credentials)
+        for row in rows:
+            assert row in list(manifest.of_file(row.file))
+            if row.nbytes:
+                wanted = saved.files[row.file][row.byte_offset : row.byte_offset + row.nbytes]
+                assert reader.read_bytes(row) == wanted
+        assert {part.where for part in reader.parts} == {*NODES, "parity"} - {NODES[at] for at in lost}
+    finally:
+        memory.close()
+
+
+def test_drills_and_checks_of_copies_compute_what_a_loss_takes(coded: Group) -> None:
+    whole = coded.places()
+    live = LiveCheckpoint(checkpoint=_checkpoint(coded), holders=whole.fragments, groups=(whole,))
+    access = ReadAccess(endpoints=coded.endpoints, credentials=KEYS.credentials(UID))
+    for lost, verdict in ((("node-0", "node-7"), "passed"), (("node-0", "node-1", "node-7"), "not covered")):
+        scenario = Scenario(name="some nodes", lost=frozenset(lost))
+        found = dry_run(live, scenario, access)
+        assert found.verdict == verdict, found.problems
+        assert found.is_covered == (len(lost) == 2)
+    left = coded.places(0, 7)
+    after = replace(live, holders=left.fragments, groups=(left,))
+    report = verify_copies(after, access, retry=lambda known: (known, access))
+    assert report is not None and report.is_restorable
+    assert [damage.detail for damage in report.damages] == [
+        "Its parity group allows for 0 lost node(s) instead of 2."
+    ]
+
+
+def test_a_node_that_does_not_answer_is_left_out(coded: Group) -> None:
+    for name in coded.files(5):  # node 5 lacks its files, which nobody knows yet
+        (coded.folder(NODES[5]) / name).unlink()
+    with ExitStack() as stack:
+        reader = _reader(stack, coded, 2)
+        for name in coded.files(2):
+            assert reader.read_whole(name) == coded.saved.files[name]
+    (coded.folder(NODES[2]) / parity_file(2, NUM_NODES)).unlink()
+    with ExitStack() as stack, pytest.raises(Unavailable, match="Too many members"):
+        reader = _reader(stack, coded)
+        for name in coded.files(5):
+            (coded.folder(NODES[4]) / parity_file(4, NUM_NODES)).unlink(missing_ok=True)
+            (coded.folder(NODES[3]) / parity_file(3, NUM_NODES)).unlink(missing_ok=True)
+            (coded.folder(NODES[1]) / coded.files(1)[1]).unlink(missing_ok=True)
+            reader.read_whole(name)
+
+
+def test_lost_members_and_then_their_parity_are_made_again(coded: Group) -> None:
+    saved = coded.saved
+    coded.code(2, "spare", 2, 6, is_parity=False)
+    for name in coded.files(2):
+        assert (coded.folder("spare") / name).read_bytes() == saved.files[name]
+    coded.code(6, NODES[0], 2, 6, is_parity=False)
+    for name in coded.files(6):
+        assert (coded.folder(NODES[0]) / name).read_bytes() == saved.files[name]
+    old = (coded.folder(NODES[2]) / parity_file(2, NUM_NODES)).read_bytes()
+    coded.code(2, "spare")
+    assert (coded.folder("spare") / parity_file(2, NUM_NODES)).read_bytes() == old
+
+
+def test_wrong_parity_gives_no_file_and_is_found_by_a_scrub(coded: Group) -> None:
+    path = coded.folder(NODES[1]) / parity_file(1, NUM_NODES)
+    data = bytearray(path.read_bytes())
+    data[header_bytes(bytes(data)) + 100] ^= 1  # in the P of a stripe of which most members have a part
+    path.write_bytes(data)
+    assert damaged_parity(coded.runs[NODES[1]], coded.saved.attempt, 1) == (path.name,)
+    for member in range(2, NUM_NODES):  # every byte is compared with its digest, whatever the parity is
+        with ExitStack() as stack:
+            reader = _reader(stack, coded, member)
+            wrong = [n for n in coded.files(member) if reader.read_whole(n) != coded.saved.files[n]]
+        if wrong:
+            with pytest.raises(Exception, match="other bytes than announced"):
+                coded.code(member, "spare", member, is_parity=False)
+            return
+    raise AssertionError("the damaged byte is in no stripe of a lost member")
+
+
+def test_what_is_deleted_during_the_work_stays_deleted(coded: Group) -> None:
+    run = cast(Any, coded.runs["spare"])
+    run.machine.is_deleted = lambda attempt: True
+    with pytest.raises(Unavailable, match="being deleted"):
+        coded.code(2, "spare", 2, is_parity=False)
+    assert not coded.folder("spare").exists()
