@@ -204,9 +204,7 @@ class NodeAgent(RelayEndpoints):
         order = n.CopyOrdered(attempt=attempt, node_index=node_index, holder=holder, epoch=epoch)
         await run.obey(order)
 
-    async def drain(
-        self, run_uid: str, attempt: AttemptId, node_index: int, like: str, epoch: int
-    ) -> None:
+    async def drain(self, run_uid: str, attempt: AttemptId, node_index: int, like: str, epoch: int) -> None:
         """Copy one fragment's files from this node to the storage path, the fragment itself last.
 
         `like` is as in the order `Drain`.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,12 +57,11 @@ def store_shard(run: NodeRun, shard: SealedShard) -> StoredFiles:
     if arena.mode != "stream":
         arena.check(buffer, attempt.attempt)
     world_size = run.require_plan().world_size
-    run.check_space(
-        layout.shards[0].size_bytes + len(shard.state), what=f"The shard of rank {shard.rank}"
-    )
+    run.check_space(layout.shards[0].size_bytes + len(shard.state), what=f"The shard of rank {shard.rank}")
     store = partial(_store, run, arena, buffer, shard)
     numbers = range(len(layout.shards))
-    parts = map_in_order(store, numbers, threads=len(numbers), name="shard") if len(numbers) > 1 else [store(0)]
+    parts: Iterable[tuple[Written, bool]] = [store(0)] if len(numbers) == 1 else ()
+    parts = parts or map_in_order(store, numbers, threads=len(numbers), name="shard")
     entries: list[FileEntry] = []
     rows: list[ManifestRow] = []
     shared_bytes = 0
@@ -92,9 +91,7 @@ def _store(
     if number == STILL:
         return store_still(run, directory, file, buffer.data(layout, number), spans)
     chunks = arena.chunks(buffer, shard.attempt.attempt)
-    written = run.staging.put(
-        run.run_uid, directory, file, chunks, size_bytes=part.size_bytes, spans=spans
-    )
+    written = run.staging.put(run.run_uid, directory, file, chunks, size_bytes=part.size_bytes, spans=spans)
     return written, False
 
 
@@ -109,7 +106,9 @@ def _shard_rows(file: str, part: ShardLayout, written: Written) -> Iterator[Mani
         )
 
 
-def send_copy(run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies: ActiveCopies) -> tuple[int, int]:
+def send_copy(
+    run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies: ActiveCopies
+) -> tuple[int, int]:
     """Copy a fragment and its files to a peer; return the bytes sent, and those that the peer had."""
     if not run.machine.reaches(effect.holder):  # another copy may have failed while this copy was queued
         raise Unavailable("it has not answered since an earlier copy.", unreachable=True)

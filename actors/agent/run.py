@@ -50,7 +50,7 @@ class NodeRun:
         self.memory = RankMemory()
         self.captures = Captures()
         self.restore: NodeRestore | None = None  # of the last session that began on this node
-        self.still: dict[str, tuple[tuple[tuple[int, int], ...], Written]] = {}  # digests of ranks' still shards
+        self.still: dict[str, tuple[tuple[tuple[int, int], ...], Written]] = {}  # digests, by file
         self.endpoints: dict[str, str] = {}  # addresses of agents, by node
         self.annotating = 0  # number of annotations that wait for a save, or for the log
         self.checked_nonce = ""  # nonce of the coordinator for which the storage path was last checked
