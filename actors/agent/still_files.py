@@ -78,7 +78,7 @@ def _digest_of(data: memoryview, span: tuple[int, int]) -> str:
 
 
 def like_here(run: NodeRun, directory: str, file: FileEntry) -> str:
-    """Return an earlier checkpoint of this node with the same still shard, for a peer; "" if there is none."""
+    """Return an earlier checkpoint of this node with the same still shard, for a peer; "" without one."""
     if not is_still_name(file.name):
         return ""
     return next((other for other, entry in likes(run, directory, file.name) if entry == file), "")
