@@ -9,7 +9,7 @@ import pytest
 
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import MAX_SETTLED, MAX_UNSETTLED, NodeMachine
-from ray_ckpt.core.values import SessionNode, SessionPlan
+from ray_ckpt.core.values import Salvage, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
@@ -243,6 +243,8 @@ def every_order(epoch: int) -> list[n.Order]:
         n.SaveStepAnnounced(
             session_key=session.session_key, signal=SaveSignal(step=20, number=1), epoch=epoch
         ),
+        n.SurvivorsAsked(session_key=session.session_key, epoch=epoch),
+        n.SalvageOrdered(salvage=Salvage(session_key=session.session_key), epoch=epoch),
         n.RunReleased(session_key=session.session_key, is_finished=True, epoch=epoch),
         n.RunPutAway(kept=(), epoch=epoch),
     ]

@@ -9,15 +9,17 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
+import ray.train
 import torch
 import torch.distributed as dist
 import xxhash
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 import ray_ckpt
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.train import CheckpointCallback
 from tests.cluster.ranks import CALL_S
 from tests.fault.ranks import FaultRank
 from tests.fault.rig import wait_for
@@ -45,6 +48,11 @@ class Task:
     kind: str = "ddp"
     pace_s: float = 0.03  # of each step, before its forward pass
     options: dict[str, Any] = field(default_factory=dict)
+    by_ray_train: bool = False
+
+    @property
+    def all_options(self) -> dict[str, Any]:
+        return {"salvage": True, "every_steps": 1_000_000, **self.options}
 
 
 class Training:
@@ -52,10 +60,14 @@ class Training:
 
     def __init__(self, task: Task) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        options = {"salvage": True, "every_steps": 1_000_000, **task.options}
-        ray_ckpt.connect(
-            run=task.run, storage_path=task.storage, rank=self.rank, world_size=self.world_size, **options
-        )
+        if not task.by_ray_train:
+            ray_ckpt.connect(
+                run=task.run,
+                storage_path=task.storage,
+                rank=self.rank,
+                world_size=self.world_size,
+                **task.all_options,
+            )
         torch.manual_seed(0)
         width = WIDTH if task.kind == "ddp" else WIDE
         net = nn.Sequential(
@@ -171,6 +183,24 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
+def fit(task: Task, world_size: int) -> None:
+    """Train a task by Ray Train, which starts a group again after a failure."""
+    callback = CheckpointCallback(storage_path=task.storage, **task.all_options)
+    TorchTrainer(
+        lambda config: {"step": train(config["task"])},
+        train_loop_config={"task": replace(task, by_ray_train=True)},
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ray.train.ScalingConfig(num_workers=world_size),
+        run_config=ray.train.RunConfig(
+            name=task.run,
+            storage_path=task.storage,
+            callbacks=[callback],
+            failure_config=ray.train.FailureConfig(max_failures=2),
+        ),
+    ).fit()
 
 
 def saved_steps(task: Task) -> list[int]:

@@ -10,11 +10,23 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
+import ray
 
+from jobs.demo.local_cluster import LocalCluster
 from tests.fault.conftest import Home
 from tests.fault.rig import wait_for
-from tests.fault.survivors import Task, Trainers, check_lines, last_step, lines, saved_steps, wait_for_step
+from tests.fault.survivors import (
+    Task,
+    Trainers,
+    check_lines,
+    fit,
+    last_step,
+    lines,
+    saved_steps,
+    wait_for_step,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 KILLS = int(os.environ.get("RAY_CKPT_KILLS", "12"))  # of the random test; 200 take half an hour
@@ -106,6 +118,25 @@ def test_shards_without_replicas_are_not_saved(home: Home, tmp_path: Path) -> No
     trainers.stop()
     scene.finish()
     assert saved_steps(scene.task) == [16]
+
+
+def test_ray_train_lets_survivors_save_before_it_ends_a_group(home: Home, tmp_path: Path) -> None:
+    cluster, task = home.start(), make_task(tmp_path, "train", 40)
+    calm = replace(task, run="train-calm", journal=f"{task.journal}-calm", pace_s=0.0)
+    ray.get(fit.remote(calm, 2), timeout=180)
+    training = fit.remote(replace(task, pace_s=0.15), 2)
+    wait_for_step(task, 1, 12)
+    workers_of_ray_train(cluster)[-1].kill()
+    ray.get(training, timeout=180)
+    for rank in range(2):
+        check_lines(task, rank, {x["step"]: x for x in lines(calm, rank)})
+        assert len(lines(task, rank)) <= 41, "one step was repeated at most"
+
+
+def workers_of_ray_train(cluster: LocalCluster) -> list[psutil.Process]:
+    raylets = [node.handle.all_processes["raylet"][0].process.pid for node in cluster.nodes.values()]
+    processes = [p for pid in raylets for p in psutil.Process(pid).children()]
+    return [p for p in processes if any("RayTrainWorker" in part for part in p.cmdline())]
 
 
 @pytest.mark.timeout(60 + 30 * KILLS)
