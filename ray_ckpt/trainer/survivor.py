@@ -108,10 +108,16 @@ class Survivor:
         data = self._items.encode_state(step, walked)
         size = len(data) + sum(live.nbytes for live in own)
         if size > MAX_STEP_STATE_BYTES:
-            self._warn(
-                f"step {step} cannot be salvaged: rank {self._link.identity.rank} alone holds {size:,} bytes "
-                f"of it, more than {MAX_STEP_STATE_BYTES:,}"
-            )
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "step %d cannot be salvaged: rank %d alone holds %s bytes of it, more than %s; "
+                    "a restart continues from the last save",
+                    step,
+                    self._link.identity.rank,
+                    f"{size:,}",
+                    f"{MAX_STEP_STATE_BYTES:,}",
+                )
             return
         copies = tuple(_copy(live) for live in own)
         layout = build_layout(live.slice for live in copies)
@@ -139,11 +145,6 @@ class Survivor:
             self._kept = kept
             self._state.notify_all()
         self._link.keep(self._session_key, state)
-
-    def _warn(self, text: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning("%s; a restart continues from the last save", text)
 
     def _class_of(self, common: tuple[LiveSlice, ...]) -> str:
         """Return the class of this rank: ranks of one class hold the same tensors in common with others."""
