@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ray_ckpt.capture.snapshot import versions
 from ray_ckpt.capture.walk import LiveSlice, Walked
 from ray_ckpt.core.values import Salvage, SessionKey
-from ray_ckpt.errors import Unavailable, text_of
+from ray_ckpt.errors import Unavailable, named_text, text_of
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.trainer.handoff import SaveParts
@@ -69,6 +69,7 @@ class Survivor:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._has_warned = False
+        self._is_off = False  # an error has shown that states cannot be kept
         self._pid = os.getpid()
         hook = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
         self._hook = register_optimizer_step_pre_hook(hook)
@@ -98,20 +99,34 @@ class Survivor:
     def keep(self, step: int, count: str) -> None:
         """Keep what a salvage of `step` needs, and send this rank's own part of it to the agent.
 
-        Within an accumulation window nothing is kept, as gradients are no part of a checkpoint.
+        Within an accumulation window nothing is kept, as gradients are no part of a checkpoint. An error
+        ends this for the process, and is logged: training goes on.
         """
-        if self._items.is_accumulating():
+        if self._is_off or self._items.is_accumulating():
             return
+        try:
+            self._keep(step, count)
+        except Exception as error:
+            self._is_off, self._kept = True, None
+            log.warning("no step can be salvaged from now on: %s", named_text(error))
+
+    def _keep(self, step: int, count: str) -> None:
         walked = self._items.walk()
         own = [live for live in walked.slices if live.ranks == (self._link.identity.rank,)]
         common = tuple(live for live in walked.slices if len(live.ranks) > 1)
         data = self._items.encode_state(step, walked)
         size = len(data) + sum(live.nbytes for live in own)
         if size > MAX_STEP_STATE_BYTES:
-            self._warn(
-                f"step {step} cannot be salvaged: rank {self._link.identity.rank} alone holds {size:,} bytes "
-                f"of it, more than {MAX_STEP_STATE_BYTES:,}"
-            )
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "step %d cannot be salvaged: rank %d alone holds %s bytes of it, more than %s; "
+                    "a restart continues from the last save",
+                    step,
+                    self._link.identity.rank,
+                    f"{size:,}",
+                    f"{MAX_STEP_STATE_BYTES:,}",
+                )
             return
         copies = tuple(_copy(live) for live in own)
         layout = build_layout(live.slice for live in copies)
@@ -140,11 +155,6 @@ class Survivor:
             self._state.notify_all()
         self._link.keep(self._session_key, state)
 
-    def _warn(self, text: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning("%s; a restart continues from the last save", text)
-
     def _class_of(self, common: tuple[LiveSlice, ...]) -> str:
         """Return the class of this rank: ranks of one class hold the same tensors in common with others."""
         before = self._kept.common if self._kept is not None else None
@@ -164,7 +174,7 @@ class Survivor:
 
     def close(self) -> None:
         """Make no offer from now on."""
-        self._is_closed = True
+        self._is_closed, self._kept = True, None  # its tensors may occupy an accelerator's memory
         self._hook.remove()
 
     def _start(self) -> None:

@@ -219,8 +219,8 @@ def test_a_server_of_something_else_is_reported_at_once(
 def test_a_service_of_another_version_is_named() -> None:
     check_versions(())
     check_versions((f"coordinator-v{PROTOCOL_VERSION}", "coordinator-v1", "agent-v1-abc"))
-    with pytest.raises(ServiceError, match=f"speaks protocol 1, 13, this ray_ckpt {PROTOCOL_VERSION}."):
-        check_versions(("coordinator-v13", "coordinator-v1", "coordinator-v1x", "agent-v5-abc"))
+    with pytest.raises(ServiceError, match=f"speaks protocol 1, 99, this ray_ckpt {PROTOCOL_VERSION}."):
+        check_versions(("coordinator-v99", "coordinator-v1", "coordinator-v1x", "agent-v5-abc"))
 
 
 def test_status_of_a_path_is_that_of_the_log(run: SampleRun) -> None:

@@ -31,6 +31,7 @@ from tests.fault.survivors import (
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 KILLS = int(os.environ.get("RAY_CKPT_KILLS", "12"))  # of the random test; 200 take half an hour
 STEPS_PER_KILL = 7
+PACE_S = 0.2  # of a step, most of which passes before its forward pass as in most trainings
 SALVAGE_S = 12.0  # for the decision, the capture and the commit
 MAX_MISSED = 0.15  # share of kills in the moments in which nobody knows the dead rank's own state
 
@@ -144,7 +145,8 @@ def test_a_kill_costs_one_step_at_most(home: Home, tmp_path: Path) -> None:
     """Ranks and nodes die at random times; each restart continues from the last finished step."""
     nodes = ["node-a", "node-a", "node-b", "node-c"]
     total = STEPS_PER_KILL * KILLS + 20
-    scene = Scene(home, nodes, make_task(tmp_path, "random", total, every_steps=10, keep_last=3))
+    task = replace(make_task(tmp_path, "random", total, every_steps=10), pace_s=PACE_S)
+    scene = Scene(home, nodes, task)
     chance, found = random.Random(7), Counter[str]()
     restored = done = 0
     what = ""
@@ -156,7 +158,7 @@ def test_a_kill_costs_one_step_at_most(home: Home, tmp_path: Path) -> None:
             found[f"{what}: {done - restored} step(s) lost"] += 1
             print(f"the death of a {what} after step {done} costs {done - restored} step(s)")
         wait_for_step(scene.task, 0, restored + chance.randint(2, STEPS_PER_KILL - 1))
-        time.sleep(chance.uniform(0.0, 2 * scene.task.pace_s))
+        time.sleep(chance.uniform(0.0, 2 * PACE_S))
         what = "rank" if chance.random() < 0.7 else "node"
         if what == "rank":
             scene.kill_rank(trainers, chance.randrange(len(nodes)))

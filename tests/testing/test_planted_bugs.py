@@ -52,6 +52,7 @@ FIRST_SEEDS = {  # before which no schedule shows the bug; a change of the sched
     "a_late_start_replaces_a_newer_session": 44,
     "a_node_comes_to_a_barrier_with_its_first_rank": 35,
     "a_relay_that_dies_takes_orders_along": 68,
+    "a_salvage_ignores_classes": 439,
     "a_session_ends_with_its_job": 15,
     "a_session_ends_with_its_launcher": 30,
     "agents_exit_under_an_unknown_group": 1005841,
@@ -59,7 +60,9 @@ FIRST_SEEDS = {  # before which no schedule shows the bug; a change of the sched
     "never_use_another_holder": 25,
     "ranks_do_not_report_their_group": 1000917,
     "ranks_train_when_those_of_their_node_have_restored": 122,
+    "survivors_save_whatever_step_they_have": 1609,
     "sweep_without_a_note": 63,
+    "the_state_of_another_step_is_taken": 2399,
 }
 
 Plant = Callable[[pytest.MonkeyPatch], None]

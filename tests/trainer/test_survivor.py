@@ -156,3 +156,14 @@ def test_without_the_option_nothing_is_kept() -> None:
     with loop(salvage=False) as training:
         fails(training)
         assert not training.link.kept and not training.link.offers
+
+
+def test_an_error_while_a_state_is_kept_does_not_stop_training(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survivor, "versions", lambda _: 1 / 0)
+    with loop() as training:
+        fails(training)
+        assert not training.link.kept and not training.link.offers
+    (warning,) = (r.getMessage() for r in caplog.records if "no step can be salvaged" in r.getMessage())
+    assert "ZeroDivisionError" in warning
