@@ -33,7 +33,7 @@ KILLS = int(os.environ.get("RAY_CKPT_KILLS", "12"))  # of the random test; 200 t
 STEPS_PER_KILL = 7
 PACE_S = 0.2  # of a step, most of which passes before its forward pass as in most trainings
 SALVAGE_S = 12.0  # for the decision, the capture and the commit
-MAX_MISSED = 0.15  # share of kills in the moments in which nobody knows the dead rank's own state
+MAX_MISSED = 0.2  # share of kills in the moments in which nobody has the dead rank's own state: see 0040
 
 
 class Scene:
@@ -142,7 +142,10 @@ def workers_of_ray_train(cluster: LocalCluster) -> list[psutil.Process]:
 
 @pytest.mark.timeout(60 + 30 * KILLS)
 def test_a_kill_costs_one_step_at_most(home: Home, tmp_path: Path) -> None:
-    """Ranks and nodes die at random times; each restart continues from the last finished step."""
+    """Ranks and nodes die at random times; each restart continues from the last finished step.
+
+    A few kills hit the moment between a step and the arrival of the dead rank's own state.
+    """
     nodes = ["node-a", "node-a", "node-b", "node-c"]
     total = STEPS_PER_KILL * KILLS + 20
     task = replace(make_task(tmp_path, "random", total, every_steps=10), pace_s=PACE_S)
@@ -150,7 +153,7 @@ def test_a_kill_costs_one_step_at_most(home: Home, tmp_path: Path) -> None:
     chance, found = random.Random(7), Counter[str]()
     restored = done = 0
     what = ""
-    for _ in range(KILLS):
+    for kill in range(KILLS):
         before = len(lines(scene.task, 0))
         trainers = scene.train()
         restored = scene.wait_restored(before)
@@ -159,7 +162,7 @@ def test_a_kill_costs_one_step_at_most(home: Home, tmp_path: Path) -> None:
             print(f"the death of a {what} after step {done} costs {done - restored} step(s)")
         wait_for_step(scene.task, 0, restored + chance.randint(2, STEPS_PER_KILL - 1))
         time.sleep(chance.uniform(0.0, 2 * PACE_S))
-        what = "rank" if chance.random() < 0.7 else "node"
+        what = "node" if kill % 3 == 2 else "rank"
         if what == "rank":
             scene.kill_rank(trainers, chance.randrange(len(nodes)))
         else:
