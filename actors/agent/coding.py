@@ -5,7 +5,7 @@ Functions block; call them from threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 from ray_ckpt.actors.agent.priority import ActiveCopies
@@ -29,12 +29,14 @@ def compute(
 
     Unavailable if a member cannot be read, CorruptionError if computed bytes do not match their digest.
     """
-    sources = group_sources(order.places, order.num_nodes, endpoints)
+    ways = group_sources(order.places, order.num_nodes, endpoints)
     with closing(Peers(credentials, run.limiter.slowest_bytes_per_s)) as peers, copies.one():
-        group = GroupReader(order.attempt, sources, peers, run.limiter)
         _check_wanted(run, order.attempt)
-        store = _store_parity if order.is_parity else _store_member
-        stored = store(run, order, group)
+        first, *others = (GroupReader(order.attempt, way, peers, run.limiter) for way in ways)
+        if order.is_parity:
+            stored = _store_parity(run, order, first)
+        else:
+            stored = _store_member(run, order, [first, *others])
     _check_wanted(run, order.attempt)
     return stored
 
@@ -52,19 +54,25 @@ def _store_parity(run: NodeRun, order: m.Code, group: GroupReader) -> int:
     return written.size_bytes
 
 
-def _store_member(run: NodeRun, order: m.Code, group: GroupReader) -> int:
-    """Store the files of a lost member, its fragment last."""
-    fragment, *files = group.entries(fragment_file(order.node_index, order.num_nodes))
+def _store_member(run: NodeRun, order: m.Code, ways: Sequence[GroupReader]) -> int:
+    """Store the files of a lost member, its fragment last; try wrong files again in another way."""
+    fragment, *files = ways[0].entries(fragment_file(order.node_index, order.num_nodes))
     for file in (*files, fragment):
         run.check_space(file.size_bytes, what=f"The copy of {file.name}")
-        run.staging.put(
-            run.run_uid,
-            order.attempt.directory,
-            file.name,
-            group.read(file.name, [(0, file.size_bytes)]),
-            size_bytes=file.size_bytes,
-            expect=file.digest,
-        )
+        for way in ways:
+            try:
+                run.staging.put(
+                    run.run_uid,
+                    order.attempt.directory,
+                    file.name,
+                    way.read(file.name, [(0, file.size_bytes)]),
+                    size_bytes=file.size_bytes,
+                    expect=file.digest,
+                )
+                break
+            except CorruptionError:
+                if way is ways[-1]:
+                    raise
     return sum(file.size_bytes for file in (fragment, *files))
 
 

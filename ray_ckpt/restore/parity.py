@@ -9,19 +9,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ray_ckpt.core.values import GroupPlaces
-from ray_ckpt.errors import CheckpointError, Unavailable
+from ray_ckpt.errors import FormatError, Unavailable
 from ray_ckpt.format.blocks import BlockCutter
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.galois import Bytes, StripeSum, solve
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
 from ray_ckpt.format.names import fragment_file, parity_file
 from ray_ckpt.format.parity import (
-    MAX_HEADER_BYTES,
     ParityHeader,
     Span,
     decode_header,
@@ -43,26 +42,33 @@ ENCODERS = 2  # windows of a parity file at a time: one waits for the network wh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSources:
-    """The addresses of the nodes with the files of a parity group; see `GroupPlaces`."""
+    """The addresses of the nodes with the files of a parity group; see `GroupPlaces`.
+
+    With `prefers_q` a single lost member is computed from Q, which helps if P has damaged bytes.
+    """
 
     group: ParityGroup
     num_nodes: int
     fragments: tuple[tuple[str, ...], ...]
     parities: tuple[tuple[str, ...], ...]
+    prefers_q: bool = False
 
 
-def group_sources(places: GroupPlaces, num_nodes: int, endpoints: Mapping[str, str]) -> GroupSources:
-    """Return the sources of a group; nodes without an address are left out."""
+def group_sources(
+    places: GroupPlaces, num_nodes: int, endpoints: Mapping[str, str]
+) -> tuple[GroupSources, ...]:
+    """Return the ways to compute files of a group, that with P first, without nodes that have no address."""
 
     def addresses(held: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
         return tuple(tuple(endpoints[node] for node in nodes if node in endpoints) for nodes in held)
 
-    return GroupSources(
+    first = GroupSources(
         group=places.group,
         num_nodes=num_nodes,
         fragments=addresses(places.fragments),
         parities=addresses(places.parities),
     )
+    return (first, replace(first, prefers_q=True))[: places.group.parity]
 
 
 class _Gone(Exception):
@@ -148,22 +154,31 @@ class GroupReader:
         for position in range(self._sources.group.size):
             try:
                 return self._read_header(position)
-            except (_Gone, CheckpointError):
+            except _Gone:
                 continue
         raise Unavailable("No parity file of the group can be read.", refused=True)
 
     def _read_header(self, position: int) -> ParityHeader:
+        """Read the header of a member's parity file; raise _Gone if it does not fit the others."""
         name = parity_file(self._sources.group.members[position], self._sources.num_nodes)
         first = self._read_small(position, name, ALIGNMENT_BYTES)
-        size = header_bytes(first)
-        data = first if size <= ALIGNMENT_BYTES else self._read_small(position, name, size)
-        found = decode_header(data[: min(size, MAX_HEADER_BYTES)])
-        if found.attempt != self._attempt or found.group != self._sources.group:
-            raise Unavailable(f"{name} is of another group.", refused=True)
+        try:
+            size = header_bytes(first)
+            found = decode_header(
+                first if size <= ALIGNMENT_BYTES else self._read_small(position, name, size)
+            )
+            known = self._header or found
+            if found.attempt != self._attempt or found.group != self._sources.group:
+                raise FormatError(f"{name} is of another group.")
+            if found.files != known.files:
+                raise FormatError(f"{name} is of other files than the rest of its group.")
+        except FormatError as error:
+            self._fail(self._left(position, is_parity=True)[0], position, is_parity=True)
+            raise _Gone(str(error)) from error
         with self._lock:
             self._header_bytes[position] = size
-            self._header = self._header or found
-            return self._header
+            self._header = known
+            return known
 
     def _read_small(self, position: int, name: str, size: int) -> bytes:
         blocks = self._pull(position, name, [(0, size)], is_parity=True)
@@ -197,6 +212,7 @@ class GroupReader:
                 at for at in group.data_of(stripe) if at == position or not self._left(at, is_parity=False)
             ]
             sums = [i for i in range(group.parity) if self._left(group.place(stripe + i), is_parity=True)]
+            sums = sums[::-1] if self._sources.prefers_q else sums
             if len(sums) < len(lost):
                 raise Unavailable("Too many members of the parity group are lost.", refused=True)
             try:
@@ -264,11 +280,14 @@ class GroupReader:
                         self.read_bytes += block.nbytes
                     yield block
         except Unavailable as error:
-            with self._lock:
-                self._failed.add((endpoints[0], position, is_parity))
+            self._fail(endpoints[0], position, is_parity=is_parity)
             if not error.fields.get("answered"):
                 self._peers.gone.add(endpoints[0])
             raise _Gone(str(error)) from error
+
+    def _fail(self, endpoint: str, position: int, *, is_parity: bool) -> None:
+        with self._lock:
+            self._failed.add((endpoint, position, is_parity))
 
     def _name(self, file: str) -> FileName:
         return FileName(run_uid=self._attempt.run_uid, directory=self._attempt.directory, file=file)

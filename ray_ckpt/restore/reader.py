@@ -93,11 +93,12 @@ class FileSource:
 def parity_sources(
     index: int, groups: Iterable[GroupPlaces], num_nodes: int, endpoints: Mapping[str, str]
 ) -> list[FileSource]:
-    """Return the source that computes the files of a fragment, if its group has parity files."""
+    """Return the sources that compute the files of a fragment, if its group has parity files."""
     return [
-        FileSource(tier="peer", where=PARITY, group=group_sources(places, num_nodes, endpoints))
+        FileSource(tier="peer", where=PARITY, group=sources)
         for places in groups
         if index in places.group.members and any(places.parities)
+        for sources in group_sources(places, num_nodes, endpoints)
     ]
 
 

@@ -110,7 +110,7 @@ def _holders(live: LiveCheckpoint, wanted: Sequence[str], access: ReadAccess) ->
     for places in live.groups:
         lost = {at for at in places.group.members if not live.holders[at]} - lost_members(places)
         if lost:
-            sources = group_sources(places, info.num_nodes, access.endpoints)
+            sources = group_sources(places, info.num_nodes, access.endpoints)[0]
             computed = [wanted[at] for at in sorted(lost)]
             files = _ComputedFiles(computed, info.id, access.credentials, sources)
             yield _HolderCheck(PARITY, computed, files)

@@ -21,7 +21,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core.loss_scenarios import LiveCheckpoint, Scenario
 from ray_ckpt.core.placement import place_groups
 from ray_ckpt.core.values import GroupPlaces, ResumePoint, SessionPlan
-from ray_ckpt.errors import Unavailable
+from ray_ckpt.errors import CorruptionError, Unavailable
 from ray_ckpt.format.names import fragment_file, make_attempt, parity_file
 from ray_ckpt.format.parity import header_bytes
 from ray_ckpt.restore import parity
@@ -121,7 +121,7 @@ def coded(group: Group, monkeypatch: pytest.MonkeyPatch) -> Group:
 def _reader(stack: ExitStack, group: Group, *lost: int) -> GroupReader:
     peers = stack.enter_context(closing(Peers(KEYS.credentials(UID))))
     sources = group_sources(group.places(*lost), NUM_NODES, group.endpoints)
-    return GroupReader(group.saved.attempt, sources, peers)
+    return GroupReader(group.saved.attempt, sources[0], peers)
 
 
 def test_the_disk_of_a_save_is_that_of_the_state_and_a_third(group: Group) -> None:
@@ -153,7 +153,7 @@ def test_three_lost_nodes_are_too_many(coded: Group) -> None:
 def test_a_restore_of_one_lost_node_reads_six_times_its_bytes(coded: Group) -> None:
     saved, lost = coded.saved, 3
     fragment = saved.fragments[lost]
-    group = group_sources(coded.places(lost), NUM_NODES, coded.endpoints)
+    group = group_sources(coded.places(lost), NUM_NODES, coded.endpoints)[0]
     source = FileSource(tier="peer", where="parity", group=group)
     reader = SourceReader(
         saved.attempt,
@@ -271,21 +271,41 @@ def test_lost_members_and_then_their_parity_are_made_again(coded: Group) -> None
     assert (coded.folder("spare") / parity_file(2, NUM_NODES)).read_bytes() == old
 
 
-def test_wrong_parity_gives_no_file_and_is_found_by_a_scrub(coded: Group) -> None:
-    path = coded.folder(NODES[1]) / parity_file(1, NUM_NODES)
-    data = bytearray(path.read_bytes())
-    data[header_bytes(bytes(data)) + 100] ^= 1  # in the P of a stripe of which most members have a part
-    path.write_bytes(data)
-    assert damaged_parity(coded.runs[NODES[1]], coded.saved.attempt, 1) == (path.name,)
-    for member in range(2, NUM_NODES):  # every byte is compared with its digest, whatever the parity is
+def test_wrong_parity_gives_no_wrong_byte_and_is_found_by_a_scrub(coded: Group) -> None:
+    lost = 4
+    for at, index in ((0, 0), (1, 1)):  # P, then also the Q of the same stripe
+        node = NODES[at]
+        path = coded.folder(node) / parity_file(at, NUM_NODES)
+        data = bytearray(path.read_bytes())
+        (header,) = coded.runs[node].staging.parities(UID)
+        data[header_bytes(bytes(data)) + index * header.segment_bytes + 100] ^= 1
+        path.write_bytes(data)
+        assert damaged_parity(coded.runs[node], coded.saved.attempt, at) == (path.name,)
         with ExitStack() as stack:
-            reader = _reader(stack, coded, member)
-            wrong = [n for n in coded.files(member) if reader.read_whole(n) != coded.saved.files[n]]
-        if wrong:
-            with pytest.raises(Exception, match="other bytes than announced"):
-                coded.code(member, "spare", member, is_parity=False)
-            return
-    raise AssertionError("the damaged byte is in no stripe of a lost member")
+            reader = _reader(stack, coded, lost)
+            wrong = [n for n in coded.files(lost) if reader.read_whole(n) != coded.saved.files[n]]
+        assert len(wrong) == 1
+        if index == 0:
+            coded.code(lost, "spare", lost, is_parity=False)
+            for name in coded.files(lost):
+                assert (coded.folder("spare") / name).read_bytes() == coded.saved.files[name]
+        else:
+            (coded.folder("spare") / wrong[0]).unlink()
+            with pytest.raises(CorruptionError, match="other bytes than announced"):
+                coded.code(lost, "spare", lost, is_parity=False)
+            assert not (coded.folder("spare") / wrong[0]).exists()
+
+
+def test_a_damaged_header_costs_one_parity_file(coded: Group) -> None:
+    for at in (0, 3):
+        path = coded.folder(NODES[at]) / parity_file(at, NUM_NODES)
+        data = bytearray(path.read_bytes())
+        data[40] ^= 1
+        path.write_bytes(data)
+    with ExitStack() as stack:
+        reader = _reader(stack, coded, 5)
+        for name in coded.files(5):
+            assert reader.read_whole(name) == coded.saved.files[name]
 
 
 def test_what_is_deleted_during_the_work_stays_deleted(coded: Group) -> None:
