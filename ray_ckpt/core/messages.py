@@ -1,4 +1,7 @@
-"""The run machine's events, in the past tense, and effects, in the imperative."""
+"""The run machine's events, in the past tense, and effects, in the imperative.
+
+Events that people and launchers cause are in `requests`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,13 @@ from typing import Literal, TypeAlias
 
 from ray_ckpt.config import Resume
 from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.requests import AnnotateRequested as AnnotateRequested
+from ray_ckpt.core.requests import DrainRequested as DrainRequested
+from ray_ckpt.core.requests import DrillEnded as DrillEnded
+from ray_ckpt.core.requests import FinishRequested as FinishRequested
+from ray_ckpt.core.requests import PinRequested as PinRequested
+from ray_ckpt.core.requests import SalvageRequested as SalvageRequested
+from ray_ckpt.core.requests import UnpinRequested as UnpinRequested
 from ray_ckpt.core.values import (
     Captured,
     DiskSpace,
@@ -22,7 +32,7 @@ from ray_ckpt.core.values import (
     UnfinishedUpload,
 )
 from ray_ckpt.errors import CheckpointError
-from ray_ckpt.format.records import Drilled, LogRecord
+from ray_ckpt.format.records import LogRecord
 from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.types import (
     UNKNOWN_LAUNCH,
@@ -201,13 +211,6 @@ class BarrierAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SalvageRequested:
-    """A launcher is about to end a group that has lost ranks; the reply comes when the salvage has ended."""
-
-    token: Token
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivorsReported:
     """A node reports its part of a salvage; each report replaces the node's last one.
 
@@ -289,52 +292,6 @@ class ScrubEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PinRequested:
-    """`owner` wants a checkpoint kept. The reply is sent when the pin is in the log."""
-
-    token: Token
-    attempt: str
-    owner: str
-    expires_at_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnpinRequested:
-    token: Token
-    attempt: str
-    owner: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainRequested:
-    """A user wants a checkpoint, due or not, on the storage path; replied to when its drain is queued."""
-
-    token: Token
-    attempt: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnnotateRequested:
-    """A user adds metrics to the newest live checkpoint of a step on the lineage.
-
-    The reply is sent when the metrics are in the log. If a save of that step is open, the metrics are added
-    to that save once the save is committed.
-    """
-
-    token: Token
-    step: int
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrillEnded:
-    """A recovery drill has read a checkpoint. The reply is sent when the result is in the log."""
-
-    token: Token
-    result: Drilled
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerDied:
     """The run's launcher has been dead for longer than it takes to notice the loss of a node."""
 
@@ -345,15 +302,6 @@ class OwnerDied:
 class SnapshotWritten:
     seq: int
     error: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishRequested:
-    """A caller waits until the last checkpoint of the run is on the storage path."""
-
-    token: Token
-    ends_group: bool = False  # the launcher also ends the run
-    has_failed: bool = False  # the launcher has given up: the run has failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,7 @@ class Salvages:
         holders = place_replicas(
             training_nodes=[node.node_id for node in nodes],
             live_nodes=context.holders.live,
-            replicas=context.options.replicas,
+            replicas=context.options.num_copies,
             domains=context.domains,
             draining=context.draining,
         )

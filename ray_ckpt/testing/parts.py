@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from ray_ckpt.config import Resume
+from ray_ckpt.config import Resume, RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
@@ -291,4 +292,20 @@ def fragment_on_disk(fragment: Fragment) -> StoredFragment:
         ranks=fragment.ranks,
         replicated=fragment.replicated,
         metrics=fragment.metrics,
+    )
+
+
+def random_options(chance: random.Random, *, keep_local_at_end: bool) -> RunOptions:
+    """Return options of a run that `chance` has drawn."""
+    return RunOptions(
+        keep_last=chance.choice([1, 2, 3]),
+        replicas=chance.choice([0, 1, 1, 1, 2]),
+        remote_every=chance.choice([1, 2, 5]),
+        remote_every_s=chance.choice([None, None, 60.0]),
+        keep_local=chance.choice([1, 2]),
+        retire_grace_s=chance.choice([0.0, 60.0]),
+        scrub_every_s=chance.choice([100.0, 7 * 24 * 3600.0]),
+        keep_best=chance.choice([None, ("eval", "max", 1)]),
+        keep_local_at_end=keep_local_at_end,
+        agent_idle_s=chance.choice([20.0, 100.0, 600.0]),
     )

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal, TypeVar
 
-from ray_ckpt.config import RunOptions
 from ray_ckpt.testing.healing import A_DAY_S, HOME, LONG_S, Healing, unknown_attempt
 from ray_ckpt.testing.oracle import MAX_PENDING, must
 from ray_ckpt.testing.parts import (
@@ -29,6 +28,7 @@ from ray_ckpt.testing.parts import (
     Message,
     Order,
     Pass,
+    random_options,
 )
 from ray_ckpt.testing.simulator import World
 from ray_ckpt.testing.stores import START_S
@@ -69,7 +69,7 @@ class Schedule:
 
     def __init__(self, seed: int, sizes: range = FEW_NODES, *, with_parity: bool = False) -> None:
         self.chance = chance = random.Random(seed)
-        options = _options(chance, keep_local_at_end=seed % 4 == 3)
+        options = random_options(chance, keep_local_at_end=seed % 4 == 3)
         if seed % 7 == 5:
             options = replace(options, spare_nodes="role=spare")  # of all nodes, those that are idle
         if salvages(seed):
@@ -547,21 +547,6 @@ class Schedule:
 def salvages(seed: int) -> bool:
     """Return whether the schedule of a seed has salvages; the other seeds draw no number for them."""
     return seed % 10 == 9
-
-
-def _options(chance: random.Random, *, keep_local_at_end: bool) -> RunOptions:
-    return RunOptions(
-        keep_last=chance.choice([1, 2, 3]),
-        replicas=chance.choice([0, 1, 1, 1, 2]),
-        remote_every=chance.choice([1, 2, 5]),
-        remote_every_s=chance.choice([None, None, 60.0]),
-        keep_local=chance.choice([1, 2]),
-        retire_grace_s=chance.choice([0.0, 60.0]),
-        scrub_every_s=chance.choice([100.0, 7 * 24 * 3600.0]),
-        keep_best=chance.choice([None, ("eval", "max", 1)]),
-        keep_local_at_end=keep_local_at_end,
-        agent_idle_s=chance.choice([20.0, 100.0, 600.0]),
-    )
 
 
 def _fate(chance: random.Random, faults: float, message: Message) -> Fate:
