@@ -50,6 +50,8 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
         "replicas",
         "parity",
         "failure_domain",
+        "copies",
+        "replica_nodes",
         "spare_nodes",
         "replicate_bytes_per_s",
         "repair_bytes_per_s",

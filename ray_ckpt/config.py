@@ -33,6 +33,7 @@ FAILURE_DOMAIN_LABELS = ("rack", "ray.io/availability-zone", "zone", "topology.k
 
 MEMORY_MODES = ("auto", "double", "single", "stream")
 PREFETCH_MODES = ("auto", "always", "never")
+PLACES = ("rack", "spread")  # of a copy: in the failure domain of the node that saved, or outside
 REPLICATE_MODES = ("shared", "full")
 Resume: TypeAlias = str  # "auto", "never", "must", "step:N" or the URI of a checkpoint
 _STEP = re.compile(r"step:(\d{1,12})\Z")
@@ -232,6 +233,13 @@ class RunOptions:
     """Ray node label, such as a rack: nodes with the same value fail together, so copies go to nodes with
     another value. auto: the first of FAILURE_DOMAIN_LABELS that a node has; none: each node is its own
     domain."""
+    copies: tuple[str, ...] = ()
+    """Place of each of the `replicas` copies, such as ("rack", "spread"). rack: in the failure domain of the
+    node that saved, over short links; it survives the loss of nodes. spread: outside; it survives the loss of
+    the domain. (): all outside, as far as possible."""
+    replica_nodes: str = ""
+    """Ray node label as `label=value`: only nodes with it hold copies for others, such as nodes with large
+    disks and no GPU. "": training nodes hold each other's copies."""
     spare_nodes: str = ""
     """Ray node label as `label=value`: idle nodes with it get copies of the newest checkpoint, so that a
     worker that is placed on one of them restores from its own disk. Copies go at `repair_bytes_per_s`, after
@@ -267,9 +275,11 @@ class RunOptions:
         domain = self.failure_domain
         good = isinstance(domain, str) and domain != ""
         self._need("failure_domain", good, "'auto', 'none' or the name of a Ray node label")
-        spares = self.spare_nodes
-        good = isinstance(spares, str) and (spares == "" or all(spares.partition("=")))
-        self._need("spare_nodes", good, "a Ray node label and its value, such as 'role=spare', or ''")
+        for name in ("replica_nodes", "spare_nodes"):
+            label = getattr(self, name)
+            good = isinstance(label, str) and (label == "" or all(label.partition("=")))
+            self._need(name, good, "a Ray node label and its value, such as 'role=spare', or ''")
+        self._check_copies()
         good = self.compress is None or self.compress <= MAX_COMPRESS_LEVEL
         self._need("compress", good, f"a zstd level of at most {MAX_COMPRESS_LEVEL}")
         self._check_parity()
@@ -303,6 +313,24 @@ class RunOptions:
             case "tuple[str, ...]":
                 good = isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
                 self._need(name, good, "a tuple of names")
+
+    def _check_copies(self) -> None:
+        good = all(place in PLACES for place in self.copies) and len(self.copies) in (0, self.replicas)
+        places = " or ".join(map(repr, PLACES))
+        self._need("copies", good, f"{places} for each of the {self.replicas} replicas, or to ()")
+        for name in ("copies", "replica_nodes"):
+            if getattr(self, name) and self.parity is not None:
+                raise ConfigError(
+                    f"parity and {name} are both set.",
+                    hint=f"Unset {name}: parity makes no copies that it could place.",
+                    option=name,
+                )
+        if "rack" in self.copies and self.failure_domain == "none":
+            raise ConfigError(
+                f"copies is {self.copies!r}, but failure_domain is 'none'.",
+                hint="Set failure_domain to 'auto' or to the name of a node label.",
+                option="copies",
+            )
 
     def _check_parity(self) -> None:
         match self.parity:

@@ -27,6 +27,8 @@ def test_the_defaults_are_good_and_so_is_everything_at_once() -> None:
         scrub_bytes_per_s=0,
         failure_domain="rack",
         spare_nodes="role=spare",
+        replica_nodes="role=storage",
+        copies=("rack",),
     )
     assert options.keep_best == ("val/loss", "max", 1)
 
@@ -71,6 +73,10 @@ def test_the_defaults_are_good_and_so_is_everything_at_once() -> None:
         ("spare_nodes", "spare"),
         ("spare_nodes", "role="),
         ("spare_nodes", None),
+        ("replica_nodes", "storage"),
+        ("copies", ("rack", "spread")),
+        ("copies", ("zone",)),
+        ("copies", ["rack"]),
         ("failure_domain", None),
         ("reserve_bytes", -1),
         ("repair_bytes_per_s", 0),

@@ -51,7 +51,7 @@ class NodeList:
 
 
 def seen_by(nodes: NodesNow, options: RunOptions) -> m.NodesSeen:
-    """Return a reading for a run, with the failure domains and the spares of the run's options."""
+    """Return a reading for a run, with what the labels of the run's options say."""
     wall_s = time.time()
     return m.NodesSeen(
         live=nodes.live,
@@ -59,6 +59,7 @@ def seen_by(nodes: NodesNow, options: RunOptions) -> m.NodesSeen:
         left_s={node: max(at_s - wall_s, 0.0) for node, at_s in nodes.gone_at_s.items()},
         domains=nodes.domains(options.failure_domain),
         spares=nodes.with_label(options.spare_nodes),
+        replica_nodes=nodes.with_label(options.replica_nodes),
     )
 
 

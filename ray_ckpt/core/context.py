@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ray_ckpt.config import RunOptions
@@ -12,6 +12,7 @@ from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.links import Links
 from ray_ckpt.core.messages import Warn
+from ray_ckpt.core.placement import place_replicas
 from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.telemetry import Metric, Sample
 
@@ -27,7 +28,8 @@ class Context:
 
     | Field | Owner |
     |---|---|
-    | `options`, `now_s`, `wall_s`, `draining`, `leaves_at_s`, `domains`, `spares` | `run_machine` |
+    | `options`, `now_s`, `wall_s`, `draining`, `leaves_at_s` | `run_machine` |
+    | `domains`, `spares`, `replica_nodes` | `run_machine` |
     | `plan`, `found_session_key` | `sessions` |
     | `save_signals` | `save_steps` |
     | `warned`, `samples` | `context`, through `warn_once`, `measure` and `take_samples` |
@@ -43,6 +45,7 @@ class Context:
     leaves_at_s: Mapping[str, float] = field(default_factory=dict)  # draining node -> time (monotonic)
     domains: Mapping[str, str] = field(default_factory=dict)  # failure domain by node
     spares: frozenset[str] = frozenset()  # live nodes with the label of spares, also those of the group
+    replica_nodes: frozenset[str] = frozenset()  # live nodes with the label of `options.replica_nodes`
     save_signals: deque[tuple[SessionKey, int]] = field(
         default_factory=lambda: deque(maxlen=MAX_SAVE_SIGNALS)
     )
@@ -64,6 +67,24 @@ class Context:
     def session_nodes(self) -> tuple[str, ...]:
         """Return the nodes of the group at work."""
         return tuple(n.node_id for n in self.plan.nodes) if self.plan else ()
+
+    @property
+    def may_hold(self) -> frozenset[str]:
+        """The live nodes that may get copies: they stay, and have the label of `options.replica_nodes`."""
+        staying = self.holders.live - self.draining
+        return staying & self.replica_nodes if self.options.replica_nodes else staying
+
+    def place(self, training_nodes: Sequence[str], replicas: int) -> Mapping[str, tuple[str, ...]]:
+        """Return the holders of each training node's copies, as the options of the run place them."""
+        return place_replicas(
+            training_nodes=training_nodes,
+            live_nodes=self.holders.live,
+            replicas=replicas,
+            domains=self.domains,
+            draining=self.draining,
+            near=self.options.copies.count("rack"),
+            labelled=self.replica_nodes if self.options.replica_nodes else None,
+        )
 
     def measure(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         """Note a measurement for metrics; no decision depends on it."""

@@ -98,6 +98,7 @@ class Maintenance:
             budget=self._copying,
             now_s=context.now_s,
             spares=self._spares(),
+            may_hold=context.may_hold,
         )
 
     def _spares(self) -> frozenset[str]:

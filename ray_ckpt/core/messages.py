@@ -79,6 +79,7 @@ class NodesSeen:
     left_s: Mapping[str, float] = field(default_factory=dict)  # draining node -> seconds until it leaves
     domains: Mapping[str, str] = field(default_factory=dict)  # node -> rack or zone; "" if not known
     spares: frozenset[str] = frozenset()  # live nodes with the label of spares
+    replica_nodes: frozenset[str] = frozenset()  # live nodes with the label of option `replica_nodes`
     disks: Mapping[str, DiskSpace] = field(default_factory=dict)  # by node; empty: not measured this time
 
 

@@ -8,6 +8,8 @@ from heapq import heapify, heappop, heappush
 
 from ray_ckpt.types import ParityGroup
 
+MAX_CHOICES = 64  # sets of labelled nodes that are compared for each training node, which bounds the time
+
 
 def place_replicas(
     *,
@@ -16,6 +18,8 @@ def place_replicas(
     replicas: int,
     domains: Mapping[str, str] = {},
     draining: Set[str] = frozenset(),
+    near: int = 0,
+    labelled: Set[str] | None = None,
 ) -> Mapping[str, tuple[str, ...]]:
     """Return, for each training node, the other nodes that hold its copies.
 
@@ -25,9 +29,40 @@ def place_replicas(
     failure domains as far as possible; without domains, groups follow the given order. Idle live nodes join a
     group that has too few training nodes. A draining or dead node holds no copies for others; the copies of
     its fragments go to the nodes that hold the fewest. With too few nodes, there are fewer holders.
+
+    With `labelled`, only these nodes hold copies. They form sets of `replicas` instead, in different failure
+    domains as far as possible, and each training node gets one of the sets.
+
+    The first `near` holders are of the node's own failure domain, by the same rules within the domain; the
+    others are outside of it. If one side has too few nodes, the other side has more holders.
     """
     nodes = list(dict.fromkeys(training_nodes))
     able = set(live_nodes) - draining
+    if labelled is None:
+        placed = _in_groups(nodes, able, replicas, domains)
+    else:
+        placed = _on_labelled(nodes, able & labelled, replicas, domains)
+    if not near:
+        return placed
+    inside: dict[str, tuple[list[str], list[str]]] = {}  # domain -> its training nodes and all its able nodes
+    for kind, found in enumerate((nodes, able)):
+        for node in found:
+            if domain := domains.get(node):
+                inside.setdefault(domain, ([], []))[kind].append(node)
+    close: dict[str, tuple[str, ...]] = {}
+    for training, live in inside.values():
+        close |= place_replicas(
+            training_nodes=training, live_nodes=live, replicas=near, draining=draining, labelled=labelled
+        )
+    return {
+        node: tuple(dict.fromkeys([*close.get(node, ()), *holders]))[:replicas]
+        for node, holders in placed.items()
+    }
+
+
+def _in_groups(
+    nodes: Sequence[str], able: Set[str], replicas: int, domains: Mapping[str, str]
+) -> dict[str, tuple[str, ...]]:
     members = list(_in_turn([node for node in nodes if node in able], replicas + 1, domains))
     idle = sorted(able - set(nodes))
     placed: dict[str, tuple[str, ...]] = {}
@@ -42,6 +77,29 @@ def place_replicas(
             placed[node] = _spread([node], candidates, replicas, domains)
             load.update(placed[node])
     return {node: placed[node] for node in nodes}
+
+
+def _on_labelled(
+    nodes: Sequence[str], able: Set[str], replicas: int, domains: Mapping[str, str]
+) -> dict[str, tuple[str, ...]]:
+    """Give each node a set of labelled ones: without itself, outside of its domain, the least loaded."""
+    if not replicas:
+        return dict.fromkeys(nodes, ())
+    sets = [list(found) for found in _cut(list(_in_turn(sorted(able), replicas, domains)), replicas)]
+    load, placed = [0] * len(sets), {}
+    for turn, node in enumerate(nodes):
+
+        def cost(at: int, node: str = node) -> tuple[bool, int, int]:
+            num_inside = sum(same_domain(node, other, domains) for other in sets[at])
+            return node in sets[at], num_inside, load[at]
+
+        choices = range(turn, turn + min(len(sets), MAX_CHOICES))
+        at = min((choice % len(sets) for choice in choices), key=cost)
+        first = load[at] % max(len(sets[at]), 1)  # a set with a remainder takes turns, too
+        ring = [other for other in sets[at][first:] + sets[at][:first] if other != node]
+        placed[node] = _spread([node], ring, replicas, domains)
+        load[at] += 1
+    return placed
 
 
 def place_groups(
@@ -80,6 +138,11 @@ def crowded_domain(
 def domain_of(node: str, domains: Mapping[str, str]) -> str:
     """Return the failure domain of a node; a node without a given domain forms a domain alone."""
     return domains.get(node) or f"node {node}"
+
+
+def same_domain(node: str, other: str, domains: Mapping[str, str]) -> bool:
+    """Return whether two nodes fail together."""
+    return domain_of(node, domains) == domain_of(other, domains)
 
 
 def _in_turn(nodes: Sequence[str], size: int, domains: Mapping[str, str]) -> Iterator[str]:

@@ -90,15 +90,18 @@ class Repairs:
         budget: Budget,
         now_s: float,
         spares: Set[str] = frozenset(),
+        may_hold: Set[str] | None = None,
     ) -> Iterator[Replicate]:
         """Yield the copies to start now. `checkpoints` are worth copies and sorted from the newest.
 
         `spares` are idle nodes with room, each of which gets all fragments of the newest checkpoint.
+        `may_hold` are the nodes that may get the other copies; None for all that stay.
         """
         self._expire(now_s)
         self._forget_others({c.id.attempt for c in checkpoints})
         staying = holders.live - draining
-        needs = list(_needs(checkpoints, holders, staying, min(replicas + 1, len(staying))))
+        may_hold = staying if may_hold is None else may_hold & staying
+        needs = list(_needs(checkpoints, holders, staying, may_hold, replicas + 1))
         self.deficit = sum(need.missing for need in needs)
         needs += _spare_needs(checkpoints[:1], holders, spares & staying)
         if not needs:
@@ -108,7 +111,7 @@ class Repairs:
             for _ in range(need.missing - len(self._on_their_way(need))):
                 if len(self._active) >= MAX_ACTIVE:
                     return
-                copy = self._plan(need, staying, domains, load, links, now_s)
+                copy = self._plan(need, may_hold, domains, load, links, now_s)
                 if copy is None:
                     break
                 nbytes = need.checkpoint.size_bytes / need.checkpoint.num_nodes
@@ -141,7 +144,7 @@ class Repairs:
     def _plan(
         self,
         need: _Need,
-        staying: Set[str],
+        may_hold: Set[str],
         domains: Mapping[str, str],
         load: Counter[str],
         links: Links,
@@ -153,7 +156,7 @@ class Repairs:
         if now_s < problem.not_before_s:
             return None
         copies = need.staying | self._on_their_way(need)
-        others = {n for n in (need.spares or staying) - copies if problem.blame[n] < MAX_TRIES}
+        others = {n for n in (need.spares or may_hold) - copies if problem.blame[n] < MAX_TRIES}
         sending = Counter(copy.source for copy in self._active)
         for source in sorted(need.staying or need.draining, key=lambda n: (problem.blame[n], sending[n], n)):
             if reached := [n for n in others if links.works(source, n, now_s)]:
@@ -186,22 +189,28 @@ class Repairs:
 
 
 def _needs(
-    checkpoints: Sequence[CheckpointInfo], holders: Holders, staying: Set[str], wanted: int
+    checkpoints: Sequence[CheckpointInfo],
+    holders: Holders,
+    staying: Set[str],
+    may_hold: Set[str],
+    wanted: int,
 ) -> Iterator[_Need]:
-    """Yield the fragments with at least one copy, but fewer than `wanted` copies on nodes that stay."""
+    """Yield the fragments with at least one copy, but fewer on nodes that stay than wanted and possible."""
+    wanted = min(wanted, len(staying))
     for recency, checkpoint in enumerate(checkpoints):
         for index, nodes in holders.fragments(checkpoint.id.attempt).items():
             if len(nodes) >= wanted and nodes <= staying:
                 continue  # nearly all fragments, so this is what the time of a run goes into
             held = frozenset(nodes & holders.live)
-            if held and len(held & staying) < wanted:
+            missing = min(wanted - len(held & staying), len(may_hold) - len(held & may_hold))
+            if held and missing > 0:
                 yield _Need(
                     checkpoint=checkpoint,
                     recency=recency,
                     node_index=index,
                     staying=held & staying,
                     draining=held - staying,
-                    missing=wanted - len(held & staying),
+                    missing=missing,
                 )
 
 

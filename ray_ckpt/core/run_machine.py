@@ -491,6 +491,7 @@ class RunMachine:
             self._maintenance.nodes_changed(lost)
         context.holders.seen(event.live)
         context.draining, context.domains, context.spares = event.draining, event.domains, event.spares
+        context.replica_nodes = event.replica_nodes
         context.leaves_at_s = {node: context.now_s + left_s for node, left_s in event.left_s.items()}
         if event.disks:
             self._maintenance.disks_seen(event.disks)

@@ -15,7 +15,6 @@ from ray_ckpt.core.attempts import Attempt
 from ray_ckpt.core.awaited import ranks_text
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.open_attempts import OpenAttempts
-from ray_ckpt.core.placement import place_replicas
 from ray_ckpt.core.step_states import salvage_of
 from ray_ckpt.core.values import Salvage, SessionKey, SessionNode, SessionPlan, Token
 from ray_ckpt.errors import CheckpointError
@@ -111,13 +110,7 @@ class Salvages:
     def _placed(self, nodes: Sequence[SessionNode]) -> tuple[SessionNode, ...]:
         """Return the nodes with holders for their copies among the nodes that are left."""
         context = self._context
-        holders = place_replicas(
-            training_nodes=[node.node_id for node in nodes],
-            live_nodes=context.holders.live,
-            replicas=context.options.num_copies,
-            domains=context.domains,
-            draining=context.draining,
-        )
+        holders = context.place([node.node_id for node in nodes], context.options.num_copies)
         return tuple(replace(node, holders=holders[node.node_id]) for node in nodes)
 
     def _answer(self) -> Iterator[m.Effect]:

@@ -226,15 +226,15 @@ class Saves:
             yield m.Warn(
                 text=f"Step {attempt.id.step}: no copy of fragment {index} on {event.holder[:12]}: {why}"
             )
-        source, staying = attempt.nodes[index].node_id, context.holders.live - context.draining
-        reached = {node for node in staying if context.links.works(source, node, context.now_s)}
+        source = attempt.nodes[index].node_id
+        reached = {node for node in context.may_hold if context.links.works(source, node, context.now_s)}
         holder = attempt.replace(index, event.holder, reached)
         if holder is not None:
             yield m.Replicate(attempt=attempt.id, node_index=index, source=source, holder=holder)
 
     def _copy_elsewhere(self, attempt: Attempt, index: int) -> Iterator[m.Effect]:
         """Replace holders that are about to leave, if there are nodes that stay."""
-        staying = self._context.holders.live - self._context.draining
+        staying = self._context.may_hold
         for holder in sorted(attempt.awaited.get(index, set()) & self._context.draining):
             if not attempt.others(index, staying):
                 return

@@ -9,10 +9,10 @@ from ray_ckpt import telemetry
 from ray_ckpt.config import resume_step
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import AWAITED_AFTER_S, Awaited, awaited_restore
-from ray_ckpt.core.context import Context
+from ray_ckpt.core.context import Context, names_of
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ownership import check_claim
-from ray_ckpt.core.placement import crowded_domain, place_groups, place_replicas
+from ray_ckpt.core.placement import crowded_domain, place_groups, same_domain
 from ray_ckpt.core.recovery import phases_until_restored
 from ray_ckpt.core.retention import policies_of, to_text
 from ray_ckpt.core.values import (
@@ -24,7 +24,7 @@ from ray_ckpt.core.values import (
     SessionPlan,
     Token,
 )
-from ray_ckpt.errors import CheckpointError, RestoreError, RunInUse, RunSuperseded, Unavailable
+from ray_ckpt.errors import CheckpointError, ConfigError, RestoreError, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.texts import nearest_steps
@@ -214,6 +214,9 @@ class Sessions:
     def _choose(self, history: RunHistory, *, from_nodes_only: bool = False) -> Iterator[m.Effect]:
         """Choose the newest readable checkpoint, or wait for nodes that may bring a newer checkpoint."""
         assert self._group is not None
+        if history.session is None and (problem := self._missing_labels()):
+            yield from self.end(problem)
+            return
         candidates = self._candidates(history)
         if isinstance(candidates, RestoreError):
             yield from self.end(candidates)
@@ -233,6 +236,27 @@ class Sessions:
             yield m.Warn(text=f"Step {candidates[0].step} {why}; step {chosen.step} is restored instead.")
         self._choosing = False
         self._append_session(history, chosen)
+
+    def _missing_labels(self) -> ConfigError | None:
+        """Return the error of a run's first group if no live node has a label that its options name.
+
+        A later group starts nevertheless, with a warning: its nodes may only be away.
+        """
+        context, options = self._context, self._context.options
+        if options.replica_nodes and not context.replica_nodes & context.holders.live:
+            return ConfigError(
+                f"No live node has the label {options.replica_nodes}, so no node may hold copies.",
+                hint=f"Start nodes with `ray start --labels {options.replica_nodes}`, or unset the option.",
+                option="replica_nodes",
+            )
+        if "rack" in options.copies and not any(map(context.domains.get, context.holders.live)):
+            return ConfigError(
+                f"copies is {options.copies!r}, but no live node has a failure domain.",
+                hint="Start nodes with a label such as `ray start --labels rack=r7`, name another label in "
+                "failure_domain, or unset copies.",
+                option="copies",
+            )
+        return None
 
     def _candidates(self, history: RunHistory) -> list[CheckpointInfo] | RestoreError:
         """Return the checkpoints that a group may restore, newest first, or an error for a missing step."""
@@ -292,13 +316,7 @@ class Sessions:
         context, group, session = self._context, self._group, history.session
         assert group is not None and session is not None
         nodes, parity = [n.node_id for n in group.nodes], context.options.parity
-        holders = place_replicas(
-            training_nodes=nodes,
-            live_nodes=context.holders.live,
-            replicas=context.options.num_copies,
-            domains=context.domains,
-            draining=context.draining,
-        )
+        holders = context.place(nodes, context.options.num_copies)
         context.plan = SessionPlan(
             run_uid=context.history.run_uid,
             session=session.session,
@@ -327,6 +345,7 @@ class Sessions:
         if context.options.parity is not None:
             yield from self._warn_of_groups(plan)
             return
+        yield from self._warn_of_far_copies(plan)
         copies, num_live = min(len(n.holders) for n in plan.nodes), len(context.holders.live)
         if copies >= context.options.replicas:
             return
@@ -338,10 +357,26 @@ class Sessions:
             )
             return
         level = f"replicated on {copies} other node(s)" if copies else "local"
+        able = f"{num_live} live node(s)"
+        if label := context.options.replica_nodes:
+            able = f"{len(context.may_hold)} live node(s) with the label {label}"
         yield from context.warn_once(
-            f"Checkpoints are {level} until drained: {num_live} live node(s) cannot hold "
+            f"Checkpoints are {level} until drained: {able} cannot hold "
             f"{context.options.replicas} replica(s)."
         )
+
+    def _warn_of_far_copies(self, plan: SessionPlan) -> Iterator[m.Effect]:
+        """Warn if `copies` asks for copies in the failure domain, and a domain has too few nodes for them."""
+        near, domains = self._context.options.copies.count("rack"), self._context.domains
+        num_near = (
+            (n, sum(same_domain(n.node_id, other, domains) for other in n.holders)) for n in plan.nodes
+        )
+        lacking = [node for node, num in num_near if num < near]
+        if lacking:
+            yield from self._context.warn_once(
+                f"{len(lacking)} node(s), such as {names_of([lacking[0].node_id])}, have fewer than {near} "
+                "copies in their failure domain: it has too few nodes that may hold copies."
+            )
 
     def _warn_of_groups(self, plan: SessionPlan) -> Iterator[m.Effect]:
         """Warn if there are too few nodes for a parity group, or if a failure domain has too many of one."""

@@ -256,6 +256,7 @@ class Coordinators(StorageWork):
             draining=frozenset(node.name for node in nodes if node.is_draining),
             domains={node.name: node.domain for node in nodes},
             spares=frozenset(live) if self.options.spare_nodes else frozenset(),
+            replica_nodes=frozenset(sorted(live)[::2]) if self.options.replica_nodes else frozenset(),
             disks={
                 node.name: node.disk.space(self.disk_bytes)
                 for index, node in enumerate(nodes)

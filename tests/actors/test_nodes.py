@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def test_a_tick_reads_the_nodes_once_for_all_runs(fake: FakeRay, tmp_path: Path)
         engine = Engine(ServiceKeys.make(datetime.now(UTC), encrypt=False))
         for name, domain in (("a", "none"), ("b", RACK), ("c", RACK)):
             options = RunOptions(failure_domain=domain, spare_nodes=f"{RACK}=r1" if name == "b" else "")
+            options = replace(options, replica_nodes=options.spare_nodes)
             spec = RunSpec(name=name, storage_path=str(tmp_path), options=options)
             engine.runs.open[spec.key] = engine.new_run(spec)
         watch = ClusterWatch(engine)
@@ -87,6 +89,7 @@ def test_a_tick_reads_the_nodes_once_for_all_runs(fake: FakeRay, tmp_path: Path)
         assert set(a.domains.values()) == {""} and set(b.domains.values()) == {"r0", "r1"}
         assert b.domains is c.domains, "runs with the same option share what was computed"
         assert b.spares == {node for node, rack in b.domains.items() if rack == "r1"} and not c.spares
+        assert (b.replica_nodes, c.replica_nodes) == (b.spares, c.spares)
         await asyncio.sleep(TICK_S)
         fake.live.pop()
         await watch._tick()

@@ -84,6 +84,31 @@ def test_an_idle_spare_gets_the_newest_checkpoint_if_it_has_room() -> None:
     assert {(c.attempt.step, c.holder) for c in of(look(run), m.Replicate)} == {(20, "s")}
 
 
+def test_copies_of_labelled_nodes_are_made_again_on_labelled_nodes() -> None:
+    run = Harness("abstu", inventory_wait_s=0.0, replica_nodes="role=store")
+
+    def lose(nodes: str) -> tuple[m.Effect, ...]:
+        run.live -= set(nodes)
+        labelled = frozenset("stu").intersection(run.live)
+        return run.feed(m.NodesSeen(live=frozenset(run.live), replica_nodes=labelled))
+
+    lose("")
+    run.open("ab")
+    run.save(10)
+    assert not of(look(run), m.Replicate)
+    assert run.machine.plan is not None
+    held = {node.holders for node in run.machine.plan.nodes}
+    assert held == {("s",), ("t",)}
+    copies = of((*lose("s"), *look(run)), m.Replicate)
+    assert {(c.source, c.holder) for c in copies} == {("a", "u")}, "b is free, but has no label"
+    carry_out(run, copies)
+    look(run)
+    assert run.machine.view.copies_missing == 0
+    lose("tu")
+    look(run)
+    assert run.machine.view.copies_missing == 0, "no node may hold one"
+
+
 def test_what_a_dead_node_held_is_copied_to_another() -> None:
     run = run_on("abc")
     run.save(10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,7 +78,7 @@ class Fleet:
     domains: dict[str, str]
     replicas: int
 
-    def place(self) -> dict[str, tuple[str, ...]]:
+    def place(self, near: int = 0, labelled: set[str] | None = None) -> dict[str, tuple[str, ...]]:
         return dict(
             place_replicas(
                 training_nodes=self.training,
@@ -85,6 +86,8 @@ class Fleet:
                 replicas=self.replicas,
                 domains=self.domains,
                 draining=self.draining,
+                near=near,
+                labelled=labelled,
             )
         )
 
@@ -193,3 +196,116 @@ def test_ten_thousand_nodes_are_placed() -> None:
     domains = {node: f"r{i // 40}" for i, node in enumerate(nodes)}
     placed = place_replicas(training_nodes=nodes, live_nodes=nodes, replicas=2, domains=domains)
     assert all(len({domains[n] for n in (node, *placed[node])}) == 3 for node in nodes)
+
+
+# -- options `replica_nodes` and `copies` ------------------------------------------------------------
+
+
+@given(fleets(), st.integers(0, 4), st.data())
+def test_every_node_gets_the_holders_that_the_options_name(
+    fleet: Fleet, near: int, data: st.DataObject
+) -> None:
+    """With or without labelled nodes: as many as there can be, and as many of them near as there can be."""
+    nodes = sorted(fleet.domains)
+    labelled = data.draw(st.none() | st.sets(st.sampled_from(nodes)))
+    near = min(near, fleet.replicas)
+    placed = fleet.place(near=near, labelled=labelled)
+    able = fleet.live - fleet.draining
+    able = able if labelled is None else able & labelled
+    for node in fleet.training:
+        holders, others = placed[node], able - {node}
+        assert set(holders) <= others
+        assert len(set(holders)) == len(holders) == min(fleet.replicas, len(others))
+        inside = {n for n in others if fleet.domains[node] and fleet.domain(n) == fleet.domain(node)}
+        assert len(inside.intersection(holders)) >= min(near, len(inside))
+
+
+@given(st.integers(1, 3), st.integers(0, 5), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_one_copy_in_the_rack_and_the_others_outside(
+    replicas: int, more_racks: int, half: int, chance: Random
+) -> None:
+    """Equal racks: a rack's loss leaves a copy of all, and so does any other loss of `replicas` nodes."""
+    num_racks = replicas + 1 + more_racks
+    domains = {f"n{i:03d}": f"r{i % num_racks}" for i in range(num_racks * half * (replicas + 1))}
+    training = sorted(domains)
+    chance.shuffle(training)
+    placed = place_replicas(
+        training_nodes=training, live_nodes=training, replicas=replicas, domains=domains, near=1
+    )
+    for node, holders in placed.items():
+        assert [domains[holder] == domains[node] for holder in holders] == [True] + [False] * (replicas - 1)
+    held = Counter(holder for holders in placed.values() for holder in holders)
+    assert max(held.values()) <= 2 * replicas
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 3))
+def test_labelled_nodes_hold_equal_shares_in_few_sets(
+    num_training: int, num_labelled: int, replicas: int
+) -> None:
+    training, labelled = (
+        [f"t{i:02d}" for i in range(num_training)],
+        {f"s{i:02d}" for i in range(num_labelled)},
+    )
+    placed = place_replicas(
+        training_nodes=training, live_nodes={*training, *labelled}, replicas=replicas, labelled=labelled
+    )
+    held = Counter(holder for holders in placed.values() for holder in holders)
+    if num_labelled >= replicas and num_labelled % replicas == 0:
+        assert max(held.values()) - min((held[n] for n in labelled), default=0) <= 1
+        assert len({frozenset(holders) for holders in placed.values()}) <= num_labelled // replicas
+    assert set(held) <= labelled
+
+
+def test_labelled_nodes_of_other_racks_hold_the_copies() -> None:
+    domains = {f"{kind}{rack}": f"r{rack}" for kind in "abs" for rack in range(3)}
+    training = [node for node in domains if node[0] != "s"]
+    placed = place_replicas(
+        training_nodes=training,
+        live_nodes=domains,
+        replicas=1,
+        domains=domains,
+        labelled={"s0", "s1", "s2"},
+    )
+    assert all(domains[node] != domains[holder] for node, (holder,) in placed.items())
+    assert set(Counter(placed.values()).values()) == {2}
+    placed = place_replicas(
+        training_nodes=training,
+        live_nodes=domains,
+        replicas=2,
+        domains=domains,
+        near=1,
+        labelled={"s0", "s1", "s2"},
+    )
+    for node, (first, second) in placed.items():
+        assert domains[first] == domains[node] != domains[second]
+
+
+def test_a_set_with_the_node_itself_is_the_last_choice() -> None:
+    domains = {"a": "r1", "b": "r2", "c": "r1", "d": "r1"}  # sets: a and b, c and d
+    placed = place_replicas(
+        training_nodes="a", live_nodes="abcd", replicas=2, domains=domains, labelled=set("abcd")
+    )
+    assert placed == {"a": ("c", "d")}
+
+
+def test_sets_outside_of_a_large_rack_share_its_load() -> None:
+    training = [f"t{i}" for i in range(6)]
+    domains = dict.fromkeys(training, "r0") | {f"s{i}": f"r{i}" for i in range(4)}
+    placed = place_replicas(
+        training_nodes=training,
+        live_nodes=domains,
+        replicas=1,
+        domains=domains,
+        labelled={"s0", "s1", "s2", "s3"},
+    )
+    assert Counter(placed.values()) == {("s1",): 2, ("s2",): 2, ("s3",): 2}
+
+
+def test_ten_thousand_nodes_are_placed_by_label_and_rack() -> None:
+    nodes = [f"n{i:05d}" for i in range(10_000)]
+    domains = {node: f"r{i // 40}" for i, node in enumerate(nodes)}
+    options = {"live_nodes": nodes, "replicas": 2, "domains": domains, "near": 1}
+    for labelled in (None, set(nodes[::4]), set(nodes)):
+        placed = place_replicas(training_nodes=nodes, labelled=labelled, **options)  # type: ignore[arg-type]
+        for node, holders in placed.items():
+            assert [domains[holder] == domains[node] for holder in holders] == [True, False]

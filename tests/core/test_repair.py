@@ -35,6 +35,7 @@ def assign(
     budget: Budget | None = None,
     now_s: float = 0.0,
     spares: str = "",
+    may_hold: str | None = None,
 ) -> list[str]:
     """Return the copies to start, as step, fragment, source and holder: "7.0 a>b"."""
     return [
@@ -49,6 +50,7 @@ def assign(
             budget=budget or unlimited(),
             now_s=now_s,
             spares=frozenset(spares),
+            may_hold=None if may_hold is None else frozenset(may_hold),
         )
     ]
 
@@ -88,6 +90,15 @@ def test_a_lost_copy_is_made_again_on_another_node_and_only_once() -> None:
     repairs.ended(ended(7, "b"), 0.0)
     assert assign(repairs, newest, holders) == []
     assert repairs.deficit == 0
+
+
+def test_only_nodes_that_may_hold_copies_get_them() -> None:
+    repairs, holders = Repairs(), holders_of("abst", {7: ("as", "a", "s")})
+    newest = [checkpoint(7, num_nodes=3)]
+    assert assign(repairs, newest, holders, may_hold="s") == ["7.1 a>s"], "s has fragment 2 and no peer"
+    assert repairs.deficit == 1
+    assert assign(repairs, newest, holders, may_hold="st") == ["7.2 s>t"]
+    assert assign(Repairs(), newest, holders, may_hold="s", draining="s") == []
 
 
 def test_each_spare_gets_every_fragment_of_the_newest_checkpoint_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from ray_ckpt.core.retirement import GATHER_S
 from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import (
     CollectiveError,
+    ConfigError,
     Fenced,
     RestoreError,
     RunSuperseded,
@@ -168,6 +170,62 @@ def test_a_single_node_logs_once_that_checkpoints_are_local() -> None:
     few = one(Harness("ab", replicas=2).open("ab"), m.Warn)
     assert not few.is_expected and "cannot hold 2 replica(s)" in few.text
     assert all("gpt" not in warning.text for warning in (reported, few))
+
+
+def seen(run: Harness, racks: str = "", replica_nodes: str = "") -> tuple[m.Effect, ...]:
+    domains = dict(zip(sorted(run.live), racks, strict=True)) if racks else {}
+    return run.feed(
+        m.NodesSeen(live=frozenset(run.live), domains=domains, replica_nodes=frozenset(replica_nodes))
+    )
+
+
+def holders(run: Harness) -> dict[str, tuple[str, ...]]:
+    assert run.machine.plan is not None
+    return {node.node_id: node.holders for node in run.machine.plan.nodes}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replica_nodes": "role=store"}, "No live node has the label role=store"),
+        ({"replicas": 2, "copies": ("rack", "spread")}, "no live node has a failure domain"),
+    ],
+)
+def test_the_first_group_is_refused_without_the_labels_that_its_options_name(
+    options: dict[str, Any], message: str
+) -> None:
+    run = Harness("abs", **options)
+    seen(run)
+    error = one(run.feed(run.group("ab")), m.Fail).error
+    assert isinstance(error, ConfigError) and message in str(error)
+    assert error.fields["option"] in options and "ray start --labels" in error.hint
+    seen(run, racks="112", replica_nodes="s")
+    assert not of(run.open("ab"), m.Fail)
+    seen(run)
+    assert of(run.open("ab"), m.Warn) and not of(run.open("ab"), m.Fail), "a later group is only warned"
+
+
+def test_labelled_nodes_alone_hold_copies() -> None:
+    run = Harness("abcst", replica_nodes="role=store")
+    seen(run, replica_nodes="st")
+    run.open("abc")
+    assert holders(run) == {"a": ("s",), "b": ("t",), "c": ("s",)}
+    attempt = run.attempt(10)
+    run.feed(*(run.stored(attempt, node) for node in "abc"))
+    failed = run.feed(run.copied(attempt, "a", "s", error="refused"))
+    assert [effect.holder for effect in of(failed, m.Replicate)] == ["t"], (
+        "the free nodes b and c are not asked"
+    )
+
+
+def test_a_domain_with_too_few_nodes_for_its_copies_causes_one_warning() -> None:
+    run = Harness("abcd", replicas=2, copies=("rack", "spread"))
+    seen(run, racks="1123")
+    warned = one(run.open("abcd"), m.Warn)
+    assert "2 node(s), such as c, have fewer than 1 copies in their failure domain" in warned.text
+    placed = holders(run)
+    assert placed["a"][0] == "b" and placed["b"][0] == "a" and all(len(set(h)) == 2 for h in placed.values())
+    assert not of(run.open("abcd"), m.Warn)
 
 
 # -- a save ------------------------------------------------------------------------------------------
