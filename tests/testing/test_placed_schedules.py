@@ -15,7 +15,7 @@ SIZES = range(2, 6)  # nodes; half of the live ones have the label, in two racks
 
 
 def test_promises_hold_with_labelled_holders_and_copies_in_the_rack(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = schedules._options
+    drawn = schedules.random_options
 
     def options(chance: random.Random, *, keep_local_at_end: bool) -> RunOptions:
         found = drawn(chance, keep_local_at_end=keep_local_at_end)
@@ -26,7 +26,7 @@ def test_promises_hold_with_labelled_holders_and_copies_in_the_rack(monkeypatch:
             found = replace(found, copies=("rack", *["spread"] * (found.replicas - 1)))
         return found
 
-    monkeypatch.setattr(schedules, "_options", options)
+    monkeypatch.setattr(schedules, "random_options", options)
     commits = 0
     for seed in range(NUM_SEEDS):
         commits += schedules.play(seed, sizes=SIZES).num_commits
