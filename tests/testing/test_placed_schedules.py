@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from ray_ckpt.config import RunOptions
-from ray_ckpt.testing import schedules
+from ray_ckpt.testing import parts, schedules
 
 NUM_SEEDS = 30  # 2 s
 SIZES = range(2, 6)  # nodes; half of the live ones have the label, in two racks
 
 
 def test_promises_hold_with_labelled_holders_and_copies_in_the_rack(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = schedules.random_options
+    drawn = parts.random_options
 
     def options(chance: random.Random, *, keep_local_at_end: bool) -> RunOptions:
         found = drawn(chance, keep_local_at_end=keep_local_at_end)
