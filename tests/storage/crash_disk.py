@@ -93,6 +93,8 @@ class CrashDisk:
         self._actions: dict[int, Callable[[], None]] = {}
         self._inodes: dict[str, int] = {str(root): ROOT}  # by path
         self._open_files: dict[int, int] = {}  # descriptor -> inode
+        self._real_files: dict[int, tuple[int, int] | None] = {}  # descriptor -> device, inode
+        self._killed: set[int] = set()  # descriptors that `kill` has closed; owners may do it again
         self._dead = False
         self._lock = threading.RLock()  # one operation at a time; what happens before one is not in it
 
@@ -110,7 +112,9 @@ class CrashDisk:
             self._dead = True
             for fd in tuple(self._open_files):
                 self._open_files.pop(fd)
-                _REAL["close"](fd)
+                if _real_file(fd) == self._real_files.pop(fd):  # else a file object has closed it before
+                    self._killed.add(fd)
+                    _REAL["close"](fd)
         raise ProcessDied
 
     def restart(self) -> None:
@@ -122,12 +126,16 @@ class CrashDisk:
     def open(self, path: Any, flags: int, mode: int = 0o777, **more: Any) -> int:
         where = self._inside(path)
         if where is None:
-            return int(_REAL["open"](path, flags, mode, **more))
+            fd = int(_REAL["open"](path, flags, mode, **more))
+            self._killed.discard(fd)
+            return fd
         with self._operation():
             fd = int(_REAL["open"](path, flags, mode, **more))
             if where not in self._inodes:
                 self._add(where)
             self._open_files[fd] = self._inodes[where]
+            self._real_files[fd] = _real_file(fd)
+            self._killed.discard(fd)
             return fd
 
     def write(self, fd: int, data: Any) -> int:
@@ -162,8 +170,11 @@ class CrashDisk:
 
     def close(self, fd: int) -> None:
         with self._lock:
-            if not self._dead or fd in self._open_files:
+            if fd in self._killed:  # the number may be another thread's by now
+                self._killed.discard(fd)
+            elif not self._dead or fd in self._open_files:
                 self._open_files.pop(fd, None)
+                self._real_files.pop(fd, None)
                 _REAL["close"](fd)
 
     def link(self, src: Any, dst: Any, **more: Any) -> None:
@@ -264,6 +275,15 @@ class CrashDisk:
 _RECORDED = ("open", "write", "pwrite", "fsync", "close", "link", "rename", "unlink", "rmdir", "mkdir")
 _REAL: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in _RECORDED}
 _RESERVE = direct.reserve
+
+
+def _real_file(fd: int) -> tuple[int, int] | None:
+    """Return device and inode of an open descriptor; None if it is closed."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 @contextlib.contextmanager
