@@ -8,6 +8,8 @@ of files that are new in a folder; a linked file is not. A state without frozen 
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -52,7 +54,8 @@ class Job:
         self._train()
         self._uri = f"{folder}/storage/{name}"
         items = {"model": self.model, "optimizer": self.optimizer}
-        options = {"replicas": 1, "remote_every": 1, "overlap": False, "max_block_s": WAIT_S}
+        options = {"replicas": 1, "remote_every": 1, "overlap": False}
+        options |= {"max_block_s": WAIT_S, "retire_grace_s": 0.0}
         self.saves = Saves(items, folder, name, **options)
         self.saves.wait_ready()
         self.folders = {
@@ -83,6 +86,15 @@ class Job:
         self.changed_bytes = trained + sum(others)
         return {**found, "capture": capture_s, "local": info.local_s or 0.0}
 
+    def wait_deleted(self) -> None:
+        """Wait until the disk has nothing else to do: deletions of large files hold up an fsync."""
+        end_s = time.monotonic() + WAIT_S
+        while any(info.state == "retired" for info in Catalog(self._uri).list(all=True)):
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"retired checkpoints are not deleted after {WAIT_S} s")
+            time.sleep(0.05)
+        os.sync()
+
     def close(self) -> None:
         self.saves.close()
 
@@ -112,6 +124,8 @@ def rows(context: Context) -> Iterator[Row]:
         copies_s = []
         for _ in range(context.repeat):
             for name, job in jobs.items():
+                for other in jobs.values():
+                    other.wait_deleted()
                 samples[name].append(job.sample())
             copies_s.append(memcpy())
         yield from _rows(samples, tuple(copies_s), jobs["partly"].changed_bytes)

@@ -30,6 +30,7 @@ log = logging.getLogger("ray_ckpt")
 
 MIN_STILL_BYTES = 1 << 20  # of a shard that may be shared: below it, another file costs more
 MAX_LOOKS = 64  # elements of a slice that are compared before its copy is left out: some 10 us on a host
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 MAX_CHANGES = 3  # saves that found a change in still slices; after it, each layout has one shard
 
 
@@ -119,9 +120,12 @@ def _version(live: LiveSlice) -> tuple[int, int]:
 def _looks_equal(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     """Return whether up to MAX_LOOKS elements, evenly spread, are bit for bit those of `view`."""
     step = max(1, tensor.numel() // MAX_LOOKS)
-    here, there = (_raw(flat.reshape(-1)[::step]) for flat in (tensor.detach(), view))
+    here, there = (_looked_at(flat.reshape(-1), step) for flat in (tensor.detach(), view))
     return torch.equal(here, there)
 
 
-def _raw(flat: torch.Tensor) -> torch.Tensor:
-    return flat.contiguous().cpu().view(torch.uint8)
+def _looked_at(flat: torch.Tensor, step: int) -> torch.Tensor:
+    """Return every `step`-th element as an integer on the host, since NaN differs from itself."""
+    if kind := _INTEGERS.get(flat.element_size()):
+        return flat.view(kind)[::step].cpu()
+    return flat[::step].contiguous().cpu().view(torch.uint8)
