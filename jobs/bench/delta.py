@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +55,7 @@ class Job:
         self._train()
         self._uri = f"{folder}/storage/{name}"
         items = {"model": self.model, "optimizer": self.optimizer}
-        options = {"replicas": 1, "remote_every": 1, "overlap": False}
+        options: dict[str, Any] = {"replicas": 1, "remote_every": 1, "overlap": False}
         options |= {"max_block_s": WAIT_S, "retire_grace_s": 0.0}
         self.saves = Saves(items, folder, name, **options)
         self.saves.wait_ready()
