@@ -203,12 +203,15 @@ class SaveFacts:
     `stall_s`: time for which the save stalled training. `capture_s`: time from the start of the save until
     the state was copied or, with a stream, until the agent began to read. `local_s`: time from the last
     capture on a node until all files of that node were fsynced.
+
+    `shared_bytes` are those of files that the nodes have linked to an earlier checkpoint's, all together.
     """
 
     stall_s: float | None = None
     capture_s: float | None = None
     local_s: float | None = None
     mesh: str = ""
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +257,7 @@ class CheckpointInfo:
     drill: str = ""  # outcome of that drill
     root_of: RootOf = "fragments"  # the files that `root_digest` covers
     suspect: str = ""  # replicas that differed at this save, if any were found
+    shared_bytes: int = 0  # of `size_bytes`: in files that are links to an earlier checkpoint's on the nodes
 
     @property
     def step(self) -> int:

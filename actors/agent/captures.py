@@ -19,6 +19,7 @@ class _SaveTimes:
     mesh: str = ""
     stall_s: float = 0.0
     capture_s: float = 0.0
+    shared_bytes: int = 0  # in files that are linked to those of an earlier save
     sealed_s: float = 0.0  # when the last rank's capture arrived (monotonic)
 
     def add(self, shard: SealedShard) -> None:
@@ -60,6 +61,11 @@ class Captures:
         self._writing.add(key)
         return shard
 
+    def note_shared(self, attempt: AttemptId, size_bytes: int) -> None:
+        """Note that so many bytes of a save were linked instead of written."""
+        if times := self._times.get(attempt.attempt):
+            times.shared_bytes += size_bytes
+
     def end_write(self, shard: SealedShard) -> None:
         self._writing.discard((shard.attempt.attempt, shard.rank))
 
@@ -78,4 +84,10 @@ class Captures:
         if times is None:
             return SaveFacts()
         local_s = time.monotonic() - times.sealed_s
-        return SaveFacts(mesh=times.mesh, stall_s=times.stall_s, capture_s=times.capture_s, local_s=local_s)
+        return SaveFacts(
+            mesh=times.mesh,
+            stall_s=times.stall_s,
+            capture_s=times.capture_s,
+            local_s=local_s,
+            shared_bytes=times.shared_bytes,
+        )

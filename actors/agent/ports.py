@@ -107,6 +107,7 @@ class RayNodePorts:
                 attempt=shard.attempt, rank=shard.rank, files=stored.files, rows=stored.rows
             )
             self._node.count_bytes(run.spec.name, "local", stored.written_bytes, stored.shared_bytes)
+            run.captures.note_shared(shard.attempt, stored.shared_bytes)
         finally:
             run.captures.end_write(shard)
         run.host.handle(event)

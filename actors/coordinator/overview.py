@@ -77,6 +77,7 @@ def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -
         warning=seen.warning,
         warning_age_s=wall_s - seen.warned_at_s if seen.warning else None,
         suspect=_suspect(machine),
+        shared_bytes=next((c.shared_bytes for c in reversed(machine.history.lineage())), 0),
         awaited=machine.view.awaited(),
     )
 

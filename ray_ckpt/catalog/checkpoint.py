@@ -152,6 +152,7 @@ class CheckpointView:
             ("ranks", f"{info.world_size} on {info.num_nodes} nodes"),
             *((("mesh", info.mesh),) if info.mesh else ()),
             ("bytes", info.size_bytes),
+            *((("bytes linked", info.shared_bytes),) if info.shared_bytes else ()),
             ("saved at", to_datetime(info.committed_at_s) or ""),
             ("took", _phases_text(info)),
             ("verified at", to_datetime(info.verified_at_s) or ""),

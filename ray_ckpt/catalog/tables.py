@@ -72,6 +72,7 @@ def checkpoints_table(
         "mesh": pa.array([c.mesh or None for c in known], pa.string()),
         "cuts": pa.array([cuts.get(c.id.attempt) for c in known], _STRINGS),
         "size_bytes": pa.array([c.size_bytes for c in known], pa.int64()),
+        "shared_bytes": pa.array([c.shared_bytes for c in known], pa.int64()),
         "committed_at": _times([c.committed_at_s for c in known]),
         "durable_at": _times([c.durable_at_s for c in known]),
         "verified_at": _times([c.verified_at_s for c in known]),

@@ -322,6 +322,8 @@ def _notes(run: RunView) -> Iterator[str]:
         yield f"in the cluster only: step(s) {', '.join(map(str, run.needed_in_cluster[-10:]))}"
     if run.records_waiting > 1:
         yield f"{run.records_waiting} records wait for the log's store"
+    if run.shared_bytes:
+        yield f"{decimal(run.shared_bytes)} of the newest save were linked to an earlier one, not written"
     if run.suspect:
         yield f"data-parallel replicas have drifted apart, {run.suspect}"
     if run.warning:

@@ -48,6 +48,7 @@ def info_json(view: CheckpointView) -> dict[str, Any]:
         "mesh": info.mesh,
         "num_nodes": info.num_nodes,
         "size_bytes": info.size_bytes,
+        "shared_bytes": info.shared_bytes,
         "committed_at_s": info.committed_at_s,
         "root_digest": info.root_digest,
         "metrics": jsontext.metrics_json(info.metrics),

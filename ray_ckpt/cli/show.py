@@ -66,6 +66,7 @@ def show(
         "level": level_text(info),
         "world": f"{info.world_size} ranks on {info.num_nodes} nodes{mesh}",
         "size": f"{decimal(info.size_bytes)} ({info.size_bytes} bytes)",
+        **({"linked": f"{decimal(info.shared_bytes)} on the nodes"} if info.shared_bytes else {}),
         "when": when_text(info.committed_at_s),
         "root digest": info.root_digest,
         "metrics": metrics_text(info.metrics),

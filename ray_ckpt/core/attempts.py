@@ -206,12 +206,13 @@ class Attempt:
         return sum(stored.size_bytes for stored in self.stored.values())
 
     def facts(self) -> SaveFacts:
-        """Return the mesh and the slowest nodes' times; a time is None if a node has not reported it."""
+        """Return mesh, shared bytes, and the slowest nodes' times, None if a node has not reported it."""
         return SaveFacts(
             mesh=next((stored.facts.mesh for stored in self.stored.values() if stored.facts.mesh), ""),
             stall_s=_slowest(stored.facts.stall_s for stored in self.stored.values()),
             capture_s=_slowest(stored.facts.capture_s for stored in self.stored.values()),
             local_s=_slowest(stored.facts.local_s for stored in self.stored.values()),
+            shared_bytes=sum(stored.facts.shared_bytes for stored in self.stored.values()),
         )
 
     def metrics(self) -> Mapping[str, float]:

@@ -318,4 +318,5 @@ def _committed(op: Commit, record: LogRecord, run_uid: str, session: SessionInfo
         local_s=op.local_s,
         replicate_s=op.replicate_s,
         suspect=op.suspect or "",
+        shared_bytes=op.shared_bytes or 0,
     )

@@ -146,6 +146,7 @@ class OpenAttempts:
                 local_s=facts.local_s,
                 replicate_s=self._context.now_s - attempt.stored_s,
                 suspect=suspect or None,
+                shared_bytes=facts.shared_bytes or None,
             )
         )
 

@@ -96,6 +96,7 @@ class Commit:
     local_s: float | None = None
     replicate_s: float | None = None  # after `local_s`, until the level was reached or the wait ended
     suspect: str | None = None  # replicas whose bytes differed at this save
+    shared_bytes: int | None = None  # see `SaveFacts`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,6 +432,7 @@ FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "reason": jsontext.text,
     "text": jsontext.text,
     "suspect": optional(jsontext.text),
+    "shared_bytes": optional(jsontext.integer),
 }
 """Readers of the fields of ops; a name has the same meaning in every op."""
 _KNOWN = FIELDS.keys() | {"seq", "epoch", "writer", "prev", "time_s", "op"}

@@ -58,6 +58,7 @@ COLUMNS = pa.schema(
         pa.field("drilled_at_s", pa.float64()),
         pa.field("drill", pa.string()),
         pa.field("suspect", pa.string()),
+        pa.field("shared_bytes", pa.int64()),
         pa.field("metrics", _NUMBERS),
         pa.field("pins", _NUMBERS),
     ]
@@ -78,6 +79,7 @@ _LATER: Mapping[str, float | str | None] = {
     "mesh": "",
     "drill": "",
     "suspect": "",
+    "shared_bytes": 0,
     "root_of": "files",
 }
 """Columns that older snapshots lack, with their default values."""
@@ -99,6 +101,7 @@ _HEX = re.compile(r"[0-9a-f]*")
 _RANGES = (
     ("session", 0, jsontext.MAX_INT),
     ("size_bytes", 0, jsontext.MAX_INT),
+    ("shared_bytes", 0, jsontext.MAX_INT),
     ("world_size", 1, MAX_RANKS),
     ("num_nodes", 1, MAX_RANKS),
     ("replicas", 0, MAX_RANKS),

@@ -49,9 +49,12 @@ def test_the_facts_of_a_save_are_the_worst_of_its_ranks_and_given_once() -> None
     captures = Captures()
     captures.seal(sealed(0, stall_s=1.0))
     captures.seal(sealed(1, stall_s=3.0, mesh="dp=2"))
+    captures.note_shared(ATTEMPT, 5)
+    captures.note_shared(ATTEMPT, 2)
     facts = captures.facts(ATTEMPT)
     assert (facts.mesh, facts.stall_s, facts.capture_s) == ("dp=2", 3.0, 0.5)
     assert facts.local_s is not None and facts.local_s >= 0
+    assert facts.shared_bytes == 7
     assert captures.facts(ATTEMPT) == SaveFacts()
 
 

@@ -32,6 +32,7 @@ def test_a_killed_rank_changes_nothing(
     assert calm.keys() == broken.keys() and all(torch.equal(calm[name], broken[name]) for name in calm)
     newest = Catalog(f"{storage}/broken").newest()
     assert newest is not None and newest.info.step == 12
+    assert (newest.info.shared_bytes > 0) is (kind == "lora"), "the frozen weights are linked"
     assert newest.info.metrics["loss"] == pytest.approx(next(iter(done[12]))[0])
     assert not list((tmp_path / "broken" / "hf").glob("checkpoint-*")), "no folder besides ours"
 

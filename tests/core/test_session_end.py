@@ -241,13 +241,14 @@ def test_a_commit_has_the_times_of_the_slowest_node() -> None:
     run.open("ab")
     attempt = run.attempt(10)
     for node, stall_s in (("a", 0.5), ("b", 0.25)):
-        facts = SaveFacts(stall_s=stall_s, capture_s=1.0 - stall_s, local_s=2.0)
+        facts = SaveFacts(stall_s=stall_s, capture_s=1.0 - stall_s, local_s=2.0, shared_bytes=70)
         run.feed(replace(run.stored(attempt, node), facts=facts))
     run.tick(3.0)
     run.feed(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
     (checkpoint,) = run.machine.history.live()
     assert (checkpoint.stall_s, checkpoint.capture_s, checkpoint.local_s) == (0.5, 0.75, 2.0)
     assert checkpoint.replicate_s == pytest.approx(3.0, abs=0.1)
+    assert checkpoint.shared_bytes == 140, "of all nodes together"
     phases = {s.labels["phase"]: s.value for s in samples(run, telemetry.PHASE)}
     assert phases.keys() == {"capture", "local", "replicate", "commit"}
 

@@ -548,6 +548,7 @@ def _checkpoint_json(info: CheckpointInfo, report: RunReport) -> dict[str, Any]:
         "level": info.level.label,
         "replicas": info.replicas,
         "size_bytes": info.size_bytes,
+        "shared_bytes": info.shared_bytes,
         "committed_at_s": info.committed_at_s,
         "stall_s": info.stall_s,
         "save_s": save_s(info),
