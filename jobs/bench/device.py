@@ -1,10 +1,11 @@
-"""Snapshots from a GPU, without Ray: only torch, the arena and the snapshot code are needed.
+"""Snapshots from a GPU and restores into it, without Ray.
 
 python -m jobs.bench.device --size 4GiB
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -13,23 +14,24 @@ from functools import partial
 import torch
 
 from jobs.bench.context import Context
-from jobs.bench.restoring import RankMemory
+from jobs.bench.restoring import ATTEMPT, RankMemory, Restores
 from jobs.bench.row import Row, measure, skipped
-from jobs.bench.state import make_state, state_bytes
+from jobs.bench.state import fingerprint, make_state, state_bytes, wipe
 from ray_ckpt.capture.overlap_guard import background_slices, guarded_storages
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 
 DEVICE = torch.device("cuda")
-ATTEMPT = "0" * 16
 BLOCKED_LIMIT_S = 0.010  # for a model of several GB
 POLL_S = 0.0002
+SIDE = 8192  # of the matrices whose products stand for a training step
+PRODUCTS = 200
 
 
 class DeviceRig:
     """A state of about `size_bytes` on the GPU, and a pinned arena for its snapshots."""
 
     def __init__(self, size_bytes: int) -> None:
-        model, optimizer = make_state(size_bytes)
+        self.model, self.optimizer = model, optimizer = make_state(size_bytes)
         model.to(DEVICE)
         for state in optimizer.state.values():
             state.update({k: v.to(DEVICE) if v.dim() else v for k, v in state.items()})
@@ -43,11 +45,12 @@ class DeviceRig:
         self._errors: list[Exception] = []
         self._source = torch.empty(self.size_bytes, dtype=torch.uint8, device=DEVICE)
         self._target = torch.empty(self.size_bytes, dtype=torch.uint8, pin_memory=True)
+        self._matrix = torch.randn(SIDE, SIDE, device=DEVICE, dtype=torch.bfloat16)
 
     def copied_s(self) -> float:
         """Return the seconds of a snapshot until the arena is sealed."""
         started_s = _synchronized_s()
-        self._start()
+        self._start().before_change()  # as the next step does; the seal waits for it
         self._wait_sealed()
         return time.perf_counter() - started_s
 
@@ -67,6 +70,37 @@ class DeviceRig:
         self._target.copy_(self._source, non_blocking=True)
         return _synchronized_s() - started_s
 
+    def plain_back_s(self) -> float:
+        """Return the seconds of one copy of the same number of bytes from pinned memory."""
+        started_s = _synchronized_s()
+        self._source.copy_(self._target, non_blocking=True)
+        return _synchronized_s() - started_s
+
+    def step_s(self) -> float:
+        """Return the seconds of a step's matrix products."""
+        started_s = _synchronized_s()
+        for _ in range(PRODUCTS):
+            torch.mm(self._matrix, self._matrix)
+        return _synchronized_s() - started_s
+
+    def step_beside_copy_s(self) -> float:
+        """Return the seconds of the same products while a snapshot is copied."""
+        snapshot = self._start()
+        taken_s = self.step_s()
+        snapshot.before_change()
+        self._wait_sealed()
+        return taken_s
+
+    def restores(self) -> tuple[Restores, str]:
+        """Seal the arena as an agent does once the rank is gone; return its restores, and its path."""
+        memory = self._rank.memory
+        restores = Restores(self._rank)
+        self._arena.mapping.give_up()
+        del self._arena, self._rank.arena
+        gc.collect()
+        assert memory.seal_writes(), "the arena is still mapped for writing"
+        return restores, memory.path
+
     def check(self) -> None:
         """Raise an error unless the last snapshot is identical to the state."""
         if self._errors:
@@ -82,17 +116,17 @@ class DeviceRig:
             self._rank.slices,
             background=self._background,
             during=lambda: None,
-            finish=partial(self._arena.seal, ATTEMPT),
+            finish=partial(self._arena.seal, ATTEMPT.attempt),
             fail=self._errors.append,
         )
 
     def _wait_sealed(self) -> None:
-        while self._arena.mapping.page.sealed != ATTEMPT and not self._errors:
+        while self._arena.mapping.page.sealed != ATTEMPT.attempt and not self._errors:
             time.sleep(POLL_S)
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Yield the copy rate into the pinned arena and the time that a save blocks."""
+    """Yield the copy rate into the pinned arena, what a save costs the training, and the rate of restores."""
     if not torch.cuda.is_available():
         yield skipped("device-copy", "from a GPU into the pinned arena", "this machine has no GPU")
         return
@@ -111,8 +145,41 @@ def rows(context: Context) -> Iterator[Row]:
     )
     what = "what an overlapped save blocks"
     yield measure("device-blocked", what, "s", rig.blocked_s, repeat=context.repeat, limit=BLOCKED_LIMIT_S)
+    yield measure(
+        "device-step",
+        f"{PRODUCTS} products of matrices while a snapshot is copied",
+        "s",
+        rig.step_beside_copy_s,
+        beside=("alone", rig.step_s),
+        repeat=context.repeat,
+        reach="<= 1.05",
+    )
     rig.copied_s()
     rig.check()
+    before = fingerprint(rig.model, rig.optimizer)
+    restores, path = rig.restores()
+    for name, what, is_verified in (
+        ("device-restore", "a restore from the arena into the GPU, verified by the agent before", True),
+        (
+            "device-restore-early",
+            "a restore from the arena into the GPU, every digest checked by the rank",
+            False,
+        ),
+    ):
+        restore_s = partial(restores, "memory", path, is_verified=is_verified)
+        wipe(rig.model, rig.optimizer)
+        restore_s()
+        assert fingerprint(rig.model, rig.optimizer) == before, "other bits were restored"
+        rig.plain_back_s()
+        yield measure(
+            name,
+            what,
+            "GB/s",
+            restore_s,
+            beside=("one pinned copy", rig.plain_back_s),
+            repeat=context.repeat,
+            size_bytes=rig.size_bytes,
+        )
 
 
 def _synchronized_s() -> float:

@@ -66,31 +66,42 @@ class RankMemory:
         self.arena.seal(ATTEMPT.attempt)
 
 
+class Restores:
+    """Restores of a rank's whole state from memory or a file with its sealed shard."""
+
+    def __init__(self, rank: RankMemory) -> None:
+        shard = rank.memory.data(rank.layout)
+        self._rank = rank
+        self._manifest = [
+            ManifestRow(
+                kind="slice",
+                file=FILE,
+                byte_offset=placed.byte_offset,
+                nbytes=placed.nbytes,
+                digest=digest(shard[placed.byte_offset : placed.byte_offset + placed.nbytes]),
+                slice=placed.slice,
+            )
+            for placed in rank.layout.slices
+        ]
+        trees = {"step": 1, "world_size": 1, "items": dict(rank.walked.trees)}
+        self._state: Any = decode_tree(encode_tree(trees))
+
+    def __call__(self, tier: Tier, path: str, *, is_verified: bool = False) -> float:
+        """Restore once; return the seconds."""
+        started_s = time.perf_counter()
+        source = FileSource(tier=tier, where="here", path=path, is_verified=is_verified)
+        reader = SourceReader(ATTEMPT, {FILE: (source,)}, credentials=None)
+        load_items(self._rank.items, self._state, ListedRows(self._manifest), reader, rank=0, world_size=1)()
+        assert not reader.damage, reader.rejected
+        return time.perf_counter() - started_s
+
+
 def rows(context: Context) -> Iterator[Row]:
     model, optimizer = make_state(context.size_bytes)
     rank = RankMemory(model, optimizer)
     rank.capture()
     shard = rank.memory.data(rank.layout)
-    manifest = [
-        ManifestRow(
-            kind="slice",
-            file=FILE,
-            byte_offset=placed.byte_offset,
-            nbytes=placed.nbytes,
-            digest=digest(shard[placed.byte_offset : placed.byte_offset + placed.nbytes]),
-            slice=placed.slice,
-        )
-        for placed in rank.layout.slices
-    ]
-    state: Any = decode_tree(encode_tree({"step": 1, "world_size": 1, "items": dict(rank.walked.trees)}))
-
-    def restore_s(tier: Tier, path: str, *, is_verified: bool = False) -> float:
-        started_s = time.perf_counter()
-        source = FileSource(tier=tier, where="here", path=path, is_verified=is_verified)
-        reader = SourceReader(ATTEMPT, {FILE: (source,)}, credentials=None)
-        load_items(rank.items, state, ListedRows(manifest), reader, rank=0, world_size=1)()
-        assert not reader.damage, reader.rejected
-        return time.perf_counter() - started_s
+    restore_s = Restores(rank)
 
     def row(name: str, what: str, sample: Sampler, beside: tuple[str, Sampler], reach: str) -> Row:
         before = fingerprint(model, optimizer)

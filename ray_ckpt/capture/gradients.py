@@ -35,7 +35,8 @@ class Window:
 
     A hook after each step notes the gradients that the step used, as objects and version counters, in 0.5 us
     per parameter. The hook keeps nothing alive and waits for no device. Values of a gradient are read only if
-    the gradient differs from the noted one, since `zero_grad(set_to_none=False)` leaves zeros.
+    the gradient differs from the noted one, since `zero_grad(set_to_none=False)` leaves zeros. Gradients that
+    exist before the first step, as a warm-up or the capture of a CUDA graph leaves them, wait for nothing.
 
     Not detected: gradients of an optimizer whose `step` runs no hooks, and changes through `.data`.
     """
@@ -109,6 +110,7 @@ class _Used:
         self.found_after: int | None = None  # `num_steps` at the last call that found unused gradients
         self.is_left_over = False
         self._noted: dict[int, tuple[weakref.ref[torch.Tensor], Versions]] = {}  # by id of the parameter
+        self.note()
 
     def note(self) -> None:
         # Weak references hold no memory; ids do not serve, since the next gradient may reuse an id.

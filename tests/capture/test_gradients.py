@@ -102,6 +102,16 @@ def test_a_gradient_of_one_parameter_only_is_enough(loop: Loop) -> None:
     assert loop.window.is_open()
 
 
+def test_gradients_that_are_there_before_the_first_step_wait_for_nothing(loop: Loop) -> None:
+    loop.backward()
+    window = Window([loop.optimizer], [loop.model])  # after the warm-up of a CUDA graph, say
+    assert not window.is_open()
+    loop.backward()
+    assert window.is_open()
+    loop.step()
+    assert not window.is_open()
+
+
 def test_a_new_gradient_in_the_place_of_a_used_one_is_seen(loop: Loop) -> None:
     for _ in range(20):  # the same sizes, so that memory and ids are used again
         loop.backward()
@@ -381,11 +391,11 @@ def test_a_gradient_that_is_a_dtensor_is_saved_as_this_ranks_part(
             self.weight = nn.Parameter(distribute_tensor(torch.ones(6, 8), mesh, [Shard(0)]))
 
     first, second, local = Model(), Model(), torch.randn(shape)
-    first.weight.grad = DTensor.from_local(local, mesh, [placement], shape=torch.Size([6, 8]), stride=(8, 1))
     items = [
         GradientsItem({"m": m}, window=Window([torch.optim.SGD(m.parameters())]), world_size=4)
         for m in (first, second)
     ]
+    first.weight.grad = DTensor.from_local(local, mesh, [placement], shape=torch.Size([6, 8]), stride=(8, 1))
     items[1].load(through_the_file(items[0], items[1]))
     grad: Any = second.weight.grad
     assert torch.equal(grad.to_local(), local)

@@ -101,7 +101,9 @@ class Training:
     def save(self, step: int) -> None:
         if self.ckpt.save(step):
             walked = walk(self.ckpt._require_items().items, rank=0, world_size=1)
-            self.references[step] = {live.slice.key: live.tensor.clone() for live in walked.slices}
+            self.references[step] = {
+                live.slice.key: live.tensor.to("cpu", copy=True) for live in walked.slices
+            }
 
     def check(self) -> int:
         """Compare every checkpoint with the state that it was taken of; returns how many there are."""
