@@ -6,7 +6,7 @@ SERVERS := .venv-servers
 OLDEST  := .venv-oldest
 FRAMEWORKS ?= $(notdir $(patsubst %/requirements.txt,%,$(wildcard tests/frameworks/*/requirements.txt)))
 
-.PHONY: check test test-slow test-oldest test-frameworks soak demo demo-s3 bench docs clean
+.PHONY: check test test-slow test-oldest test-frameworks test-gpu soak demo demo-s3 bench docs clean
 .DEFAULT_GOAL := test
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode, imports and assert rewriting take a third of the time
 test test-slow: export OMP_NUM_THREADS = 1  # all cores are in use already; more threads of torch would spin
@@ -69,6 +69,9 @@ $(FRAMEWORKS:%=test-framework-%): test-framework-%: .venv-frameworks/%/.ready
 	RAY_CKPT_FRAMEWORK=$* .venv-frameworks/$*/bin/python -m pytest tests/frameworks/$*
 
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)  ## trainers with packages that clash, one environment each; FRAMEWORKS=deepspeed for one
+
+test-gpu: $(VENV)/.ready  ## with a CUDA device, in an environment whose torch has CUDA: VENV names it
+	RAY_CKPT_GPU=1 $(BIN)/python -m pytest tests/gpu
 
 SECONDS ?= 600
 SEED    ?=

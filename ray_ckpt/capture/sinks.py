@@ -17,7 +17,7 @@ import torch
 from ray_ckpt.restore.reader import Bytes, FlatSink, Sink
 
 SLAB_BYTES = 1 << 20  # slab for host memory: small enough to be in the cache when the slab is copied
-DEVICE_SLAB_BYTES = 8 << 20  # slab in a pinned buffer: large enough for the full speed of PCIe
+DEVICE_SLAB_BYTES = 16 << 20  # slab in a pinned buffer: the fastest of five sizes, jobs/bench/results/h100.md
 NUM_BUFFERS = 2  # per thread: one is filled while the other is copied to the device
 
 

@@ -60,12 +60,13 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 def num_threads(tier: Tier) -> int:
     """Return the number of extents to read at a time from a tier.
 
-    Reads from memory keep every core busy. A disk read has a read-ahead, so two extents suffice: the start of
-    one extent overlaps with the other extent, and more extents would only hold more buffers. Peers and stores
-    have a high latency and many disks.
+    Reads from memory keep every core busy, up to 8: more threads wait for the interpreter's lock longer than
+    they copy, as jobs/bench/results/h100.md shows. A disk read has a read-ahead, so two extents suffice: the
+    start of one extent overlaps with the other extent, and more extents would only hold more buffers. Peers
+    and stores have a high latency and many disks.
     """
     if tier == "memory":
-        return min(16, len(os.sched_getaffinity(0)))
+        return min(8, len(os.sched_getaffinity(0)))
     return 2 if tier == "local" else 4
 
 

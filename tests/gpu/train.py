@@ -187,7 +187,8 @@ class Loop:
             self.ckpt.step(step)
             time.sleep(pace_s)
             with journal.open("a") as file:
-                print(json.dumps({"pid": os.getpid(), "step": step, "loss": float(loss.detach()).hex()}), file=file)
+                line = {"pid": os.getpid(), "step": step, "loss": float(loss.detach()).hex()}
+                print(json.dumps(line), file=file)
         self.ckpt.save(steps)
         self.ckpt.wait("durable")
         with journal.open("a") as file:
