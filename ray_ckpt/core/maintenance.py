@@ -158,9 +158,7 @@ class Maintenance:
         for node, disk in sorted(disks.items()):
             chosen = choose_evictions_for_space(
                 view,
-                held_bytes={
-                    c.id.attempt: size for c in view.live if (size := self._bytes_on(node, c.id.attempt))
-                },
+                held_bytes=self._freed_on(node, view.live),
                 free_bytes=disk.free_bytes,
                 total_bytes=disk.total_bytes,
                 high_watermark=options.high_watermark,
@@ -184,6 +182,19 @@ class Maintenance:
         checkpoint = self._context.history.checkpoints[attempt]
         held = self._context.holders.count(attempt, node)
         return checkpoint.size_bytes * held // checkpoint.num_nodes
+
+    def _freed_on(self, node: str, live: Sequence[CheckpointInfo]) -> dict[str, int]:
+        """Estimate the bytes that a node's disk gains by deleting each checkpoint, without what others share.
+
+        A file is shared with the checkpoint before or the one after; its space is free once all are gone.
+        """
+        found = {}
+        for checkpoint, after in zip(live, [*live[1:], None], strict=True):
+            shared_bytes = max(checkpoint.shared_bytes, after.shared_bytes if after is not None else 0)
+            share = 1 - min(1.0, shared_bytes / max(1, checkpoint.size_bytes))
+            if freed_bytes := int(share * self._bytes_on(node, checkpoint.id.attempt)):
+                found[checkpoint.id.attempt] = freed_bytes
+        return found
 
     # -- answers -------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from ray_ckpt.format.records import encode_record
 from ray_ckpt.storage.log_store import CreateResult, MemoryLogStore, read_log
 from ray_ckpt.testing.parts import file_entry, fragment_on_disk
 from ray_ckpt.testing.stores import FILE_BYTES
-from ray_ckpt.types import UNKNOWN_LAUNCH, AttemptId, CheckpointInfo, LaunchTimes, RankRestore
+from ray_ckpt.types import UNKNOWN_LAUNCH, AttemptId, CheckpointInfo, LaunchTimes, RankRestore, SaveFacts
 
 RUN = "gpt"
 SERVICE = "service-1"
@@ -104,6 +104,7 @@ class Harness:
         self.store = store or MemoryLogStore()
         self.store_mode: StoreMode = "ok"
         self.ranks_per_node = ranks_per_node
+        self.linked_bytes = 0  # of each node's files of a save
         self.now_s = 0.0
         self.disks = {node: Disk() for node in nodes}
         self.live = set(nodes)
@@ -271,6 +272,7 @@ class Harness:
             size_bytes=held.size_bytes,
             replicated=tuple(replicated),
             metrics={"loss": 1.0 / attempt.step} if 0 in here.ranks else None,
+            facts=SaveFacts(shared_bytes=self.linked_bytes),
         )
 
     def _held(self, attempt: AttemptId, node: SessionNode) -> StoredFragment:

@@ -250,6 +250,19 @@ def test_a_disk_is_acted_on_once_per_reading() -> None:
     assert len(of(look(run), m.Evict)) == 1
 
 
+@pytest.mark.parametrize(("linked", "num_evicted"), [(0, 1), (0.8, 2), (1, 0)])
+def test_a_full_disk_counts_what_checkpoints_share_as_kept(linked: float, num_evicted: int) -> None:
+    run = run_on("ab", remote_every=1, keep_local=3, high_watermark=0.9, low_watermark=0.895)
+    durable(run, 10)
+    size_bytes = run.machine.history.live()[0].size_bytes // 2  # on each of two nodes
+    run.linked_bytes = int(linked * size_bytes)
+    for step in (20, 30):
+        durable(run, step)
+    total = 100 * size_bytes
+    see(run, a=DiskSpace(free_bytes=total * 9 // 100, total_bytes=total), b=ROOMY)
+    assert len(of(look(run), m.Evict)) == num_evicted
+
+
 def test_a_full_disk_without_durable_copies_makes_checkpoints_go_but_never_the_newest_of_a_level() -> None:
     run = run_on("abc", remote_every=100, keep_last=5)
     for step in (10, 20, 30):
