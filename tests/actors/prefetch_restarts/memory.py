@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MEMORY = re.compile(r"memfd:(ray_ckpt-[a-z]+)")
-THREADS = ("ray_ckpt-prefetch", "ray_ckpt-populate", "ray_ckpt-disk", "ray_ckpt-peer")
+THREADS = ("ray_ckpt-prefetch", "ray_ckpt-populate")  # others wait in the pools of an agent
 TEMPORARY = ".tmp"
 
 

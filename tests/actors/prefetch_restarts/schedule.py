@@ -49,6 +49,7 @@ class Schedule:
 
     def __init__(self, seed: int, root: Path) -> None:
         self.chance = chance = random.Random(seed)
+        self.before = memory.mappings()
         self.size = chance.randint(2, 4)
         self.ranks_per_node = chance.choice([1, 1, 2, 3])
         self.is_hybrid = chance.random() < 0.3  # pairs of ranks hold the same part of the cut matrix
@@ -177,7 +178,7 @@ class Schedule:
                     sealing.cancel()
         self._end_ranks()
         if kind in ("node", "wiped"):
-            await machine.kill(wipe=kind == "wiped" and self._is_protected(machine))
+            await self._kill(machine, wipe=kind == "wiped" and self._is_protected(machine))
         elif kind == "away":
             machine.is_away = True
         elif kind == "agent":
@@ -185,6 +186,12 @@ class Schedule:
             await machine.start()
         self.say(f"lost: {kind} {machine.name}")
         self.counts[f"lost: {kind}"] += 1
+
+    async def _kill(self, machine: Machine, *, wipe: bool = False) -> None:
+        restore = machine.run.restore
+        if restore is not None and (gate := self.moments.gate_of(restore._prefetch)) is not None:
+            gate.opened.set()  # its threads end with the process
+        await machine.kill(wipe=wipe)
 
     def _is_protected(self, machine: Machine) -> bool:
         """Return whether other live nodes hold the newest checkpoint."""
@@ -247,7 +254,7 @@ class Schedule:
             if event == "ranks ask and die":
                 await self._ask_and_die(gates)
             elif event == "node dies":
-                await chance.choice(self.group)[0].kill()
+                await self._kill(chance.choice(self.group)[0])
             if event in ("none", "file rots"):
                 await self._restore(gates)
                 return
@@ -445,6 +452,15 @@ class Schedule:
                 )
         found = memory.descriptors()["ray_ckpt-prefetch"]
         must(found <= bounded, "P8", f"{found} prefetched files are open, {bounded} of them for a while")
+        arenas = [
+            arena
+            for machine in self.machines
+            if machine.agent is not None and machine.number not in members
+            for arena in machine.run.memory.arenas.values()
+        ]
+        kept = sum(len(arena.buffers) for arena in arenas)
+        found = memory.collected_mappings(["ray_ckpt-rank"], self.before + Counter({"ray_ckpt-rank": kept})).total()
+        must(not found, "P8", f"{found} arenas of earlier groups are mapped while the next one trains")
 
     async def _end(self) -> None:
         """Finish the run on all nodes, and check that nothing of it is left."""
@@ -497,8 +513,7 @@ async def _expect_nothing_left(before: Before) -> None:
     """Check that no memory of the run is left after its end, once its threads have ended."""
     descriptors, mappings, threads = before
     for _ in range(int(2.0 / POLL_S)):
-        is_over = not any(name.startswith("ray_ckpt-p") for name in {*memory.threads()} - threads)
-        if is_over and not memory.descriptors() - descriptors:
+        if not {*memory.threads()} - threads and not memory.descriptors() - descriptors:
             break
         await asyncio.sleep(POLL_S)
     left = memory.descriptors() - descriptors
