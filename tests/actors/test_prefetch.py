@@ -256,7 +256,7 @@ def mapped_arenas() -> int:
 def test_the_memory_of_an_arena_is_free_once_the_group_has_its_state(
     nodes: Nodes, ticket: RestoreTicket, saved: SampleCheckpoint
 ) -> None:
-    """The prefetch of a session lives as long as the session, and must not keep the arenas of the last one."""
+    """The prefetch of a session lives as long as the session; it must not keep the arenas of the last one."""
     before, file = mapped_arenas(), shard_file(0, 2)
     rank = Rank(saved, file)
     sources = {**ticket.sources, file: (in_arena(nodes, saved, rank), *ticket.sources[file])}

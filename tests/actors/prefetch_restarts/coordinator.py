@@ -13,7 +13,7 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import ResumePoint, SessionKey, SessionNode, SessionPlan
 from ray_ckpt.errors import RunSuperseded
 from ray_ckpt.format.digest import root_digest
-from ray_ckpt.format.names import make_attempt
+from ray_ckpt.format.names import make_attempt, shard_file, state_file
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore
 from tests.actors.prefetch_restarts.nodes import Machine, order
 from tests.transport.peers import UID
@@ -48,7 +48,7 @@ class Save:
 
 
 class Decisions:
-    """A coordinator without a log. `lineage` has the commits that the next group may restore, oldest first."""
+    """A coordinator without a log. `lineage` has the commits that a group may restore, oldest first."""
 
     def __init__(self, machines: Sequence[Machine], replicas: int) -> None:
         self.machines = machines
@@ -73,6 +73,16 @@ class Decisions:
         """Return the live machine that is this node."""
         return next((each for each in self.live() if each.node_id == node_id), None)
 
+    def files(self, checkpoint: CheckpointInfo) -> set[str]:
+        """Return the names of all files of a commit."""
+        fragments = {event.fragment.name for event in self.commits[checkpoint.id.attempt].stored.values()}
+        world_size = checkpoint.world_size
+        return fragments | {
+            file
+            for rank in range(world_size)
+            for file in (shard_file(rank, world_size), state_file(rank, world_size))
+        }
+
     # -- reports of agents -----------------------------------------------------------------------------
 
     async def requested(self, node_id: str, method: str, *args: Any) -> Any:
@@ -88,7 +98,7 @@ class Decisions:
                     save.is_dropped = True
             case "node_restored", (_, key, node, ranks):
                 return await self._node_restored(key, node, ranks)
-            case ("ranks_progressed" | "ranks_restored"), _:
+            case (("ranks_progressed" | "ranks_restored"), _):
                 return ()
             case _:
                 raise AssertionError(f"{method} is not expected here")
@@ -211,7 +221,9 @@ class Decisions:
             raise RunSuperseded("A newer training group has opened this run.")
         self._restored[node] = ranks
         if len(self._restored) == len(plan.nodes) and not go.done():
-            damage = tuple(text for found in self._restored.values() for rank in found for text in rank.damage)
+            damage = tuple(
+                text for found in self._restored.values() for rank in found for text in rank.damage
+            )
             if not damage:
                 go.set_result(True)
             else:

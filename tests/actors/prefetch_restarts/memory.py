@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import re
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 MEMORY = re.compile(r"memfd:(ray_ckpt-[a-z]+)")
 THREADS = ("ray_ckpt-prefetch", "ray_ckpt-populate")  # others wait in the pools of an agent
 TEMPORARY = ".tmp"
+GONE_S = 1.0  # longest wait for threads that still refer to a mapping
+POLL_S = 0.02
 
 
 def descriptors() -> Counter[str]:
@@ -30,16 +34,16 @@ def mappings() -> Counter[str]:
     return Counter(MEMORY.findall(Path("/proc/self/maps").read_text()))
 
 
-def collected_mappings(kinds: Iterable[str], before: Counter[str]) -> Counter[str]:
-    """Return the mappings beyond `before`; collect garbage only if there are some."""
-    kinds = tuple(kinds)
-    for _ in range(2):
-        left = mappings() - before
-        found = Counter({kind: left[kind] for kind in left if kind.startswith(kinds)})
-        if not found:
-            break
+async def mapped_for_long(kinds: Sequence[str], allowed: Counter[str]) -> dict[str, int]:
+    """Return the mappings beyond those that are allowed, if they stay for GONE_S and through a collection."""
+    deadline_s = time.monotonic() + GONE_S
+    while True:
+        beyond = mappings() - allowed
+        found = {kind: beyond[kind] for kind in beyond if kind.startswith(tuple(kinds))}
+        if not found or time.monotonic() > deadline_s:
+            return found
         gc.collect()
-    return found
+        await asyncio.sleep(POLL_S)
 
 
 def threads() -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
-from ray_ckpt.actors.agent import ports, prefetch, restoring
+from ray_ckpt.actors.agent import ports, prefetch, restoring, shared_reads
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.run import NodeRun
 from ray_ckpt.core.values import SessionPlan
@@ -80,5 +80,6 @@ class Moments:
             patch.object(prefetch, "available_memory_bytes", free_bytes),
             patch.object(prefetch, "WRITERS_S", 0.05),
             patch.object(prefetch, "POLL_S", 0.005),
+            patch.object(shared_reads, "LOAD_BYTES", 1 << 20),  # so much more is made huge, and cleared
         ):
             yield

@@ -139,9 +139,7 @@ class Rank:
         live = {each.slice_key: each for each in walked.owned(identity.rank, identity.node_ranks)}
         layout = RankLayout(shards=(build_layout(each.slice for each in live.values()),))
         if not self._arenas:
-            grant = await self._agent.open_arena(
-                UID, session, identity.rank, layout.size_bytes, self._named
-            )
+            grant = await self._agent.open_arena(UID, session, identity.rank, layout.size_bytes, self._named)
             self._arenas = [Arena(path) for path in grant.paths]
         buffer = self._num_captures % len(self._arenas)
         self._num_captures += 1
@@ -175,6 +173,13 @@ class Rank:
         shard = await self.capture(attempt, session)
         assert shard is not None
         await self._agent.seal(UID, shard)
+
+    def capture_on(self) -> None:
+        """Begin another capture, as a process does that has not noticed the end of its group."""
+        for arena in self._arenas:
+            arena.begin()
+            for view in arena.views:
+                view.fill_(-1.0)
 
     def leave(self) -> None:
         """End the process: its memory is unmapped."""
