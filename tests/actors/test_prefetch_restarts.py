@@ -24,7 +24,7 @@ from ray_ckpt.restore import reader, sources
 from ray_ckpt.testing.oracle import Violation
 from tests.actors.prefetch_restarts.schedule import play
 
-NUM_SEEDS = 12
+NUM_SEEDS = 20
 MOST_SEEDS = 40  # by which a planted bug has to be found
 
 
@@ -41,14 +41,14 @@ def quiet() -> Iterator[None]:
 def test_no_byte_is_wrong_and_no_memory_stays() -> None:
     counts: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
-        counts += play(seed, 3)
-    assert counts["restarts"] >= 3 * NUM_SEEDS and counts["ranks compared"] > NUM_SEEDS
+        counts += play(seed, 2)
+    assert counts["restarts"] >= 2 * NUM_SEEDS and counts["ranks compared"] > NUM_SEEDS
     assert counts["bytes read ahead"] and counts["prefetches held up"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", range(NUM_SEEDS, 132, 24))
+@pytest.mark.parametrize("first", range(0, 120, 24))
 def test_many_restarts(first: int) -> None:
     for seed in range(first, first + 24):
         play(seed)
@@ -75,9 +75,9 @@ def test_bytes_of_another_checkpoint_are_found(monkeypatch: pytest.MonkeyPatch) 
 
     def hand_over(self: NodeRestore) -> None:
         old = self._prefetch
-        handed[self._run] = dict(old._sources), dict(old._memories)
+        memories = {file: old._memories.pop(file) for file in old._sources if file in old._memories}
+        handed[self._run] = dict(old._sources), memories
         old._sources.clear()
-        old._memories.clear()
         supersede(self)
 
     def take_over(self: NodeRestore, node: Node, run: NodeRun, plan: SessionPlan) -> None:
@@ -144,7 +144,7 @@ def test_old_memory_of_a_node_that_is_trusted_is_found(monkeypatch: pytest.Monke
 def test_files_that_are_not_verified_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefetch takes the bytes of a damaged file."""
     monkeypatch.setattr(prefetch, "SourceReader", Trusting)
-    found("P4", range(MOST_SEEDS, 4 * MOST_SEEDS))
+    found("P4", range(25, 25 + MOST_SEEDS))
 
 
 class Trusting(reader.SourceReader):

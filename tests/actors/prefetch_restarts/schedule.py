@@ -39,7 +39,7 @@ RESTORE_MEMORY = ("ray_ckpt-prefetch", "ray_ckpt-manifest", "ray_ckpt-shared")
 
 LOSSES = {"stop": 3, "unsealed": 2, "sealed": 2, "node": 3, "wiped": 2, "away": 3, "agent": 1}
 MOMENTS = {"before": 2, "during": 5, "after": 3}
-EVENTS = {"none": 5, "plan changes": 4, "node dies": 2, "file rots": 3, "ranks ask and die": 2}
+EVENTS = {"none": 5, "plan changes": 4, "node dies": 2, "file rots": 4, "ranks ask and die": 2}
 FREE_BYTES = {PLENTY_BYTES: 8, 700_000: 1, 200_000: 1, 0: 1}
 
 
@@ -49,6 +49,7 @@ class Schedule:
     def __init__(self, seed: int, root: Path) -> None:
         self.chance = chance = random.Random(seed)
         self.before = memory.mappings()
+        self.open_before = memory.descriptors()
         self.size = chance.randint(2, 4)
         self.ranks_per_node = chance.choice([1, 1, 2, 3])
         self.is_hybrid = chance.random() < 0.3  # pairs of ranks hold the same part of the cut matrix
@@ -244,7 +245,8 @@ class Schedule:
             if change == MAX_CHANGES or (event == "node dies" and len(self.decisions.live()) < 3):
                 event = "none"
             gates = self._set_gates() if moment == "during" else []
-            if event == "file rots" and moment == "before":
+            rots_early = event == "file rots" and (moment == "before" or chance.random() < 0.5)
+            if rots_early:
                 self._rot()
             await self._open()
             self.counts["restarts"] += 1
@@ -253,7 +255,7 @@ class Schedule:
             await self._await_moment(moment, gates)
             if chance.random() < 0.5:
                 self._end_left()
-            if event == "file rots" and moment != "before":
+            if event == "file rots" and not rots_early:
                 self._rot()
             if event == "ranks ask and die":
                 await self._ask_and_die(gates)
@@ -349,6 +351,8 @@ class Schedule:
             await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
         except TimeoutError:
             must(False, "P7", f"the ranks on {self._names()} do not restore")
+        except CheckpointError as error:
+            must(False, "P4", f"a rank on {self._names()} cannot restore: {error}")
         self._end_left()
         for attempt, damage in self.decisions.damage[num_damaged:]:
             self._check_damage(attempt.attempt, damage)
@@ -388,8 +392,13 @@ class Schedule:
         if self.chance.random() < 0.3:
             self._rot_capture(checkpoint)
             return
-        copies = [machine.files(checkpoint.id) for machine in self.machines]
+        machines = self.machines
+        if self.chance.random() < 0.7:  # where ranks, or their agent, read first
+            machines = [machine for machine, _ in self.group]
+        copies = [machine.files(checkpoint.id) for machine in machines]
         names = sorted({name for files in copies for name in files})
+        if self.chance.random() < 0.7:
+            names = [name for name in names if name.startswith("shard")]
         if not names:
             return
         name = self.chance.choice(names)
@@ -467,7 +476,11 @@ class Schedule:
                     "P8",
                     f"{machine.name} has left the group and keeps prefetched files for ever",
                 )
-        found = memory.descriptors()["ray_ckpt-prefetch"]
+        for _ in range(int(memory.GONE_S / POLL_S)):  # threads of earlier sessions may be at their end
+            found = (memory.descriptors() - self.open_before)["ray_ckpt-prefetch"]
+            if found <= bounded:
+                break
+            await asyncio.sleep(POLL_S)
         must(found <= bounded, "P8", f"{found} prefetched files are open, {bounded} of them for a while")
         arenas = [
             arena
