@@ -15,7 +15,7 @@ from pathlib import Path
 MEMORY = re.compile(r"memfd:(ray_ckpt-[a-z]+)")
 THREADS = ("ray_ckpt-prefetch", "ray_ckpt-populate")  # others wait in the pools of an agent
 TEMPORARY = ".tmp"
-GONE_S = 1.0  # longest wait for threads that still refer to a mapping
+GONE_S = 2.0  # longest wait for threads that still refer to a mapping
 POLL_S = 0.02
 
 

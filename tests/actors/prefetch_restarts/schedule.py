@@ -150,9 +150,9 @@ class Schedule:
                 rank.reconnect()
         plan = self.decisions.plan
         assert plan is not None
-        for rank in ranks:
+        for number in ranks:
             progress = RankProgress(step=self.step, saved_step=self.step)
-            await machine.require_agent().report_progress(UID, plan.session, rank, progress)
+            await machine.require_agent().report_progress(UID, plan.session, number, progress)
         for other in self.decisions.live():  # they get its new address, as from the coordinator
             await other.require_agent().update_peer(UID, machine.node_id, machine.endpoint)
         self.say(f"{machine.name} gets a new agent")
@@ -292,12 +292,11 @@ class Schedule:
     async def _await_moment(self, moment: str, gates: Sequence[Gate]) -> None:
         """Wait until prefetches are over, or have reached their gates."""
         for machine, _ in self.group:
-            task = machine.run.restore and machine.run.restore._prefetching
-            if task is None or moment == "before":
+            restore = machine.run.restore
+            task = restore._prefetching if restore is not None else None
+            if restore is None or task is None or moment == "before":
                 continue
             if moment == "during":
-                restore = machine.run.restore
-                assert restore is not None
                 gate = self.moments.gate_of(restore._prefetch)
                 while gate is not None and not gate.reached.is_set() and not task.done():
                     await asyncio.sleep(POLL_S)
@@ -545,7 +544,7 @@ Before = tuple[Counter[str], Counter[str], set[str]]
 async def _expect_nothing_left(before: Before) -> None:
     """Check that no memory of the run is left after its end, once its threads have ended."""
     descriptors, mappings, threads = before
-    for _ in range(int(2.0 / POLL_S)):
+    for _ in range(int(memory.GONE_S / POLL_S)):
         if not {*memory.threads()} - threads and not memory.descriptors() - descriptors:
             break
         await asyncio.sleep(POLL_S)
