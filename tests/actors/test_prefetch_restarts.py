@@ -44,8 +44,8 @@ def quiet() -> Iterator[None]:
 def test_no_byte_is_wrong_and_no_memory_stays() -> None:
     counts: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
-        counts += play(seed, 2)
-    assert counts["restarts"] >= 2 * NUM_SEEDS and counts["ranks compared"] > NUM_SEEDS
+        counts += play(seed, 1)
+    assert counts["restarts"] >= NUM_SEEDS and counts["ranks compared"] > NUM_SEEDS
     assert counts["bytes read ahead"] and counts["prefetches held up"]
 
 
