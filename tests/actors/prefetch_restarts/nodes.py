@@ -120,6 +120,7 @@ async def _end(agent: NodeAgent) -> None:
         restore.close_shared()
         if restore._prefetching is not None:
             await asyncio.wait({restore._prefetching})
+    await asyncio.sleep(0)  # a task that has not begun would leave its work unawaited
     tasks = list(node._tasks)
     for task in tasks:
         task.cancel()
