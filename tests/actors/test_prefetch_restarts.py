@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,6 +43,16 @@ def quiet() -> Iterator[None]:
     logger.setLevel(level)
 
 
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Plant a bug; close the memory that it has left, which other tests of this process look for."""
+    before = memory.open_numbers()
+    yield monkeypatch
+    gc.collect()
+    for number in memory.open_numbers() - before:
+        os.close(number)
+
+
 def test_no_byte_is_wrong_and_no_memory_stays() -> None:
     counts: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
@@ -73,7 +85,7 @@ def found(promise: str, seeds: Sequence[int] = range(MOST_SEEDS)) -> None:
     pytest.fail("the planted bug was not found")
 
 
-def test_bytes_of_another_checkpoint_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_another_checkpoint_are_found(planted: pytest.MonkeyPatch) -> None:
     """The files that a superseded session has read ahead are served under their names in the next one."""
     handed: WeakKeyDictionary[NodeRun, tuple[Any, Any]] = WeakKeyDictionary()
     supersede, begin = NodeRestore.supersede, NodeRestore.__init__
@@ -91,24 +103,24 @@ def test_bytes_of_another_checkpoint_are_found(monkeypatch: pytest.MonkeyPatch) 
         self._prefetch._sources.update(files)
         self._prefetch._memories.update(memories)
 
-    monkeypatch.setattr(NodeRestore, "supersede", hand_over)
-    monkeypatch.setattr(NodeRestore, "__init__", take_over)
+    planted.setattr(NodeRestore, "supersede", hand_over)
+    planted.setattr(NodeRestore, "__init__", take_over)
     for module in (prefetch, reader):
-        monkeypatch.setattr(module, "prefetch_seal", lambda attempt, file: file.encode())
+        planted.setattr(module, "prefetch_seal", lambda attempt, file: file.encode())
     found("P4")
 
 
-def test_memory_that_a_changed_plan_leaves_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_a_changed_plan_leaves_is_found(planted: pytest.MonkeyPatch) -> None:
     """A session that is superseded does not free what it has read ahead."""
 
     def supersede(self: NodeRestore) -> None:
         self._is_superseded = True
 
-    monkeypatch.setattr(NodeRestore, "supersede", supersede)
+    planted.setattr(NodeRestore, "supersede", supersede)
     found("P8")
 
 
-def test_memory_of_a_file_that_was_at_work_at_the_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_file_that_was_at_work_at_the_end_is_found(planted: pytest.MonkeyPatch) -> None:
     """A file that is completed after the end of its session is kept."""
     close = Prefetch.close
 
@@ -118,11 +130,11 @@ def test_memory_of_a_file_that_was_at_work_at_the_end_is_found(monkeypatch: pyte
         for progress in self._at_work.values():
             progress.is_given_up = False
 
-    monkeypatch.setattr(Prefetch, "close", forget)
+    planted.setattr(Prefetch, "close", forget)
     found("P8")
 
 
-def test_arenas_that_a_prefetch_keeps_mapped_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arenas_that_a_prefetch_keeps_mapped_are_found(planted: pytest.MonkeyPatch) -> None:
     close = Prefetch.close
 
     def keep(self: Prefetch) -> None:
@@ -130,25 +142,25 @@ def test_arenas_that_a_prefetch_keeps_mapped_are_found(monkeypatch: pytest.Monke
         close(self)
         self._arenas = arenas
 
-    monkeypatch.setattr(Prefetch, "close", keep)
+    planted.setattr(Prefetch, "close", keep)
     found("P8")
 
 
-def test_old_memory_of_a_node_that_is_trusted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_memory_of_a_node_that_is_trusted_is_found(planted: pytest.MonkeyPatch) -> None:
     """An arena counts as a capture of any checkpoint, and is not compared with its digests."""
 
     def find(self: RankArena, attempt: str) -> ArenaMemory | None:
         return next((buffer for buffer in self.buffers if buffer.layout is not None), None)
 
-    monkeypatch.setattr(RankArena, "find", find)
-    monkeypatch.setattr(sources.Mapped, "check", lambda self: self._file())
-    monkeypatch.setattr(prefetch, "SourceReader", Trusting)
+    planted.setattr(RankArena, "find", find)
+    planted.setattr(sources.Mapped, "check", lambda self: self._file())
+    planted.setattr(prefetch, "SourceReader", Trusting)
     found("P4")
 
 
-def test_files_that_are_not_verified_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_verified_are_found(planted: pytest.MonkeyPatch) -> None:
     """A prefetch takes the bytes of a damaged file."""
-    monkeypatch.setattr(prefetch, "SourceReader", Trusting)
+    planted.setattr(prefetch, "SourceReader", Trusting)
     found("P4", range(25, 25 + MOST_SEEDS))
 
 

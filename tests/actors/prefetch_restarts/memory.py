@@ -21,11 +21,20 @@ POLL_S = 0.02
 
 def descriptors() -> Counter[str]:
     """Count the open descriptors of memory by kind, such as `ray_ckpt-prefetch`."""
-    found: Counter[str] = Counter()
+    return Counter(_open().values())
+
+
+def open_numbers() -> set[int]:
+    """Return the numbers of the open descriptors of memory."""
+    return set(_open())
+
+
+def _open() -> dict[int, str]:
+    found: dict[int, str] = {}
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if match := MEMORY.search(str(fd.readlink())):
-                found[match[1]] += 1
+                found[int(fd.name)] = match[1]
     return found
 
 
