@@ -111,6 +111,7 @@ class Prefetch:
                 progress.is_given_up = True
             filled = [self._memories.pop(file) for file in self._sources if file in self._memories]
             self._sources.clear()
+            self._arenas = {}  # each keeps its memory for as long as it is referenced
         for memory in filled:
             memory.close()
 

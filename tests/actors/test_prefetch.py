@@ -249,6 +249,25 @@ def test_an_arena_is_verified_in_place_once_its_writer_is_gone(
     assert not Path(first.path).exists()
 
 
+def mapped_arenas() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:ray_ckpt-rank")
+
+
+def test_the_memory_of_an_arena_is_free_once_the_group_has_its_state(
+    nodes: Nodes, ticket: RestoreTicket, saved: SampleCheckpoint
+) -> None:
+    """The prefetch of a session lives as long as the session; it must not keep the arenas of the last one."""
+    before, file = mapped_arenas(), shard_file(0, 2)
+    rank = Rank(saved, file)
+    sources = {**ticket.sources, file: (in_arena(nodes, saved, rank), *ticket.sources[file])}
+    prefetch = run(replace(ticket, sources=sources), {0: rank.arena})
+    assert mapped_arenas() == before + 1
+    prefetch.close()
+    rank.arena.close()
+    del rank
+    assert mapped_arenas() == before and not prefetch.size_bytes
+
+
 def test_a_busy_node_verifies_its_arenas_and_reads_no_file(
     nodes: Nodes, ticket: RestoreTicket, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

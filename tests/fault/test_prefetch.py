@@ -30,6 +30,18 @@ def prefetched_memory(rig: Rig) -> list[str]:
     return found
 
 
+def arenas_without_owner(rig: Rig) -> int:
+    """Return the number of arenas that agents have closed, and map nevertheless."""
+    found = 0
+    for process in rig.actors("NodeAgent"):
+        with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):
+            folder = Path(f"/proc/{process.pid}")
+            targets = [str(fd.readlink()) for fd in (folder / "fd").iterdir()]
+            owned = sum("ray_ckpt-rank" in target for target in targets)
+            found += max(0, (folder / "maps").read_text().count("memfd:ray_ckpt-rank") - owned)
+    return found
+
+
 def test_no_byte_is_wrong_and_no_memory_stays(make_rig: MakeRig) -> None:
     rng = random.Random(SEED)
     options = {"every_steps": 2, "keep_last": 3, "remote_every": 4, "max_block_s": 1.0, "prefetch": "always"}
@@ -50,6 +62,7 @@ def test_no_byte_is_wrong_and_no_memory_stays(make_rig: MakeRig) -> None:
         parts = [part for rank in rig.status().restores for part in rank.parts]
         prefetched += any(part.is_prefetched for part in parts)
         wait_for(lambda: not prefetched_memory(rig), what="the end of prefetched memory")
+        wait_for(lambda: not arenas_without_owner(rig), what="the end of the last group's arenas")
         if kind == "rank":
             rig.kill_rank(rng.randrange(len(nodes)))
         elif kind == "node" and rig.is_protected():
