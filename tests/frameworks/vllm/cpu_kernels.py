@@ -169,6 +169,7 @@ def register() -> None:
     """Define the operations in `torch.ops._C`, once."""
     if LIBRARIES:
         return
+    torch.cpu._is_amx_tile_supported = lambda: False  # vLLM has other operations for it
     LIBRARIES.append(torch.library.Library("_C", "DEF"))
     for name, schema in SCHEMAS.items():
         LIBRARIES[0].define(name + schema)

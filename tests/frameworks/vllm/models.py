@@ -32,8 +32,8 @@ def llama() -> Any:
     return random(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)))
 
 
-def qwen() -> Any:
-    config = transformers.Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=True)
+def qwen(**options: Any) -> Any:
+    config = transformers.Qwen3Config(**{**SMALL, **options}, head_dim=32, tie_word_embeddings=True)
     return random(transformers.Qwen3ForCausalLM(config))
 
 
