@@ -24,6 +24,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks share cores
 }
 PACKAGE = {
     "METADATA": "Metadata-Version: 2.1\nName: ray_ckpt_test_kernels\nVersion: 1\n",

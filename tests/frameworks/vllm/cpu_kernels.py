@@ -1,17 +1,18 @@
 """Operations of vLLM's compiled extension for CPUs, in torch: those that an engine of small models calls.
 
-vLLM is installed without its extension, whose build needs sources from elsewhere. Its own CPU platform, worker
-and attention backend run unchanged, and call these by their names in `torch.ops._C`.
+vLLM is installed without its extension, whose build needs sources from elsewhere. Its own CPU platform,
+worker and attention backend run unchanged, and call these by their names in `torch.ops._C`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-LIBRARIES: list[torch.library.Library] = []  # keeps what is registered
+LIBRARIES: list[Any] = []  # keeps what is registered
 ATTENTION_OPTIONS = "float k_scale, float v_scale, str kv_cache_dtype"
 
 
@@ -33,7 +34,7 @@ def compute_slot_mapping_kernel_impl(
 ) -> None:
     """Fill the slots of the tokens: those of request i are `query_start_loc[i:i + 2]`."""
     starts = query_start_loc.tolist()
-    for request, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for request, (start, end) in enumerate(pairwise(starts)):
         where = positions[start:end]
         blocks = block_table[request].long()[where // block_size]
         slot_mapping[start:end] = blocks * block_size + where % block_size
@@ -84,7 +85,7 @@ def cpu_attention_with_kv_cache(
     if any(each is not None for each in options) or softcap or not causal:
         raise NotImplementedError("Attention other than causal.")
     starts = query_start_loc.tolist()
-    for request, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for request, (start, end) in enumerate(pairwise(starts)):
         length = int(seq_lens[request])
         blocks = block_table[request, : -(-length // key_cache.shape[2])].long()
         key, value = (
@@ -147,8 +148,8 @@ def cpu_fused_moe(
 
 SCHEMAS = {
     "init_cpu_memory_env": "(SymInt[] node_ids) -> ()",
-    "get_scheduler_metadata": "(int num_req, int num_heads_q, int num_heads_kv, int head_dim, Tensor seq_lens,"
-    " ScalarType dtype, Tensor query_start_loc, bool casual, int window_size, str isa_hint,"
+    "get_scheduler_metadata": "(int num_req, int num_heads_q, int num_heads_kv, int head_dim,"
+    " Tensor seq_lens, ScalarType dtype, Tensor query_start_loc, bool casual, int window_size, str isa_hint,"
     " bool enable_kv_split, Tensor? dynamic_causal, str kv_cache_dtype) -> Tensor",
     "compute_slot_mapping_kernel_impl": "(Tensor query_start_loc, Tensor positions, Tensor block_table,"
     " Tensor(a3!) slot_mapping, SymInt block_size) -> ()",
@@ -170,7 +171,9 @@ def register() -> None:
     if LIBRARIES:
         return
     torch.cpu._is_amx_tile_supported = lambda: False  # vLLM has other operations for it
-    LIBRARIES.append(torch.library.Library("_C", "DEF"))
+    new_library: Any = torch.library.Library
+    library = new_library("_C", "DEF")
+    LIBRARIES.append(library)
     for name, schema in SCHEMAS.items():
-        LIBRARIES[0].define(name + schema)
-        LIBRARIES[0].impl(name, globals()[name], "CompositeExplicitAutograd")
+        library.define(name + schema)
+        library.impl(name, globals()[name], "CompositeExplicitAutograd")

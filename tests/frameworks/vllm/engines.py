@@ -11,7 +11,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from tests.frameworks.vllm.models import NUM_TOKENS, PROMPTS
+from tests.frameworks.vllm.prompts import NUM_TOKENS, PROMPTS
 
 OPTIONS: dict[str, Any] = {
     "compilation_config": {"custom_ops": ["none"]},
@@ -27,16 +27,20 @@ OPTIONS: dict[str, Any] = {
 @contextmanager
 def engine(model: object, **options: Any) -> Iterator[LLM]:
     """Start an engine with the configuration in the folder `model`."""
+    llm = None
     try:
         llm = LLM(model=str(model), **{**OPTIONS, **options})
-        try:
-            yield llm
-        finally:
-            llm.llm_engine.engine_core.shutdown()
-            del llm
+        yield llm
     finally:
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        stop(llm)
+
+
+def stop(llm: LLM | None) -> None:
+    """Stop an engine, or what one that has failed has left, so that another can start in this process."""
+    if llm is not None:
+        llm.llm_engine.engine_core.shutdown()
+    gc.collect()
+    cleanup_dist_env_and_memory()
 
 
 def from_checkpoint(uri: str, **config: Any) -> dict[str, Any]:

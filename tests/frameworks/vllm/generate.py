@@ -1,4 +1,4 @@
-"""A program of a user: it names ray_ckpt in vLLM's options alone. Prints whether it was imported, and tokens."""
+"""A program that names ray_ckpt in options of vLLM alone: prints modules imported early, and the tokens."""
 
 from __future__ import annotations
 

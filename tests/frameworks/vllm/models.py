@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.interop.huggingface.files import FilesItem
 from tests.catalog.test_load import save
+from tests.frameworks.vllm.prompts import NUM_TOKENS, PROMPTS
 from tests.support.sample_run import RunLog
 
-PROMPTS = ([5, 9, 3], list(range(20, 32)))
-NUM_TOKENS = 12
 IDS: dict[str, Any] = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
 SMALL: dict[str, Any] = {**IDS, **SIZES, "num_hidden_layers": 2, "num_key_value_heads": 1}
@@ -85,10 +85,20 @@ def _greedy(model: Any, prompt: Sequence[int]) -> list[int]:
     return tokens
 
 
+def tokenizer() -> Any:
+    """Return a tokenizer whose tokens are the words t2, t3 and so on."""
+    words = {"<s>": 0, "</s>": 1} | {f"t{number}": number for number in range(2, SMALL["vocab_size"])}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, bos_token="<s>", eos_token="</s>", unk_token="</s>"
+    )
+
+
 def saved(folder: Path, model: Any, *, has_files: bool = True) -> str:
     """Save a run with one checkpoint of a model, with or without its small files; return its URI."""
     items = {"model": adapt("model", model, {})}
     if has_files:
-        items["files"] = FilesItem.of(model, None)
+        items["files"] = FilesItem.of(model, tokenizer())
     save(RunLog(folder=folder / "gpt"), [items])
     return f"{folder / 'gpt'}@10"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import vllm
 
 import ray_ckpt.vllm
 from ray_ckpt.errors import ConfigError
-from tests.frameworks.vllm.engines import engine, from_checkpoint, generate, parameters
+from tests.frameworks.vllm.engines import OPTIONS, engine, from_checkpoint, generate, parameters, stop
 from tests.frameworks.vllm.models import MODELS, expected, gpt2, llama, mixtral, qwen, saved
 
 
@@ -32,6 +34,21 @@ def test_an_engine_equals_that_of_save_pretrained(tmp_path: Path, build: Callabl
     with engine(tmp_path / "theirs", load_format="safetensors") as llm:
         assert_equal(mine, parameters(llm))
         assert generate(llm) == tokens
+
+
+def test_the_program_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = saved(tmp_path, llama())
+    options = {name: value for name, value in OPTIONS.items() if name != "skip_tokenizer_init"}
+    monkeypatch.setattr(vllm, "LLM", partial(vllm.LLM, **options))
+    program = Path(__file__).with_name("serve.py").read_text()
+    for name, here in {"/shared/runs/gpt@3000": uri, "gpt-files": str(tmp_path / "files")}.items():
+        assert name in program
+        program = program.replace(name, here)
+    printed: list[Any] = []
+    names: dict[str, Any] = {"print": printed.append}
+    exec(program, names)
+    stop(names.pop("llm"))
+    assert len(printed[0][0].outputs[0].text.split()) > 1
 
 
 def test_weights_have_the_dtype_of_the_engine(tmp_path: Path) -> None:
@@ -87,7 +104,13 @@ def test_the_options_are_checked(tmp_path: Path) -> None:
     folder = ray_ckpt.vllm.write_files(uri, tmp_path / "files")
     with pytest.raises(ConfigError, match="needs a checkpoint"), engine(folder, load_format="ray_ckpt"):
         pass
-    with pytest.raises(ConfigError, match="items.*"), engine(folder, **from_checkpoint(uri, items="model")):
+    with (
+        pytest.raises(ConfigError, match="has 'items'"),
+        engine(folder, **from_checkpoint(uri, items="model")),
+    ):
         pass
-    with pytest.raises(ConfigError, match="no item 'ema'"), engine(folder, **from_checkpoint(uri, item="ema")):
+    with (
+        pytest.raises(ConfigError, match="no item 'ema'"),
+        engine(folder, **from_checkpoint(uri, item="ema")),
+    ):
         pass

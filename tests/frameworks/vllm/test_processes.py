@@ -15,7 +15,7 @@ import ray_ckpt.vllm
 from tests.frameworks.vllm.engines import from_checkpoint
 from tests.frameworks.vllm.models import expected, qwen, saved
 
-LIMIT_S = 300.0
+LIMIT_S = 500.0
 pytestmark = pytest.mark.timeout(600)  # each of vLLM's processes imports torch and vLLM
 
 
@@ -30,14 +30,15 @@ def run(folder: str, options: dict[str, Any]) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_vllm_finds_the_loader_by_itself(tmp_path: Path, num_ranks: int) -> None:
+def test_vllm_finds_the_loader_by_itself(tmp_path: Path) -> None:
     model = qwen(num_key_value_heads=2)
     uri = saved(tmp_path, model)
     folder = ray_ckpt.vllm.write_files(uri, tmp_path / "files")
-    done = run(folder, {**from_checkpoint(uri), "tensor_parallel_size": num_ranks})
+    done = run(folder, {**from_checkpoint(uri), "tensor_parallel_size": 2})
     assert done.returncode == 0, done.stderr
-    found = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("early", "tokens")))
+    found = dict(
+        line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("early", "tokens"))
+    )
     assert found["early"] == "[]"
     assert json.loads(found["tokens"]) == expected(model)
 
