@@ -61,8 +61,12 @@ test-oldest: $(OLDEST)/.ready $(SERVERS)/.ready  ## quick tests of the rooms tha
 	.venv-frameworks/$*/bin/python -m pip install --quiet --disable-pip-version-check \
 	    -r tests/frameworks/$*/requirements.txt --editable . hypothesis pytest pytest-timeout pytest-xdist
 	test ! -f tests/frameworks/$*/no-deps.txt || .venv-frameworks/$*/bin/python -m pip install --quiet \
-	    --disable-pip-version-check --no-deps -r tests/frameworks/$*/no-deps.txt
+	    --disable-pip-version-check --no-deps --no-build-isolation -r tests/frameworks/$*/no-deps.txt
 	touch $@
+# The Python part of vLLM: no compiled code, nor the optional one in Rust. pip refuses the version "0.30.0+empty".
+.venv-frameworks/vllm/.ready: export VLLM_TARGET_DEVICE := empty
+.venv-frameworks/vllm/.ready: export VLLM_VERSION_OVERRIDE := 0.30.0
+.venv-frameworks/vllm/.ready: export CARGO := false
 
 .PHONY: $(FRAMEWORKS:%=test-framework-%)
 $(FRAMEWORKS:%=test-framework-%): test-framework-%: .venv-frameworks/%/.ready

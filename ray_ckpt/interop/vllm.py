@@ -92,18 +92,24 @@ class RayCkptLoader(BaseModelLoader):  # type: ignore[misc]
         value; the errors of `ray_ckpt.huggingface.tensors`.
         """
         self._check_step()
-        loaded = model.load_weights(self.weights(model_config))  # type: ignore[operator]
+        weights = self.get_all_weights(model_config, model)
+        loaded = model.load_weights(weights)  # type: ignore[operator]
         if loaded is None or model_config.quantization is not None:
             return  # the model does not report what it has loaded
-        if missing := sorted({name for name, _ in model.named_parameters()} - set(loaded)):
+        if missing := _missing({name for name, _ in model.named_parameters()}, set(loaded)):
             raise ConfigError(
                 f"{type(model).__name__} has {len(missing)} parameters that are not in the checkpoint: "
                 f"{', '.join(missing[:MAX_LISTED])}.",
                 hint="Give vLLM the configuration of the model that was trained.",
             )
 
-    def weights(self, model_config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names on the hub and whole tensors on the CPU, in the dtype in which they were saved."""
+    def get_all_weights(
+        self, model_config: Any, model: torch.nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names on the hub and whole tensors on the CPU, in the dtype in which they were saved.
+
+        vLLM's `reload_weights` calls it by this name.
+        """
         from ray_ckpt.interop.huggingface.hub import FILES_ITEM, HubModel  # may want another Transformers
 
         opened = self._config.open(type(self).open_in_cluster)
@@ -121,6 +127,26 @@ class RayCkptLoader(BaseModelLoader):  # type: ignore[misc]
                 f"The ranks of vLLM would each choose the newest checkpoint of {self._config.checkpoint}.",
                 hint=f'Name one: "checkpoint": "{self._config.checkpoint}@<step>".',
             )
+
+
+def _missing(parameters: set[str], loaded: set[str]) -> list[str]:
+    """Return the parameters that no loaded name stands for.
+
+    vLLM reports the weights of experts under the module around theirs: `experts.w2_weight` stands for
+    `experts.routed_experts.w2_weight`.
+    """
+    around = {tuple(name.rsplit(".", 1)) for name in loaded - parameters}
+    return sorted(
+        name
+        for name in parameters - loaded
+        if not around & {(module, name.rsplit(".", 1)[-1]) for module in _modules_around(name)}
+    )
+
+
+def _modules_around(parameter: str) -> list[str]:
+    """Return the names of the modules that contain the module of a parameter."""
+    parts = parameter.split(".")[:-2]
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 def register(open_in_cluster: InCluster) -> None:

@@ -1,4 +1,4 @@
-"""The example of the guide: an engine of vLLM with the weights of a checkpoint; it needs an accelerator."""
+"""The example of the guide: an engine of vLLM with the weights of a checkpoint."""
 
 from __future__ import annotations
 
