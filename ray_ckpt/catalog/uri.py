@@ -58,7 +58,7 @@ class CheckpointUri:
         run = open_run(self.run, storage_options)
         if self.directory is not None:
             return run.at(_attempt_of(run, self))
-        return run.choose(self.step)
+        return run.at(run.choose(self.step).info.id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

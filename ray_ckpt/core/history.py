@@ -111,8 +111,8 @@ class RunHistory:
     def apply(self, record: LogRecord, record_digest: str) -> None:
         """Add the next record; if it does not continue the log, raise FormatError and change nothing (P3).
 
-        A `promote`, `exported`, `verified`, `annotated`, `drilled` or `lost` record may have waited in the queue behind
-        the record that retired the same checkpoint; such a record changes no checkpoint.
+        A `promote`, `exported`, `verified`, `annotated`, `drilled` or `lost` record may have waited in the
+        queue behind the record that retired the same checkpoint; such a record changes no checkpoint.
         """
         self._check(record)
         match record.op:
@@ -243,10 +243,10 @@ def _changed(old: CheckpointInfo, op: _Change, time_s: float) -> CheckpointInfo:
             return replace(old, state="collected")
         case Unpin(owner=owner):
             return replace(old, pins={name: end for name, end in old.pins.items() if name != owner})
-        case Exported(items=items, root_digest=root, size_bytes=size) if old.state in ("live", "lost"):
-            return replace(
-                old, exported=items, exported_root=root, exported_bytes=size, exported_at_s=time_s
-            )
+        case Exported(items=items, root_digest=root, size_bytes=size):
+            if old.state not in ("live", "lost"):
+                return old
+            return replace(old, exported=items, exported_root=root, exported_bytes=size, exported_at_s=time_s)
         case _ if old.state != "live":
             return old
         case Promote(level=level, replicas=copies):

@@ -222,8 +222,8 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
     _check_hex([root for root in columns["exported_root"] if root], "exported_root", 32)
     for items in set(columns["exported"]) - {""}:
         check_items(items)
-    given = zip(columns["exported"], columns["exported_root"], strict=True)
-    _check_all((bool(items) == bool(root) for items, root in given), "exported_root")
+    roots = zip(columns["exported"], columns["exported_root"], strict=True)
+    _check_all((bool(items) == bool(root) for items, root in roots), "exported_root")
     _check_all(map(_STATES.__contains__, set(columns["state"])), "state")
     _check_all(map(_ROOTS.__contains__, set(columns["root_of"])), "root_of")
     _check_all(map(_LEVELS.__contains__, set(columns["level"])), "level")
