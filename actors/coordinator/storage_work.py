@@ -49,7 +49,7 @@ def write_description(
     files = [entry for entries in read for entry in entries]
     is_committed = root_digest(files, root_of) == expected
     if not is_committed or len({file.name for file in files}) != len(files):
-        raise CorruptionError(f"{remote.folder(checkpoint.directory)} is not what was committed.")
+        raise CorruptionError(f"{remote.folder_of(checkpoint.directory)} is not what was committed.")
     _check_sizes(remote, checkpoint.directory, files)
     description = CheckpointDescription(
         attempt=checkpoint.id,

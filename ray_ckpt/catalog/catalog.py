@@ -166,7 +166,7 @@ class Catalog:
         there = _may_have_files(info)
         if there and not _surely_has_files(info):
             with readable(self._tier.root):
-                folder = self._tier.of_items(_items_of(info)).folder(info.directory)
+                folder = self._tier.of_items(_items_of(info)).folder_of(info.directory)
                 there = bool(self._tier.files.children(folder).files)
         return self._view(info, there)
 

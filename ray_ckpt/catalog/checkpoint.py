@@ -174,7 +174,7 @@ class CheckpointView:
         return html_table(f"checkpoint of step {info.step}", (), facts)
 
     def _location(self, tier: RemoteTier) -> Location:
-        return tier.root / tier.folder(self.info.directory)
+        return tier.root / tier.folder_of(self.info.directory)
 
     def _description(self, files: CheckpointFiles) -> CheckpointDescription:
         data = files.read_whole(names.CHECKPOINT_JSON, MAX_DESCRIPTION_BYTES)

@@ -157,12 +157,12 @@ class RemoteTier:
         other._tables, other._suffix = {}, suffix
         return other
 
-    def folder(self, directory: str) -> str:
+    def folder_of(self, directory: str) -> str:
         """Return the folder of a checkpoint, relative to the folder of the run. Raise FormatError."""
         return f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}{self._suffix}"
 
     def _name(self, directory: str, file: str) -> str:
-        return f"{self.folder(directory)}/{names.check_file(file)}"
+        return f"{self.folder_of(directory)}/{names.check_file(file)}"
 
     @property
     def where(self) -> str:
@@ -422,7 +422,7 @@ class RemoteTier:
 
     def _forms(self, directory: str) -> tuple[dict[str, StoredFile], list[StoredFile]]:
         """Return the stored files by the names before compression, and the older form of shards with two."""
-        folder = self.folder(directory)
+        folder = self.folder_of(directory)
         newest: dict[str, StoredFile] = {}
         older: list[StoredFile] = []
         for stored in self.files.list(folder):
@@ -439,7 +439,7 @@ class RemoteTier:
         Folders of some of its items are deleted before.
         """
         there = self.files.children(names.CHECKPOINTS_DIR).folders
-        whole = self.folder(directory)
+        whole = self.folder_of(directory)
         for folder in (*(f for f in there if f != whole and _whole_folder(f) == directory), whole):
             self._delete_folder(folder)
             with contextlib.suppress(OSError):  # some stores do not list uploads; the next sweep aborts them
@@ -473,7 +473,7 @@ class RemoteTier:
 
     def uploads(self, directory: str | None = None) -> Iterator[Upload]:
         """Return the unfinished uploads of a checkpoint's files, or of all checkpoints. Raise OSError."""
-        return self._uploads_in(names.CHECKPOINTS_DIR if directory is None else self.folder(directory))
+        return self._uploads_in(names.CHECKPOINTS_DIR if directory is None else self.folder_of(directory))
 
     def _uploads_in(self, folder: str) -> Iterator[Upload]:
         for upload in self.files.uploads(folder):
