@@ -41,6 +41,7 @@ MAX_NODES = 16  # nodes that ever join a small world: limits the cost of a sched
 FEW_NODES = range(3, 6)  # sizes of the first cluster of a small world
 PARITY_NODES = range(5, 9)  # the same of a world whose saves have parity
 PARITIES = (2, 1), (2, 2), (4, 2), (6, 2)
+ITEMS = ("model",), ("model", "ema")  # that are uploaded alone
 RELAY_NODES = 2, 8  # nodes of one relay in small and in large worlds
 MAX_COORDINATORS = 12
 REACH = 8  # a message overtakes at most this number of messages
@@ -55,6 +56,7 @@ class Played:
     events: Counter[str] = field(default_factory=Counter)
     num_commits: int = 0
     num_coded: int = 0  # parity files
+    num_exported: int = 0  # checkpoints of which items were uploaded alone
     num_sessions: int = 0
     num_records: int = 0
     num_messages: int = 0
@@ -67,7 +69,9 @@ class Schedule:
     delivers more messages and moves more ranks, so that saves of many nodes are completed.
     """
 
-    def __init__(self, seed: int, sizes: range = FEW_NODES, *, with_parity: bool = False) -> None:
+    def __init__(
+        self, seed: int, sizes: range = FEW_NODES, *, with_parity: bool = False, with_items: bool = False
+    ) -> None:
         self.chance = chance = random.Random(seed)
         options = random_options(chance, keep_local_at_end=seed % 4 == 3)
         if seed % 7 == 5:
@@ -79,6 +83,17 @@ class Schedule:
             apart = random.Random(f"parity {seed}")
             options = replace(options, replicas=1, parity=apart.choice(PARITIES))
             self.more_nodes = apart.choice([1, 2, 3])
+        if with_items:
+            apart = random.Random(f"items {seed}")
+            every, every_s = apart.choice([None, 1, 1, 2]), apart.choice([None, None, 30.0])
+            options = replace(
+                options,
+                remote_items=apart.choice(ITEMS),
+                remote_items_every=every,
+                remote_items_every_s=every_s,
+                remote_every=apart.choice([2, 5, 1000]),
+                remote_every_s=None,
+            )
         size = chance.choice(sizes)
         self.scale = max(1, size // FEW_NODES[-1])  # factor of the sizes of groups and batches
         self.max_nodes = MAX_NODES * self.scale
@@ -572,10 +587,15 @@ def _label(message: Message) -> str:
 
 
 def play(
-    seed: int, num_events: int = NUM_EVENTS, sizes: range = FEW_NODES, *, with_parity: bool = False
+    seed: int,
+    num_events: int = NUM_EVENTS,
+    sizes: range = FEW_NODES,
+    *,
+    with_parity: bool = False,
+    with_items: bool = False,
 ) -> Played:
     """Play `num_events` events, then heal the world; a Violation carries the seed and the story."""
-    schedule = Schedule(seed, sizes, with_parity=with_parity)
+    schedule = Schedule(seed, sizes, with_parity=with_parity, with_items=with_items)
     try:
         for _ in range(num_events):
             schedule.happen()
@@ -585,6 +605,7 @@ def play(
         raise
     history = schedule.world.oracle.history
     schedule.played.num_coded = len(schedule.world.oracle.coded_on)
+    schedule.played.num_exported = schedule.world.oracle.num_exported
     schedule.played.num_commits = schedule.world.oracle.num_commits
     schedule.played.num_sessions = len(history.sessions)
     schedule.played.num_records = history.next_seq
