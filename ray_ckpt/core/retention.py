@@ -29,6 +29,7 @@ from ray_ckpt.types import CheckpointInfo, Level
 Mode: TypeAlias = Literal["min", "max"]
 
 EPOCH_METRIC = "epoch"  # the metric with the training epoch's number; the fraction is ignored
+NEWEST_ITEMS = "newest items on the storage path"  # reason to keep a checkpoint, but not to drain it
 MAX_TEXT = 16 * 1024  # characters of the policies' text; the options cannot produce a longer text
 
 
@@ -257,7 +258,7 @@ def _always(view: RetentionView) -> Iterator[tuple[str, str]]:
             yield newest.id.attempt, f"newest {level.label}"
     with_items = _newest_exported(view.lineage) or _newest_exported(view.live)
     if with_items is not None and with_items.exported:
-        yield with_items.id.attempt, f"newest with {with_items.exported} on the storage path"
+        yield with_items.id.attempt, NEWEST_ITEMS
     for c in view.live:
         for owner in pinned_by(c, view.now_s):
             yield c.id.attempt, f"pinned by {owner}"

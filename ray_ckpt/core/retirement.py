@@ -9,7 +9,7 @@ from ray_ckpt.core.context import Context
 from ray_ckpt.core.deletions import Deletions
 from ray_ckpt.core.drain import Drains
 from ray_ckpt.core.maintenance import Maintenance
-from ray_ckpt.core.retention import RetentionView, decide, outlived, policies_of
+from ray_ckpt.core.retention import NEWEST_ITEMS, RetentionView, decide, outlived, policies_of
 from ray_ckpt.core.sessions import Sessions
 from ray_ckpt.format import records as r
 from ray_ckpt.types import CheckpointInfo, Level
@@ -48,12 +48,13 @@ class Retirement:
         if is_crowded:  # a drain that is stuck must not keep a checkpoint on a full disk
             busy -= (self._drains.stuck | self._item_uploads.stuck) - self._sessions.busy()
         view = RetentionView(live=context.history.live(), lineage=lineage, now_s=context.wall_s, busy=busy)
-        old = {c.id.attempt for c in lineage[: -context.options.keep_last]}
+        old = {c.id.attempt for c in lineage[: -context.options.keep_last]} - self._item_uploads.attempts
         for choice in decide(view, policies_of(context.options), pressure=is_crowded):
             checkpoint = choice.checkpoint
+            is_old = checkpoint.id.attempt in old and choice.reasons != (NEWEST_ITEMS,)
             if not choice.kept:
                 context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason=choice.reasons[0]))
-            elif checkpoint.level < Level.DURABLE and checkpoint.id.attempt in old:
+            elif is_old and checkpoint.level < Level.DURABLE:
                 self._drains.start(checkpoint)
         for checkpoint in outlived(context.history.lost_exported(), context.history.live()):
             reason = "newer items are on the storage path"

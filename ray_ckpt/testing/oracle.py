@@ -271,9 +271,10 @@ class Oracle:
             must(newest != checkpoint, "P5", f"{op} is the newest {level.label}")
         if checkpoint.exported:
             there = [c for c in live if c.exported or c.level is Level.DURABLE]
-            there = [c for c in lineage if c in there] or there
-            is_newest = there[-1:] == [checkpoint] or not there
-            must(not is_newest, "P5", f"{op} is the newest with {checkpoint.exported} on the storage path")
+            is_needed = ([c for c in there if c in lineage] or there)[-1:] == [checkpoint]
+            if checkpoint.state == "lost":
+                is_needed = not any(c.seq > checkpoint.seq for c in there)
+            must(not is_needed, "P5", f"{op} is the newest with {checkpoint.exported} on the storage path")
         surely_s = record.time_s + MAX_SKEW_S
         pins = [o for o, end in checkpoint.pins.items() if end is None or end > surely_s]
         must(not pins, "P5", f"{op} is pinned by {pins}")
