@@ -278,11 +278,11 @@ class Catalog:
 
         checkpoints:
             One row per checkpoint in the log, whatever its `state`. `on_lineage` is true if the newest state
-            descends from the checkpoint, `on_storage` if the storage path has files of the checkpoint;
-            `tiers` lists the tiers that hold the checkpoint according to the log. Durations that were not
-            reported are null; `drain_s` lasts from the commit until the whole checkpoint is on the storage
-            path. `cuts` describes how the tensors are cut (`tables.Cuts`) and is null if `steps` is not
-            given.
+            descends from the checkpoint, `on_storage` if the storage path has the checkpoint's files, and
+            `exported` has the items that were uploaded apart from them (option `remote_items`). `tiers` lists
+            the tiers that hold the checkpoint according to the log. Durations that were not reported are
+            null; `drain_s` lasts from the commit until the whole checkpoint is on the storage path. `cuts`
+            describes how the tensors are cut (`tables.Cuts`) and is null if `steps` is not given.
         sessions:
             One row per training group, with the group's origin, branch, restore and end.
         events:

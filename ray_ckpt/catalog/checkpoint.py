@@ -59,6 +59,11 @@ class CheckpointView:
         return self.info.exported_root if self.items else self.info.root_digest
 
     @property
+    def size_bytes(self) -> int:
+        """The size of the files in bytes, according to the log."""
+        return self.info.exported_bytes if self.items else self.info.size_bytes
+
+    @property
     def where(self) -> str | None:
         """The checkpoint's folder on the storage path: a path or a URL."""
         return None if self.tier is None else str(self._location(self.tier))
@@ -164,10 +169,10 @@ class CheckpointView:
             ("took", _phases_text(info)),
             ("verified at", to_datetime(info.verified_at_s) or ""),
             ("drill", info.drill),
+            *((("uploaded alone", info.exported),) if info.exported else ()),
             *((("drifted apart", info.suspect),) if info.suspect else ()),
             ("metrics", metrics_text(info.metrics, most=MAX_HTML_METRICS)),
             ("pins", ", ".join(islice(sorted(info.pins), MAX_HTML_ROWS))),
-            *((("on the storage path", f"only {self.items}"),) if self.items else ()),
             ("root digest", info.root_digest),
             ("where", self.where or "no files on the storage path"),
         )

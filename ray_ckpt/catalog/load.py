@@ -111,7 +111,8 @@ class OpenedRun:
         else:
             what = "has in the cluster only" if found.state == "live" else f"has {found.state}"
             if found.exported and found.state in ("live", "lost"):
-                what = f"has on the storage path only {found.exported}, which training cannot resume from,"
+                items = ", ".join(found.exported_items)
+                what = f"has on the storage path only {items}, which training cannot resume from,"
         raise ConfigError(
             f"Run {self.catalog.run_name} {what} step {attempt.step}.",
             hint=self._nearest(attempt.step),

@@ -197,7 +197,7 @@ class _Target:
 
     @property
     def root_digest(self) -> str | None:
-        return self.view.info.root_digest if self.view is not None else None
+        return self.view.root_digest if self.view is not None else None
 
     def is_deleted(self) -> bool:
         """Return whether the checkpoint is deleted in the run's current log; False if it is unreadable."""
@@ -233,7 +233,7 @@ def _targets(
             "`--plan --address auto` proves on the cluster what its nodes hold.",
         )
     left_out = sorted({view.info.step for view in catalog if view.where is None}) if all else []
-    return [_Target(view.files(), view.info.size_bytes, view) for view in durable], left_out
+    return [_Target(view.files(), view.size_bytes, view) for view in durable], left_out
 
 
 def _is_checkpoint(files: CheckpointFiles) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,9 @@ from ray_ckpt.types import FileEntry, Level
 from tests.core.driver import Disk, Harness, of, one, ops
 
 
-def run_on(nodes: str = "ab", **options: object) -> Harness:
-    wanted = {"remote_every": 1000, "inventory_wait_s": 0.0, "remote_items": ("model",), **options}
-    run = Harness(nodes, **wanted)
+def run_on(nodes: str = "ab", **options: Any) -> Harness:
+    wanted: dict[str, Any] = {"remote_every": 1000, "remote_items": ("model",), **options}
+    run = Harness(nodes, inventory_wait_s=0.0, **wanted)
     run.open(nodes)
     return run
 
@@ -31,7 +32,7 @@ def part_of(run: Harness, order: m.Drain, *, source: FileEntry | None = None) ->
     return ItemsPart(source=source or held, fragment=fragment, size_bytes=70)
 
 
-def uploaded(run: Harness, order: m.Drain, **more: object) -> tuple[m.Effect, ...]:
+def uploaded(run: Harness, order: m.Drain, **more: Any) -> tuple[m.Effect, ...]:
     """Let a node end the upload of its part."""
     ended = m.DrainEnded(
         attempt=order.attempt,
@@ -96,7 +97,7 @@ def test_the_order_of_names_does_not_matter() -> None:
         ({"remote_items": ()}, []),
     ],
 )
-def test_items_have_a_cadence_of_their_own(options: dict[str, object], wanted: list[int]) -> None:
+def test_items_have_a_cadence_of_their_own(options: dict[str, Any], wanted: list[int]) -> None:
     run, found = run_on("a", **options), []
     for step in (10, 20, 30, 40):
         effects = run.save(step)
@@ -226,6 +227,6 @@ def test_items_are_no_reason_to_restore_a_checkpoint() -> None:
         ({"remote_items": ("model",), "remote_items_every": 0}, "remote_items_every is 0"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, object], match: str) -> None:
+def test_impossible_options_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         RunOptions.parse(**options)
