@@ -101,10 +101,15 @@ class OpenedRun:
             return self._load_into(into, step)
         return self.choose(step, _items_in(what)).load(what, rank=rank or 0)
 
-    def at(self, attempt: AttemptId) -> OpenedCheckpoint:
-        """Return a live durable checkpoint of the run. For any other, raise ConfigError with the nearest."""
+    def at(self, attempt: AttemptId, items: Collection[str] = ()) -> OpenedCheckpoint:
+        """Return a live durable checkpoint of the run. For any other, raise ConfigError with the nearest.
+
+        If `items` are all that is wanted, a checkpoint with these on the storage path is returned too.
+        """
         found = next((c for c in self.catalog.list(all=True) if c.id.attempt == attempt.attempt), None)
         if found is not None and found.state == "live" and found.level is Level.DURABLE:
+            return OpenedCheckpoint(self, self.catalog.view(found))
+        if found is not None and found.state in ("live", "lost") and found.exported and items:
             return OpenedCheckpoint(self, self.catalog.view(found))
         if found is None:
             what = "has no record of this checkpoint of"

@@ -93,6 +93,7 @@ def report_json(report: VerifyReport) -> dict[str, Any]:
         "num_files": report.num_files,
         "num_slices": report.num_slices,
         "size_bytes": report.size_bytes,
+        "only_items": report.only_items or None,
         "damages": [damage_json(damage) for damage in report.damages],
     }
 

@@ -29,10 +29,8 @@ class ItemUploads:
     def is_due(self, checkpoint: CheckpointInfo) -> bool:
         """Count a commit and return True if its items are due; call for all commits in log order."""
         options = self._context.options
-        if not options.remote_items:
-            return False
         every, every_s = options.remote_items_every, options.remote_items_every_s
-        if every is None and every_s is None:
+        if options.remote_items and every is None and every_s is None:
             every = 1
         return self._policy.committed(checkpoint, every=every, every_s=every_s)
 

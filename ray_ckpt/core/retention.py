@@ -287,10 +287,13 @@ def _newest_exported(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | 
     return next((c for c in reversed(checkpoints) if c.exported or c.level is Level.DURABLE), None)
 
 
-def outlived(lost: Iterable[CheckpointInfo], live: Sequence[CheckpointInfo]) -> tuple[CheckpointInfo, ...]:
-    """Return the lost checkpoints that are older than the newest live one on the storage path."""
+def outlived(
+    lost: Iterable[CheckpointInfo], live: Sequence[CheckpointInfo], now_s: float
+) -> tuple[CheckpointInfo, ...]:
+    """Return the unpinned lost checkpoints that are older than the newest live one on the storage path."""
     newest = _newest_exported(live)
-    return tuple(c for c in lost if newest is not None and c.seq < newest.seq)
+    older = [c for c in lost if newest is not None and c.seq < newest.seq]
+    return tuple(c for c in older if not pinned_by(c, now_s))
 
 
 def _first_of_each(pairs: Iterable[tuple[float, CheckpointInfo]]) -> Mapping[float, CheckpointInfo]:

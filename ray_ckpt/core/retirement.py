@@ -56,7 +56,8 @@ class Retirement:
                 context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason=choice.reasons[0]))
             elif is_old and checkpoint.level < Level.DURABLE:
                 self._drains.start(checkpoint)
-        for checkpoint in outlived(context.history.lost_exported(), context.history.live()):
+        lost, live = context.history.lost_exported(), context.history.live()
+        for checkpoint in outlived(lost, live, context.wall_s):
             reason = "newer items are on the storage path"
             context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason=reason))
         return ()

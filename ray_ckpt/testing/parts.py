@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from ray_ckpt.config import Resume, RunOptions
@@ -308,4 +308,16 @@ def random_options(chance: random.Random, *, keep_local_at_end: bool) -> RunOpti
         keep_best=chance.choice([None, ("eval", "max", 1)]),
         keep_local_at_end=keep_local_at_end,
         agent_idle_s=chance.choice([20.0, 100.0, 600.0]),
+    )
+
+
+def item_options(chance: random.Random, options: RunOptions) -> RunOptions:
+    """Return the options with items that are uploaded alone, from most of the commits."""
+    return replace(
+        options,
+        remote_items=chance.choice([("model",), ("model", "ema")]),
+        remote_items_every=chance.choice([None, 1, 1, 2]),
+        remote_items_every_s=chance.choice([None, None, 30.0]),
+        remote_every=chance.choice([2, 5, 1000]),
+        remote_every_s=None,
     )

@@ -28,6 +28,7 @@ from ray_ckpt.testing.parts import (
     Message,
     Order,
     Pass,
+    item_options,
     random_options,
 )
 from ray_ckpt.testing.simulator import World
@@ -41,7 +42,6 @@ MAX_NODES = 16  # nodes that ever join a small world: limits the cost of a sched
 FEW_NODES = range(3, 6)  # sizes of the first cluster of a small world
 PARITY_NODES = range(5, 9)  # the same of a world whose saves have parity
 PARITIES = (2, 1), (2, 2), (4, 2), (6, 2)
-ITEMS = ("model",), ("model", "ema")  # that are uploaded alone
 RELAY_NODES = 2, 8  # nodes of one relay in small and in large worlds
 MAX_COORDINATORS = 12
 REACH = 8  # a message overtakes at most this number of messages
@@ -84,16 +84,7 @@ class Schedule:
             options = replace(options, replicas=1, parity=apart.choice(PARITIES))
             self.more_nodes = apart.choice([1, 2, 3])
         if with_items:
-            apart = random.Random(f"items {seed}")
-            every, every_s = apart.choice([None, 1, 1, 2]), apart.choice([None, None, 30.0])
-            options = replace(
-                options,
-                remote_items=apart.choice(ITEMS),
-                remote_items_every=every,
-                remote_items_every_s=every_s,
-                remote_every=apart.choice([2, 5, 1000]),
-                remote_every_s=None,
-            )
+            options = item_options(random.Random(f"items {seed}"), options)
         size = chance.choice(sizes)
         self.scale = max(1, size // FEW_NODES[-1])  # factor of the sizes of groups and batches
         self.max_nodes = MAX_NODES * self.scale

@@ -146,9 +146,17 @@ def test_the_level_stays_and_training_does_not_resume_from_items(
         with pytest.raises(ConfigError, match="only model, which training cannot resume from") as caught:
             CheckpointUri.parse(uri).open(None)
         assert "10" in caught.value.hint
-    with pytest.raises(ConfigError, match="no item 'optimizer' on the storage path"):
-        ray_ckpt.open(run.folder).load("optimizer", step=STEP)
+        assert CheckpointUri.parse(uri).open(None, items=("model",)).load().keys() == {"model"}
     assert CheckpointUri.parse(str(run.folder)).open(None).step == 10
+    assert CheckpointUri.parse(str(run.folder)).open(None, items=("model",)).step == STEP
+    assert CheckpointUri.parse(str(run.folder)).open(None, items=("model", "files")).step == 10
+
+
+def test_an_item_that_was_not_uploaded_is_named(run: SampleRun, disks: list[Disks], tier: RemoteTier) -> None:
+    export(run, disks, tier)
+    with pytest.raises(ConfigError, match="no item 'optimizer' on the storage path") as caught:
+        ray_ckpt.open(run.folder).load("optimizer", step=STEP)
+    assert "model" in caught.value.hint
 
 
 def test_a_directory_is_verified_alone_and_no_older_version_takes_it_for_a_checkpoint(
@@ -156,6 +164,7 @@ def test_a_directory_is_verified_alone_and_no_older_version_takes_it_for_a_check
 ) -> None:
     exported = export(run, disks, tier, "loader,model")
     where = folder(run, "loader.model")
+    assert verify_directory(where).only_items == "loader,model"
     assert verify_directory(where).ok and verify_directory(where, root_digest=exported.root_digest).ok
     description = decode_checkpoint((where / "checkpoint.json").read_bytes())
     assert (description.items, description.root_digest) == ("loader,model", exported.root_digest)

@@ -203,6 +203,17 @@ def test_lost_checkpoints_keep_their_items_until_newer_ones_are_there() -> None:
     assert not history.lost_exported() and history.checkpoints[found.attempt].state != "lost"
 
 
+def test_a_pin_keeps_the_items_of_a_lost_checkpoint() -> None:
+    run = run_on("a", keep_last=3)
+    found = export(run, run.save(10))
+    run.feed(m.PinRequested(token="t", attempt=found.attempt, owner="eval", expires_at_s=None))
+    run.machine._ledger.append(r.Lost(attempt=found.attempt, reason="the node is gone"))
+    run.tick(0.1)
+    export(run, run.save(20))
+    run.tick(0.1)
+    assert [c.step for c in run.machine.history.lost_exported()] == [10]
+
+
 def test_items_are_no_reason_to_restore_a_checkpoint() -> None:
     run = run_on("a")
     export(run, run.save(10))

@@ -77,7 +77,7 @@ def the_newest_items_are_retired(patch: pytest.MonkeyPatch) -> None:
 
 
 def items_of_lost_checkpoints_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(retirement, "outlived", lambda lost, live: ())
+    patch.setattr(retirement, "outlived", lambda lost, live, now_s: ())
 
 
 def items_stay_when_their_checkpoint_is_deleted(patch: pytest.MonkeyPatch) -> None:
