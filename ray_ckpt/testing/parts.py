@@ -277,6 +277,21 @@ Message: TypeAlias = Order | Pass | Report | Answer | Create | Work | Local | Re
 NETWORK = (Order, Pass, Report, Work)  # messages that may be lost or doubled
 
 
+def label_of(message: Message) -> str:
+    """Return the name of the content of a message, for the story of a schedule."""
+    content = getattr(message, "event", None) or getattr(message, "effect", None)
+    content = content or getattr(message, "work", None)
+    if isinstance(message, Order):
+        content = message.call.order
+    if isinstance(message, Pass):
+        return "Pass " + " ".join(type(call.order).__name__ for call in message.batch.calls.values())
+    if isinstance(message, Create):
+        content = message.record.op
+    elif isinstance(message, Answer):
+        content = message.events[-1]
+    return type(content or message).__name__
+
+
 def file_entry(attempt: AttemptId, name: str) -> FileEntry:
     return FileEntry(name=name, size_bytes=FILE_BYTES, digest=digest(f"{attempt.attempt}/{name}".encode()))
 

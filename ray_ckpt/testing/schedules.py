@@ -17,7 +17,6 @@ from ray_ckpt.testing.healing import A_DAY_S, HOME, LONG_S, Healing, unknown_att
 from ray_ckpt.testing.oracle import MAX_PENDING, must
 from ray_ckpt.testing.parts import (
     NETWORK,
-    Answer,
     Coordinator,
     Create,
     Fate,
@@ -26,9 +25,8 @@ from ray_ckpt.testing.parts import (
     Local,
     Member,
     Message,
-    Order,
-    Pass,
     item_options,
+    label_of,
     random_options,
 )
 from ray_ckpt.testing.simulator import World
@@ -202,7 +200,7 @@ class Schedule:
         twice = isinstance(message, NETWORK) and chance.random() < self.faults
         self.played.num_messages += 1
         self.world.deliver(index, fate, twice=twice)
-        return f"{_label(message)}{'' if fate == 'delivered' else f'({fate})'}{'(twice)' if twice else ''}"
+        return f"{label_of(message)}{'' if fate == 'delivered' else f'({fate})'}{'(twice)' if twice else ''}"
 
     # -- ranks and launchers ---------------------------------------------------------------------------
 
@@ -561,20 +559,6 @@ def _fate(chance: random.Random, faults: float, message: Message) -> Fate:
     if not isinstance(message, (*NETWORK, Create, Local)) or chance.random() > 2 * faults:
         return "delivered"
     return "lost" if chance.random() < 0.5 else "unanswered"
-
-
-def _label(message: Message) -> str:
-    content = getattr(message, "event", None) or getattr(message, "effect", None)
-    content = content or getattr(message, "work", None)
-    if isinstance(message, Order):
-        content = message.call.order
-    if isinstance(message, Pass):
-        return "Pass " + " ".join(type(call.order).__name__ for call in message.batch.calls.values())
-    if isinstance(message, Create):
-        content = message.record.op
-    elif isinstance(message, Answer):
-        content = message.events[-1]
-    return type(content or message).__name__
 
 
 def play(
