@@ -87,8 +87,8 @@ class DrainSchedule:
             self._drains.start(lineage[-1], is_urgent=True)
             yield from self.assign()
 
-    def start_again(self) -> None:
-        """Start drains that are due and not under way.
+    def start_again(self, *, is_end: bool = False) -> None:
+        """Start drains that are due and not under way; items alone only before the end of the run.
 
         These are the drains of checkpoints that are damaged on the storage path, and drains that were
         displaced from the queue, had no source, or ended with an earlier coordinator.
@@ -101,7 +101,8 @@ class DrainSchedule:
             is_new = checkpoint.id.attempt not in self._drains.attempts
             if is_new and self._drains.has_room and holders.holds_all(checkpoint):
                 self._drains.start(checkpoint)
-        self._items.start_again()
+        if not is_end:
+            self._items.start_again()
 
     def nodes_lost(self, lost: frozenset[str]) -> Iterator[m.Effect]:
         self._drains.lost(lost)

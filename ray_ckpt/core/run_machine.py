@@ -334,7 +334,7 @@ class RunMachine:
     def _put_away(self) -> Iterator[m.Effect]:
         """Empty the nodes of a finished run; close the run when the nodes are empty and this is logged."""
         wall_s = self._context.wall_s
-        self._drain_schedule.start_again()
+        self._drain_schedule.start_again(is_end=True)
         if not self.options.keep_local_at_end:
             busy = self._drains.attempts | self._drain_schedule.undrained()
             yield from self._closing.empty_nodes(self._drains, busy=busy, wall_s=wall_s)

@@ -191,6 +191,8 @@ def test_the_golden_records_are_read_forever() -> None:
     assert decode_record(first) == decode_record(data) == RECORD
     assert encode_record(RECORD) == data
     assert first == jsontext.dumps(unsealed(RECORD), what="it", max_bytes=2**20)
+    exported = decode_record((GOLDEN / "record-1-exported.json").read_bytes())
+    assert exported.op == EACH_OP[5] and isinstance(exported.op, Exported)
     newer = (GOLDEN / "record-1-commit2.json").read_bytes()
     assert decode_record(newer) == replace(RECORD, op=COMMIT2)
     assert encode_record(replace(RECORD, op=COMMIT2)) == newer
