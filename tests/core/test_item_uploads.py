@@ -10,11 +10,13 @@ import pytest
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.drain import DAMAGED_AGAIN_S, RETRY_S
+from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.maintenance import MAINTENANCE_S
 from ray_ckpt.core.values import ItemsPart
 from ray_ckpt.errors import ConfigError, RestoreError
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest, root_digest
+from ray_ckpt.format.snapshot import decode_snapshot, encode_snapshot
 from ray_ckpt.types import FileEntry, Level
 from tests.core.driver import Disk, Harness, of, one, ops
 
@@ -201,6 +203,18 @@ def test_lost_checkpoints_keep_their_items_until_newer_ones_are_there() -> None:
     export(run, effects)
     run.tick(0.1)
     assert not history.lost_exported() and history.checkpoints[found.attempt].state != "lost"
+
+
+def test_a_snapshot_has_the_items_of_live_and_lost_checkpoints() -> None:
+    run = run_on("a", keep_last=3)
+    found = export(run, run.save(10))
+    run.save(20)
+    run.machine._ledger.append(r.Lost(attempt=found.attempt, reason="the node is gone"))
+    run.tick(0.1)
+    history = run.machine.history
+    read = RunHistory.from_snapshot(decode_snapshot(encode_snapshot(history.to_snapshot(0.0))))
+    assert read.checkpoints == history.checkpoints
+    assert read.lost_exported() == history.lost_exported() != ()
 
 
 def test_a_pin_keeps_the_items_of_a_lost_checkpoint() -> None:
