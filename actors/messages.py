@@ -261,6 +261,7 @@ class RunView:
     warning_age_s: float | None
     suspect: str = ""  # the newest finding about replicas in this session, with its step
     shared_bytes: int = 0  # of the newest checkpoint, linked to earlier ones on the nodes
+    exported: str = ""  # the newest items that were uploaded alone, with their step
     is_put_away: bool = False  # the run has finished, and its files on the nodes are deleted
     awaited: tuple[Awaited, ...] = ()  # ranks whose restore, save or progress report others wait for
 

@@ -61,6 +61,9 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
     "The storage path": (
         "remote_every",
         "remote_every_s",
+        "remote_items",
+        "remote_items_every",
+        "remote_items_every_s",
         "storage_options",
         "drain_bytes_per_s",
         "compress",

@@ -25,6 +25,7 @@ ENCRYPT_ENV = "RAY_CKPT_ENCRYPT"  # 0: no TLS between nodes, for a trusted netwo
 MIB = 1 << 20
 GIB = 1 << 30
 MAX_MILESTONES = 100  # fractions; each session record in the log holds all of them
+MAX_REMOTE_ITEMS = 100  # characters of their names, which are part of the name of a folder
 MAX_COMPRESS_LEVEL = 19  # higher levels of zstd use window sizes that a reader may refuse
 DEFAULT_EVERY_STEPS = 100
 MAX_METRIC_NAME = 200  # characters; longer names are cut when metrics are saved
@@ -144,6 +145,15 @@ class RunOptions:
     """Also drain a commit when the last drained one was committed this many seconds ago or more. auto:
     computed from the duration of drains and the rate of failures that lose the copies on nodes, within
     overhead_budget."""
+    remote_items: tuple[str, ...] = ()
+    """Items that are also uploaded alone, such as ("model",): weights for evaluation, and the last resort if
+    the cluster is lost. `ray_ckpt.open` reads them. Training does not resume from them, so a checkpoint of
+    which only these items are uploaded is not durable. They are deleted with their checkpoint."""
+    remote_items_every: int | None = None
+    """Upload `remote_items` of one of this many commits, except where the whole checkpoint is uploaded.
+    None: of each commit, or only by time if `remote_items_every_s` is set."""
+    remote_items_every_s: float | None = None
+    """Also upload them when the last such commit was made this many seconds ago or more."""
     drain_bytes_per_s: int | None = None
     """Bandwidth of each node to the storage path; copies to other nodes go first. None: no limit."""
     compress: int | None = None
@@ -284,6 +294,7 @@ class RunOptions:
         self._need("compress", good, f"a zstd level of at most {MAX_COMPRESS_LEVEL}")
         self._check_parity()
         self._check_origin()
+        self._check_remote_items()
         self._check_unprotected()
         self._check_storage_options()
         self._check_staging()
@@ -359,6 +370,20 @@ class RunOptions:
                 hint="Use resume to continue with the complete state, or init_from to start at step 0.",
                 option="init_from",
             )
+
+    def _check_remote_items(self) -> None:
+        names = self.remote_items
+        good = len(set(names)) == len(names) and len(".".join(names)) <= MAX_REMOTE_ITEMS
+        good = good and all(name.isidentifier() and name.isascii() for name in names)
+        wanted = f"a tuple of different items, such as ('model',), with {MAX_REMOTE_ITEMS} characters at most"
+        self._need("remote_items", good, wanted)
+        for name in ("remote_items_every", "remote_items_every_s"):
+            if getattr(self, name) is not None and not names:
+                raise ConfigError(
+                    f"{name} is set, but remote_items is empty.",
+                    hint="Set remote_items to the items to upload, such as ('model',).",
+                    option=name,
+                )
 
     def _check_unprotected(self) -> None:
         limit = self.unprotected_after
@@ -442,6 +467,11 @@ class RunOptions:
     def max_losses(self) -> int:
         """Nodes that may be lost without the loss of a checkpoint, if there are enough nodes."""
         return self.replicas if self.parity is None else self.parity[1]
+
+    @property
+    def exported_items(self) -> str:
+        """The names in `remote_items`, in order and joined by commas."""
+        return ",".join(sorted(self.remote_items))
 
     @property
     def steps_between_saves(self) -> int | None:

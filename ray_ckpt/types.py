@@ -258,6 +258,14 @@ class CheckpointInfo:
     root_of: RootOf = "fragments"  # the files that `root_digest` covers
     suspect: str = ""  # replicas that differed at this save, if any were found
     shared_bytes: int = 0  # of `size_bytes`: in files that are links to an earlier checkpoint's on the nodes
+    exported: str = ""  # items, joined by commas, that the storage path has apart from the whole checkpoint
+    exported_root: str = ""  # root digest of their fragments
+    exported_bytes: int = 0
+    exported_at_s: float | None = None  # Unix time when the storage path had all of them
+
+    @property
+    def exported_items(self) -> tuple[str, ...]:
+        return tuple(self.exported.split(",")) if self.exported else ()
 
     @property
     def step(self) -> int:

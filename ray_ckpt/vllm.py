@@ -57,7 +57,7 @@ def write_files(
     opened = (
         _open_in_cluster(str(uri.run), step=uri.step, storage_options=storage_options)
         if in_cluster
-        else uri.open(storage_options)
+        else uri.open(storage_options, items=("model", "files"))
     )
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, data in HubModel(opened).files.items():

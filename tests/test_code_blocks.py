@@ -173,6 +173,7 @@ PYTHON: Mapping[tuple[str, str], Callable[[Path], tuple[Given, Replaced]]] = {
     ("docs/guides/training-loop.md", "ckpt.restore_random_state()"): _hooks,
     ("docs/guides/resume.md", "anew="): _callback,
     ("docs/guides/memory.md", "static_items="): _callback,
+    ("docs/guides/storage.md", "remote_items="): _callback,
     ("docs/guides/layouts.md", "num_workers=(1, 4)"): _trainer,
     ("docs/guides/reading.md", 'run.load("loader", rank=3)'): _reading,
     ("docs/guides/reading.md", "write_run(Path("): _sample,

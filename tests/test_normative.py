@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,6 +17,7 @@ from ray_ckpt.core import node_messages as node
 from ray_ckpt.format import arena_page as arena
 from ray_ckpt.format import jsontext, manifest, names, records, shard, snapshot, tree
 from ray_ckpt.format import save_signal as agreed
+from ray_ckpt.format.manifest import decode_checkpoint, encode_checkpoint
 from ray_ckpt.format.zstd import FRAME_BYTES, MAX_FRAMES, MAX_STORED_BYTES
 from ray_ckpt.storage.local.staging import MAX_MARK_BYTES, MAX_QUARANTINED, Staging
 from ray_ckpt.types import ARENA_PAGE_BYTES, RootOf, SessionEnd, SessionInfo
@@ -101,7 +103,10 @@ def test_the_format_has_every_field_of_a_description(tmp_path: Path) -> None:
         data = (folder / names.CHECKPOINT_JSON).read_bytes()
         document = jsontext.loads_sealed(data, what="", max_bytes=len(data), indent=1, newest=version)
         assert document["format"] == version
-        assert rows - set(kinds) | {root_of} == document.keys() | {"digest"}
+        assert rows - {*kinds, "items"} | {root_of} == document.keys() | {"digest"}
+        if root_of == "fragments":
+            alone = json.loads(encode_checkpoint(replace(decode_checkpoint(data), items="model")))
+            assert alone.keys() == rows - {"files"} and alone["format"] == manifest.ITEMS_VERSION
 
 
 @pytest.mark.parametrize(

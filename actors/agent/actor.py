@@ -17,6 +17,7 @@ import ray
 
 from ray_ckpt.actors.agent.coding import compute
 from ray_ckpt.actors.agent.files import inventory, scrub, upload
+from ray_ckpt.actors.agent.item_files import upload_items
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.peer_files import PeerFiles
 from ray_ckpt.actors.agent.relay import OrderRelay, RelayEndpoints
@@ -38,7 +39,15 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.core.step_states import keep
-from ray_ckpt.core.values import DiskSpace, Inventory, RankProgress, Salvage, ScrubResult, SessionKey
+from ray_ckpt.core.values import (
+    DiskSpace,
+    Inventory,
+    ItemsPart,
+    RankProgress,
+    Salvage,
+    ScrubResult,
+    SessionKey,
+)
 from ray_ckpt.engine.node_ports import (
     AskAwaited,
     EndAwaited,
@@ -240,6 +249,19 @@ class NodeAgent(RelayEndpoints):
         await run.obey(n.EpochSeen(epoch=epoch))
         sent = await run.drain_threads.run(upload, run, attempt, node_index, like, self._node.copies)
         self._node.count_bytes(run.spec.name, "remote", *sent)
+
+    async def upload_items(
+        self, run_uid: str, attempt: AttemptId, node_index: int, items: str, epoch: int
+    ) -> ItemsPart:
+        """Upload some items of one fragment from this node, in files of their own.
+
+        CorruptionError if a file on this node is damaged, OSError if the store or the disk fails.
+        """
+        run, copies = self._runs.get(run_uid), self._node.copies
+        await run.obey(n.EpochSeen(epoch=epoch))
+        part = await run.item_threads.run(upload_items, run, attempt, node_index, items, copies)
+        self._node.count_bytes(run.spec.name, "remote", part.size_bytes)
+        return part
 
     async def uploads(self, run_uid: str) -> dict[str, int]:
         """Return, by attempt, the bytes that unfinished uploads have sent to the storage path."""

@@ -48,6 +48,7 @@ class NodeRun:
         self.use(spec)
         # Separate threads for each run, since the storage path of another run may hang.
         self.drain_threads = BriefThreads(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
+        self.item_threads = BriefThreads(1, "ray_ckpt-items", yield_to_training)  # do not wait for drains
         self.uploads: dict[tuple[str, int], DrainRateLimiter] = {}  # by attempt and fragment
         self.memory = RankMemory()
         self.captures = Captures()

@@ -78,6 +78,7 @@ def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -
         warning_age_s=wall_s - seen.warned_at_s if seen.warning else None,
         suspect=_suspect(machine),
         shared_bytes=next((c.shared_bytes for c in reversed(machine.history.lineage())), 0),
+        exported=_exported(machine),
         awaited=machine.view.awaited(),
     )
 
@@ -87,6 +88,11 @@ def _step(machine: RunMachine) -> int:
     plan, lineage = machine.plan, machine.history.lineage()
     own = lineage[-1].step if plan is not None and lineage and lineage[-1].id.session == plan.session else 0
     return max(machine.view.last_step, own)
+
+
+def _exported(machine: RunMachine) -> str:
+    found = next((c for c in reversed(machine.history.lineage()) if c.exported), None)
+    return "" if found is None else f"{found.exported} of step {found.step}"
 
 
 def _suspect(machine: RunMachine) -> str:

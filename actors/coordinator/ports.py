@@ -174,6 +174,8 @@ class RayPorts:
                 nodes = {node for held in (*places.fragments, *places.parities) for node in held}
                 endpoints = {node: cards[node].endpoint for node in nodes & cards.keys()}
                 return "compute", (uid, call.order, endpoints, epoch)
+            case m.Drain(attempt=attempt, node_index=index, items=items) if items:
+                return "upload_items", (uid, attempt, index, items, epoch)
             case m.Drain(attempt=attempt, node_index=index, like=like):
                 return "drain", (uid, attempt, index, like, epoch)
             case m.Scrub(attempt=attempt, node_index=index, place=place) if place == m.REMOTE:
@@ -268,8 +270,8 @@ class RayPorts:
                 snapshot = run.machine.history.to_snapshot(time.time())
                 await in_thread(remote_io, write_snapshot, run.store, snapshot)
                 await in_thread(remote_io, trim_log, run.store, time.time())
-            case m.WriteDescription(checkpoint=checkpoint):
-                await in_thread(remote_io, write_description, run.remote, checkpoint)
+            case m.WriteDescription(checkpoint=checkpoint, exported=exported):
+                await in_thread(remote_io, write_description, run.remote, checkpoint, exported)
             case m.Delete(directory=directory):
                 await in_thread(remote_io, run.remote.delete, directory)
             case m.SweepRemote():

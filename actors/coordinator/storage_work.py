@@ -19,6 +19,7 @@ from ray_ckpt.format.manifest import (
     encode_checkpoint,
 )
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file
+from ray_ckpt.format.records import Exported
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import CheckpointInfo, FileEntry
@@ -28,8 +29,17 @@ FRAGMENTS_AT_A_TIME = 16  # concurrent reads of fragments, since most of the tim
 log = logging.getLogger("ray_ckpt.coordinator")
 
 
-def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
-    """Check the fragments on the storage path against the log's root digest, then write checkpoint.json."""
+def write_description(
+    remote: RemoteTier, checkpoint: CheckpointInfo, exported: Exported | None = None
+) -> None:
+    """Check the fragments on the storage path against their root digest, then write checkpoint.json.
+
+    With `exported`, this is about the directory of these items.
+    """
+    expected, root_of, items = checkpoint.root_digest, checkpoint.root_of, ""
+    if exported is not None:
+        expected, root_of, items = exported.root_digest, "fragments", exported.items
+        remote = remote.of_items(items)
     read = map_in_order(
         lambda index: _read_files(remote, checkpoint, index),
         range(checkpoint.num_nodes),
@@ -37,18 +47,19 @@ def write_description(remote: RemoteTier, checkpoint: CheckpointInfo) -> None:
         name="describe",
     )
     files = [entry for entries in read for entry in entries]
-    is_committed = root_digest(files, checkpoint.root_of) == checkpoint.root_digest
+    is_committed = root_digest(files, root_of) == expected
     if not is_committed or len({file.name for file in files}) != len(files):
-        raise CorruptionError(f"{checkpoint.directory} on the storage path is not what was committed.")
+        raise CorruptionError(f"{remote.folder_of(checkpoint.directory)} is not what was committed.")
     _check_sizes(remote, checkpoint.directory, files)
     description = CheckpointDescription(
         attempt=checkpoint.id,
         world_size=checkpoint.world_size,
         num_nodes=checkpoint.num_nodes,
         metrics=checkpoint.metrics,
-        files=tuple(root_files(files, checkpoint.root_of)),
-        root_digest=checkpoint.root_digest,
-        root_of=checkpoint.root_of,
+        files=tuple(root_files(files, root_of)),
+        root_digest=expected,
+        root_of=root_of,
+        items=items,
     )
     remote.put(checkpoint.directory, CHECKPOINT_JSON, encode_checkpoint(description))
 

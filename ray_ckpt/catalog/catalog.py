@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -164,11 +164,23 @@ class Catalog:
     def view(self, info: CheckpointInfo) -> CheckpointView:
         """Return a view of a checkpoint; the store is read only if the checkpoint was retired or lost."""
         there = _may_have_files(info)
-        if there and info.state != "live":
+        if there and not _surely_has_files(info):
             with readable(self._tier.root):
-                folder = f"{names.CHECKPOINTS_DIR}/{info.directory}"
+                folder = self._tier.of_items(_items_of(info)).folder_of(info.directory)
                 there = bool(self._tier.files.children(folder).files)
         return self._view(info, there)
+
+    def with_items(self, items: Collection[str]) -> CheckpointView | None:
+        """Return the newest checkpoint of the lineage with these items on the storage path, or None.
+
+        It may be durable, or have these items alone there; the nodes may have lost the rest of it.
+        """
+        ends = self._history.branch_points()
+        exported = (c for c in (*self.checkpoints, *self._history.lost_exported()) if c.exported)
+        found = [c for c in exported if set(items) <= set(c.exported_items)]
+        found += (c for c in self.checkpoints if c.level is Level.DURABLE)
+        found = [c for c in found if c.seq <= ends.get(c.id.session, -1)]
+        return self.view(max(found, key=lambda c: c.seq)) if found else None
 
     def views(self, *, all: bool = False) -> tuple[CheckpointView, ...]:
         """Return views of the checkpoints of `list`; list folders of retired or lost ones in one request."""
@@ -178,21 +190,26 @@ class Catalog:
     def _on_storage(self, known: Sequence[CheckpointInfo]) -> tuple[bool, ...]:
         """Return whether the storage path has files of each checkpoint; list only retired or lost ones."""
         folders: tuple[str, ...] = ()
-        if any(_may_have_files(info) and info.state != "live" for info in known):
+        if any(_may_have_files(info) and not _surely_has_files(info) for info in known):
             with readable(self._tier.root):
                 folders = self._tier.files.children(names.CHECKPOINTS_DIR).folders
         there = {folder.rpartition("/")[2] for folder in folders}
-        return tuple(
-            _may_have_files(info) and (info.state == "live" or info.directory in there) for info in known
-        )
+
+        def is_there(info: CheckpointInfo) -> bool:
+            return info.directory + names.items_suffix(_items_of(info)) in there
+
+        return tuple(_may_have_files(info) and (_surely_has_files(info) or is_there(info)) for info in known)
 
     def _view(self, info: CheckpointInfo, there: bool) -> CheckpointView:
-        return CheckpointView(info=info, tier=self._tier if there else None)
+        items = _items_of(info) if there else ""
+        return CheckpointView(info=info, tier=self._tier.of_items(items) if there else None, items=items)
 
     def __getitem__(self, step: int) -> CheckpointView:
         step = operator.index(step)  # accepts numpy's integers, which tables contain
         if (view := self.find(step)) is not None:
             return self._durable_instead(view)
+        if lost := [c for c in self._history.lost_exported() if c.step == step]:
+            return self.view(lost[-1])
         raise ConfigError(
             f"Run {self.run_name} has no live checkpoint of step {step}.",
             hint=nearest_steps((c.step for c in self.checkpoints), step),
@@ -200,10 +217,10 @@ class Catalog:
         )
 
     def _durable_instead(self, view: CheckpointView) -> CheckpointView:
-        """Return `view` if it has files; otherwise a live durable checkpoint of the same step, if any."""
+        """Return `view` if it has all files; otherwise a live durable checkpoint of the same step, if any."""
         same = (c for c in self.checkpoints if c.step == view.info.step and c.level is Level.DURABLE)
         durable = self._newest_last(same)
-        if view.tier is not None or not durable:
+        if (view.tier is not None and not view.items) or not durable:
             return view
         found, attempt = self._view(durable[-1], True), view.info.id
         if attempt.attempt not in self._warned:
@@ -261,11 +278,11 @@ class Catalog:
 
         checkpoints:
             One row per checkpoint in the log, whatever its `state`. `on_lineage` is true if the newest state
-            descends from the checkpoint, `on_storage` if the storage path has files of the checkpoint;
-            `tiers` lists the tiers that hold the checkpoint according to the log. Durations that were not
-            reported are null; `drain_s` lasts from the commit until the whole checkpoint is on the storage
-            path. `cuts` describes how the tensors are cut (`tables.Cuts`) and is null if `steps` is not
-            given.
+            descends from the checkpoint, `on_storage` if the storage path has the checkpoint's files, and
+            `exported` has the items that were uploaded apart from them (option `remote_items`). `tiers` lists
+            the tiers that hold the checkpoint according to the log. Durations that were not reported are
+            null; `drain_s` lasts from the commit until the whole checkpoint is on the storage path. `cuts`
+            describes how the tensors are cut (`tables.Cuts`) and is null if `steps` is not given.
         sessions:
             One row per training group, with the group's origin, branch, restore and end.
         events:
@@ -377,7 +394,9 @@ class Catalog:
                 raise
 
     def _checkpoints(self, known: Sequence[CheckpointInfo], cuts: Mapping[str, Sequence[str]]) -> pa.Table:
-        return checkpoints_table(known, self._history, on_storage=self._on_storage(known), cuts=cuts)
+        there = zip(known, self._on_storage(known), strict=True)
+        whole = tuple(is_there and not _items_of(info) for info, is_there in there)
+        return checkpoints_table(known, self._history, on_storage=whole, cuts=cuts)
 
     def durable(self, steps: Iterable[SupportsIndex] | None = None) -> tuple[CheckpointView, ...]:
         """Return the live durable checkpoints, or those of `steps`, in log order.
@@ -414,7 +433,17 @@ def _cuts_of(views: Iterable[CheckpointView]) -> dict[str, tuple[str, ...]]:
 
 def _may_have_files(info: CheckpointInfo) -> bool:
     """Return whether the storage path may have files of a checkpoint; a retired one may lack them."""
-    return info.level is Level.DURABLE and info.state != "collected"
+    return (info.level is Level.DURABLE or info.exported != "") and info.state != "collected"
+
+
+def _surely_has_files(info: CheckpointInfo) -> bool:
+    """Return whether files that the storage path may have are there: they have not been deleted."""
+    return info.state == "live" or (info.state == "lost" and _items_of(info) != "")
+
+
+def _items_of(info: CheckpointInfo) -> str:
+    """Return the only items that the storage path has of a checkpoint; "" if it has all or none."""
+    return "" if info.level is Level.DURABLE else info.exported
 
 
 # Runs of a storage path

@@ -45,11 +45,23 @@ class CheckpointView:
     """A checkpoint: its facts from the log and, once it is durable, its files.
 
     `tier` is None if the storage path has no files of the checkpoint; methods that read files then raise
-    ConfigError. Damage raises CorruptionError with the name of the file.
+    ConfigError. Damage raises CorruptionError with the name of the file. If the storage path has only some
+    items (option `remote_items`), `items` has their names joined by commas, and the files are theirs alone.
     """
 
     info: CheckpointInfo
     tier: RemoteTier | None
+    items: str = ""
+
+    @property
+    def root_digest(self) -> str:
+        """The root digest of the files, according to the log."""
+        return self.info.exported_root if self.items else self.info.root_digest
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the files in bytes, according to the log."""
+        return self.info.exported_bytes if self.items else self.info.size_bytes
 
     @property
     def where(self) -> str | None:
@@ -125,7 +137,7 @@ class CheckpointView:
 
     def verify(self, progress: ProgressCallback | None = None) -> tuple[Damage, ...]:
         """Return the damages of the files; empty if every byte is as saved."""
-        return verify_files(self.files(), root_digest=self.info.root_digest, progress=progress).damages
+        return verify_files(self.files(), root_digest=self.root_digest, progress=progress).damages
 
     def is_deleted(self) -> bool:
         """Read the log again and return whether the checkpoint is no longer live.
@@ -157,6 +169,7 @@ class CheckpointView:
             ("took", _phases_text(info)),
             ("verified at", to_datetime(info.verified_at_s) or ""),
             ("drill", info.drill),
+            *((("uploaded alone", info.exported),) if info.exported else ()),
             *((("drifted apart", info.suspect),) if info.suspect else ()),
             ("metrics", metrics_text(info.metrics, most=MAX_HTML_METRICS)),
             ("pins", ", ".join(islice(sorted(info.pins), MAX_HTML_ROWS))),
@@ -166,7 +179,7 @@ class CheckpointView:
         return html_table(f"checkpoint of step {info.step}", (), facts)
 
     def _location(self, tier: RemoteTier) -> Location:
-        return tier.root / names.CHECKPOINTS_DIR / self.info.directory
+        return tier.root / tier.folder_of(self.info.directory)
 
     def _description(self, files: CheckpointFiles) -> CheckpointDescription:
         data = files.read_whole(names.CHECKPOINT_JSON, MAX_DESCRIPTION_BYTES)
@@ -174,8 +187,10 @@ class CheckpointView:
             description = decode_checkpoint(data)
         except FormatError as error:
             raise error.at(files.place(names.CHECKPOINT_JSON), _DAMAGED) from error
-        committed = (self.info.id, self.info.root_of, self.info.root_digest)
-        if (description.attempt, description.root_of, description.root_digest) != committed:
+        root_of = "fragments" if self.items else self.info.root_of
+        committed = (self.info.id, root_of, self.root_digest, self.items)
+        found = (description.attempt, description.root_of, description.root_digest, description.items)
+        if found != committed:
             raise CorruptionError(
                 f"{files.place(names.CHECKPOINT_JSON)} does not match the commit in the log.",
                 hint=_DAMAGED,

@@ -26,7 +26,7 @@ import numpy as np
 
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.catalog.lazy_tensor import Bytes, LazyTensor, matching_tensors
-from ray_ckpt.catalog.load import OpenedRun
+from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.shard import ITEMSIZE, MAX_HEADER_BYTES
 from ray_ckpt.storage.output_file import output_file, whole_file
@@ -134,7 +134,8 @@ def export_torch(
     target = output_file(out, force=force)
     if item is not None and only:
         raise ConfigError("A .pt file takes either an item or patterns.", hint="Give one of them.")
-    state = OpenedRun(catalog).at(view.info.id).load(list(only) or item)
+    view.files()  # ConfigError if there are none
+    state = OpenedCheckpoint(OpenedRun(catalog), view).load(list(only) or item)
     with whole_file(target) as file:
         with file.open("wb") as opened:  # torch raises no OSError if it opens the file itself
             torch.save(_without_numpy(state), opened)

@@ -51,7 +51,7 @@ class OpenedRun:
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self._last: tuple[AttemptId, tuple[ManifestRow, ...]] | None = None  # often needed again
+        self._last: tuple[tuple[AttemptId, str], tuple[ManifestRow, ...]] | None = None  # often needed again
 
     def __repr__(self) -> str:
         return f"OpenedRun({self.catalog!r})"
@@ -73,6 +73,9 @@ class OpenedRun:
         into: Mapping[str, Any] | None = None,
     ) -> Any:
         """Read a durable checkpoint: the newest one on the lineage, or the one of `step`.
+
+        Items that were uploaded alone (option `remote_items`) are read too: if the newest checkpoint with
+        all wanted items is such a one, or if the step has only these on the storage path.
 
         what:
             None returns {item: state}. The name of an item returns its state: its `state_dict()` when it was
@@ -96,17 +99,25 @@ class OpenedRun:
         if into is not None:
             _check_into(what, rank)
             return self._load_into(into, step)
-        return self.choose(step).load(what, rank=rank or 0)
+        return self.choose(step, _items_in(what)).load(what, rank=rank or 0)
 
-    def at(self, attempt: AttemptId) -> OpenedCheckpoint:
-        """Return a live durable checkpoint of the run. For any other, raise ConfigError with the nearest."""
+    def at(self, attempt: AttemptId, items: Collection[str] = ()) -> OpenedCheckpoint:
+        """Return a live durable checkpoint of the run. For any other, raise ConfigError with the nearest.
+
+        If `items` are all that is wanted, a checkpoint with these on the storage path is returned too.
+        """
         found = next((c for c in self.catalog.list(all=True) if c.id.attempt == attempt.attempt), None)
         if found is not None and found.state == "live" and found.level is Level.DURABLE:
+            return OpenedCheckpoint(self, self.catalog.view(found))
+        if found is not None and found.state in ("live", "lost") and found.exported and items:
             return OpenedCheckpoint(self, self.catalog.view(found))
         if found is None:
             what = "has no record of this checkpoint of"
         else:
             what = "has in the cluster only" if found.state == "live" else f"has {found.state}"
+            if found.exported and found.state in ("live", "lost"):
+                items = ", ".join(found.exported_items)
+                what = f"has on the storage path only {items}, which training cannot resume from,"
         raise ConfigError(
             f"Run {self.catalog.run_name} {what} step {attempt.step}.",
             hint=self._nearest(attempt.step),
@@ -114,34 +125,41 @@ class OpenedRun:
         )
 
     def _load_into(self, objects: Mapping[str, Any], step: int | None) -> RestoreInfo:
-        chosen = self.agreed() if step is None else self.choose(step)
+        chosen = self.agreed(objects) if step is None else self.choose(step)
         return chosen.load(into=objects)
 
-    def agreed(self) -> OpenedCheckpoint:
-        """Return the newest durable checkpoint; where torch.distributed is initialized, that of rank 0.
+    def agreed(self, items: Collection[str] = ()) -> OpenedCheckpoint:
+        """Return what `choose` returns; where torch.distributed is initialized, what it returns on rank 0.
 
         All ranks must call this. Raise ConfigError if there is none.
         """
         from torch import distributed as dist
 
         if _group()[1] > 1:
-            newest = self.catalog.newest(Level.DURABLE)
+            newest = self._newest(items)
             chosen = [newest.info.id.attempt if newest is not None else ""]
             dist.broadcast_object_list(chosen, src=0)
             if chosen[0]:
                 return OpenedCheckpoint(self, self._of_attempt(chosen[0]))
-        return self.choose()
+        return self.choose(None, items)
+
+    def _newest(self, items: Collection[str]) -> CheckpointView | None:
+        """Return the newest durable checkpoint or, if it is newer, the newest with these items."""
+        return self.catalog.with_items(items) if items else self.catalog.newest(Level.DURABLE)
 
     def _rows_of(self, view: CheckpointView) -> tuple[ManifestRow, ...]:
         """Return the manifest of a checkpoint, proven by the log."""
-        if self._last is None or self._last[0] != view.info.id:
+        if self._last is None or self._last[0] != (view.info.id, view.items):
             rows = tuple(row for fragment in view.fragments() for row in fragment.rows)
-            self._last = view.info.id, rows
+            self._last = (view.info.id, view.items), rows
         return self._last[1]
 
-    def choose(self, step: int | None = None) -> OpenedCheckpoint:
-        """Return the checkpoint of a step, or the newest durable one. Raise ConfigError if none exists."""
-        view = self.catalog.newest(Level.DURABLE) if step is None else self.catalog[step]
+    def choose(self, step: int | None = None, items: Collection[str] = ()) -> OpenedCheckpoint:
+        """Return the checkpoint of a step, or the newest durable one. Raise ConfigError if none exists.
+
+        If `items` are all that is wanted, they may have been uploaded alone, from a newer checkpoint.
+        """
+        view = self._newest(items) if step is None else self.catalog[step]
         if view is not None and view.where is not None:
             return OpenedCheckpoint(self, view)
         what = "has no durable checkpoint" if step is None else f"has step {step} in the cluster only"
@@ -160,7 +178,7 @@ class OpenedRun:
         """Return the checkpoint that rank 0 chose; read the log again if the log lacks it so far."""
         if attempt not in {info.id.attempt for info in self.catalog.checkpoints}:
             self.catalog.refresh()
-        for info in self.catalog.checkpoints:
+        for info in self.catalog.list(all=True):
             if info.id.attempt == attempt:
                 return self.catalog.view(info)
         raise ConfigError(
@@ -232,7 +250,7 @@ class OpenedCheckpoint:
         trees = self._merged(rank)["items"]
         if item is not None and item not in trees:
             raise ConfigError(
-                f"Step {self.step} has no item {item!r}.",
+                f"Step {self.step} has no item {item!r}{' on the storage path' if self._view.items else ''}.",
                 hint=f"It has {', '.join(sorted(trees))}.",
                 item=item,
             )
@@ -371,6 +389,14 @@ def _group() -> tuple[int, int]:
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
+
+
+def _items_in(what: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Return the items that names or patterns of tensors are about; () for all, or if that is not known."""
+    if what is None or not isinstance(what, str | Collection):
+        return ()
+    items = {name.partition(".")[0] for name in ((what,) if isinstance(what, str) else what)}
+    return tuple(sorted(items)) if all(item.isidentifier() for item in items) else ()
 
 
 def _check_into(what: object, rank: object) -> None:

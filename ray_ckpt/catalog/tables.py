@@ -73,6 +73,7 @@ def checkpoints_table(
         "cuts": pa.array([cuts.get(c.id.attempt) for c in known], _STRINGS),
         "size_bytes": pa.array([c.size_bytes for c in known], pa.int64()),
         "shared_bytes": pa.array([c.shared_bytes for c in known], pa.int64()),
+        "exported": pa.array([c.exported or None for c in known], pa.string()),
         "committed_at": _times([c.committed_at_s for c in known]),
         "durable_at": _times([c.durable_at_s for c in known]),
         "verified_at": _times([c.verified_at_s for c in known]),
@@ -207,6 +208,8 @@ def _event_text(op: records.Op, history: RunHistory) -> str:
             return f"{size} bytes, {copies} replicas" + (f"; differing: {suspect}" if suspect else "")
         case records.Promote(replicas=copies):
             return f"{copies} replicas"
+        case records.Exported(items=items, size_bytes=size):
+            return f"{items}, {size} bytes"
         case records.Epoch(service=service):
             return service
         case records.Pin(owner=owner) | records.Unpin(owner=owner):

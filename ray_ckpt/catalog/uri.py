@@ -12,7 +12,7 @@ from the storage path of the other run.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
@@ -53,12 +53,18 @@ class CheckpointUri:
             return cls(run=where.parent / found[1], step=int(found[2]))
         return cls(run=where.parent if where.name == names.SERVICE_DIR else where)
 
-    def open(self, storage_options: Mapping[str, str] | None) -> OpenedCheckpoint:
-        """Open the checkpoint. Raise ConfigError if it is not durable, StoragePathError or FormatError."""
+    def open(
+        self, storage_options: Mapping[str, str] | None, *, items: Collection[str] = ()
+    ) -> OpenedCheckpoint:
+        """Open the checkpoint. Raise ConfigError if it is not durable, StoragePathError or FormatError.
+
+        If `items` are all that is wanted, it need not be durable: they may have been uploaded alone.
+        """
         run = open_run(self.run, storage_options)
         if self.directory is not None:
-            return run.at(_attempt_of(run, self))
-        return run.choose(self.step)
+            return run.at(_attempt_of(run, self), items)
+        opened = run.choose(self.step, items)
+        return opened if items else run.at(opened.info.id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

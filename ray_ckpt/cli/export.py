@@ -57,7 +57,8 @@ class Request:
 
     @property
     def opened(self) -> OpenedCheckpoint:
-        return OpenedRun(self.catalog).at(self.view.info.id)
+        self.view.files()  # ConfigError if there are none
+        return OpenedCheckpoint(OpenedRun(self.catalog), self.view)
 
     def check_whole(self, what: str) -> None:
         """Raise ConfigError if patterns choose some tensors."""
@@ -108,7 +109,9 @@ def export(
     Example: `ray-ckpt export /shared/runs/gpt gpt-3000 --step 3000 --item model`
     """
     catalog = Catalog(path, store_options(storage_option))
-    view = catalog[step] if step is not None else catalog.newest(Level.DURABLE)
+    view = catalog[step] if step is not None else None
+    if step is None:
+        view = catalog.with_items([item]) if item is not None else catalog.newest(Level.DURABLE)
     if view is None:
         raise ConfigError(f"Run {catalog.run_name} has no durable checkpoint.", hint="See `ray-ckpt ls`.")
     request = Request(

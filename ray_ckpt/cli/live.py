@@ -296,6 +296,11 @@ def _drains_table(run: RunView) -> FittedTable:
     headers = ("drain", "state", "fragments", "bytes", "rate", "left", "tries", "on nodes")
     table = FittedTable(*headers, right=(2, 3, 4, 5, 6), whole=(0, 3, 4, 5), gives_way=(7, 6, 2, 5, 4))
     for drain in run.drains:
+        if drain.items:  # the size of the items is not known before the end
+            cells = (drain.state, f"{drain.fragments_done}/{drain.fragments}", "-", "-", "-", drain.tries)
+            nodes = ", ".join(map(short, drain.nodes)) or "-"
+            table.add(f"step {drain.step}: {drain.items}", *cells, nodes)
+            continue
         # fragments have about the same size; for unfinished ones, agents report the compressed bytes sent
         done = drain.size_bytes * drain.fragments_done // drain.fragments
         done = min(done + run.sent_bytes.get(drain.attempt, 0), drain.size_bytes)
@@ -324,6 +329,8 @@ def _notes(run: RunView) -> Iterator[str]:
         yield f"{run.records_waiting} records wait for the log's store"
     if run.shared_bytes:
         yield f"{decimal(run.shared_bytes)} of the newest save were linked to an earlier one, not written"
+    if run.exported:
+        yield f"exported: {run.exported}"
     if run.suspect:
         yield f"data-parallel replicas have drifted apart, {run.suspect}"
     if run.warning:

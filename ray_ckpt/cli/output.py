@@ -49,6 +49,7 @@ def info_json(view: CheckpointView) -> dict[str, Any]:
         "num_nodes": info.num_nodes,
         "size_bytes": info.size_bytes,
         "shared_bytes": info.shared_bytes,
+        "exported": info.exported or None,
         "committed_at_s": info.committed_at_s,
         "root_digest": info.root_digest,
         "metrics": jsontext.metrics_json(info.metrics),
@@ -92,6 +93,7 @@ def report_json(report: VerifyReport) -> dict[str, Any]:
         "num_files": report.num_files,
         "num_slices": report.num_slices,
         "size_bytes": report.size_bytes,
+        "only_items": report.only_items or None,
         "damages": [damage_json(damage) for damage in report.damages],
     }
 
@@ -207,11 +209,14 @@ def is_narrow(console: Console) -> bool:
 
 
 def level_text(info: CheckpointInfo, *, brief: bool = False) -> str:
-    """Return a text such as `replicated(1), in cluster`; if `brief`, `replicated(1)`."""
+    """Return a text such as `replicated(1), in cluster, exported: model`; if `brief`, `replicated(1)`."""
     if info.level is Level.DURABLE:
         return info.level.label
     copies = f"({info.replicas})" if info.level is Level.REPLICATED else ""
-    return f"{info.level.label}{copies}" + (", in cluster" if info.state == "live" and not brief else "")
+    if brief:
+        return f"{info.level.label}{copies}"
+    exported = f", exported: {info.exported}" if info.exported else ""
+    return f"{info.level.label}{copies}" + (", in cluster" if info.state == "live" else "") + exported
 
 
 def pins_text(info: CheckpointInfo) -> str:

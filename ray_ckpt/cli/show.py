@@ -24,7 +24,7 @@ from ray_ckpt.format.manifest import rows_table
 from ray_ckpt.format.names import is_still_name, state_file
 from ray_ckpt.format.tree import IMPORTED_FROM, MAX_TREE_BYTES, decode_state
 from ray_ckpt.texts import count_text, metrics_text
-from ray_ckpt.types import Level
+from ray_ckpt.types import CheckpointInfo, Level
 
 
 def show(
@@ -67,6 +67,7 @@ def show(
         "world": f"{info.world_size} ranks on {info.num_nodes} nodes{mesh}",
         "size": f"{decimal(info.size_bytes)} ({info.size_bytes} bytes)",
         **({"linked": f"{decimal(info.shared_bytes)} on the nodes"} if info.shared_bytes else {}),
+        **({"exported": exported_text(info)} if info.exported else {}),
         "when": when_text(info.committed_at_s),
         "root digest": info.root_digest,
         "metrics": metrics_text(info.metrics),
@@ -88,6 +89,12 @@ def show(
         console.print_line(f"{name:13}  {value}")
     if view.where is not None:
         _print_content(console, document)
+
+
+def exported_text(info: CheckpointInfo) -> str:
+    """Return a text about the items on the storage path apart from the whole checkpoint."""
+    when = "" if info.exported_at_s is None else f", {when_text(info.exported_at_s)}"
+    return f"{info.exported}: {decimal(info.exported_bytes)}{when}; not durable by that"
 
 
 def _shared_json(

@@ -80,6 +80,11 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
             for level, view in newest.items()
             if view is not None
         ],
+        "exported": [
+            {"items": info.exported, "step": info.step, "age_s": now_s - info.committed_at_s}
+            for info in catalog.lineage
+            if info.exported
+        ][-1:],
         "in_cluster_only": [info.step for info in catalog.checkpoints if info.level < Level.DURABLE],
     }
     if as_json:
@@ -98,6 +103,9 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
     for level in LEVELS:
         table.add(level, *known.get(level, "--"))
     console.print(table)
+    for found in document["exported"]:
+        age = age_text(found["age_s"])
+        console.print_line(f"exported: {found['items']} of step {found['step']}, saved {age} ago")
     if document["in_cluster_only"]:
         steps = steps_text(document["in_cluster_only"])
         console.print_line(f"not on the storage path: step(s) {steps}")

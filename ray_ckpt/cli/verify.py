@@ -197,7 +197,7 @@ class _Target:
 
     @property
     def root_digest(self) -> str | None:
-        return self.view.info.root_digest if self.view is not None else None
+        return self.view.root_digest if self.view is not None else None
 
     def is_deleted(self) -> bool:
         """Return whether the checkpoint is deleted in the run's current log; False if it is unreadable."""
@@ -233,7 +233,7 @@ def _targets(
             "`--plan --address auto` proves on the cluster what its nodes hold.",
         )
     left_out = sorted({view.info.step for view in catalog if view.where is None}) if all else []
-    return [_Target(view.files(), view.info.size_bytes, view) for view in durable], left_out
+    return [_Target(view.files(), view.size_bytes, view) for view in durable], left_out
 
 
 def _is_checkpoint(files: CheckpointFiles) -> bool:
@@ -269,7 +269,8 @@ def _holder_json(holder: Holder) -> dict[str, Any]:
 
 def _print_plan(report: PlanReport, nodes: bool) -> None:
     console = stdout()
-    console.print_line(f"{report.where}: {_verdict(report)}; read {decimal(report.read_bytes)}")
+    verdict = f"{_verdict(report)}{_only_text(report)}"
+    console.print_line(f"{report.where}: {verdict}; read {decimal(report.read_bytes)}")
     headers = ("item", "tensors", "slices", "size", "coverage", "notes")
     table = FittedTable(*headers, right=(1, 2, 3, 4), whole=(3, 4), fold=(0,), gives_way=(1,))
     for item in report.items:
@@ -312,11 +313,15 @@ def _verdict(report: PlanReport) -> str:
     return f"{verdict} ({count_text(report.num_damages, 'finding')})"
 
 
+def _only_text(report: VerifyReport | PlanReport) -> str:
+    return f"; it has only {report.only_items}, for no restart" if report.only_items else ""
+
+
 def _print_report(report: VerifyReport) -> None:
     console = stdout()
     verdict = "ok" if report.ok else f"DAMAGED ({count_text(len(report.damages), 'finding')})"
     read = f"{report.num_files} files, {report.num_slices} slices, {decimal(report.size_bytes)}"
-    console.print_line(f"{report.where}: {verdict}; read {read}")
+    console.print_line(f"{report.where}: {verdict}{_only_text(report)}; read {read}")
     _print_damages(report.damages)
 
 

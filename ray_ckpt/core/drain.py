@@ -15,6 +15,9 @@ from typing import Literal
 from ray_ckpt.core.context import Context, names_of
 from ray_ckpt.core.messages import DescriptionWritten, Drain, DrainEnded, WriteDescription
 from ray_ckpt.core.parity_files import computed_members
+from ray_ckpt.core.values import ItemsPart
+from ray_ckpt.format.digest import root_digest
+from ray_ckpt.format.records import Exported
 from ray_ckpt.types import CheckpointInfo, Level
 
 RETRY_S = 2.0  # pause before the second try of a fragment; doubled before each further try
@@ -22,6 +25,7 @@ MAX_RETRY_S = 60.0  # longest pause between tries, so that a store that is back 
 MAX_DOUBLINGS = 5  # doublings of RETRY_S: enough to reach MAX_RETRY_S
 MAX_ACTIVE = 2  # drains that upload at the same time
 MAX_QUEUED = 4  # drains that wait for their turn; retention keeps each one, and new drains displace old ones
+MAX_ACTIVE_ITEMS = MAX_QUEUED_ITEMS = 1  # the same for uploads of some items alone
 PATIENT_TRIES = 5  # failed tries, about a minute; then the drain keeps no checkpoint if a disk is full
 DAMAGED_AGAIN_S = 3600.0  # pause after a drain that found no intact copy: time for scrub and repair
 
@@ -44,11 +48,14 @@ class DrainUnderway:
     tries: int  # tries of the fragment that was tried most often
     age_s: float  # seconds since the drain was requested
     started_s: float | None  # seconds since the first upload began; None: the drain waits for its turn
+    items: str = ""  # the only items that are uploaded; "": the whole checkpoint
 
 
 @dataclass(slots=True, kw_only=True)
 class _Task:
     checkpoint: CheckpointInfo
+    items: str = ""  # the only items to upload, joined by commas; "": the whole checkpoint
+    parts: dict[int, ItemsPart] = field(default_factory=dict)  # by node_index, of an upload of items
     requested_s: float  # monotonic time; so is `begun_s`
     begun_s: float | None = None
     todo: set[int]
@@ -70,6 +77,25 @@ class _Task:
     def is_stuck(self) -> bool:
         return max(self.descriptions, self.most_tries) > PATIENT_TRIES
 
+    @property
+    def is_other(self) -> bool:
+        """True if all items are uploaded, but not from the fragments that were committed."""
+        sources = [part.source for part in self.parts.values()]
+        is_whole = bool(self.items) and not self.todo
+        return is_whole and root_digest(sources) != self.checkpoint.root_digest
+
+    def exported(self) -> Exported | None:
+        """Return the record of a complete upload of items; None for a drain."""
+        if not self.items:
+            return None
+        parts = self.parts.values()
+        return Exported(
+            attempt=self.checkpoint.id.attempt,
+            items=self.items,
+            root_digest=root_digest(part.fragment for part in parts),
+            size_bytes=sum(part.size_bytes for part in parts),
+        )
+
     def underway(self, now_s: float) -> DrainUnderway:
         state: Literal["waiting", "uploading", "failing", "describing"] = "waiting"
         if self.is_stuck:
@@ -89,14 +115,21 @@ class _Task:
             tries=self.most_tries,
             age_s=now_s - self.requested_s,
             started_s=None if self.begun_s is None else now_s - self.begun_s,
+            items=self.items,
         )
 
 
 class Drains:
-    """The drains of a run. Any holder may upload a fragment, even twice: bytes and file names are equal."""
+    """The drains of a run. Any holder may upload a fragment, even twice: bytes and file names are equal.
 
-    def __init__(self, context: Context) -> None:
+    With `are_of_items` they upload only the items of the option `remote_items`.
+    """
+
+    def __init__(self, context: Context, *, are_of_items: bool = False) -> None:
         self._context = context
+        self._are_of_items = are_of_items
+        self._max_active = MAX_ACTIVE_ITEMS if are_of_items else MAX_ACTIVE
+        self._max_tasks = self._max_active + (MAX_QUEUED_ITEMS if are_of_items else MAX_QUEUED)
         self._tasks: dict[str, _Task] = {}
         self._urgent = ""  # the attempt for which the end of the run waits
         self._not_before_s: dict[str, float] = {}  # attempt whose drain found no intact copy -> next drain
@@ -122,7 +155,7 @@ class Drains:
     @property
     def has_room(self) -> bool:
         """Return True if a new drain would not displace another drain."""
-        return len(self._tasks) < MAX_ACTIVE + MAX_QUEUED
+        return len(self._tasks) < self._max_tasks
 
     def start(
         self, checkpoint: CheckpointInfo, *, is_urgent: bool = False, is_requested: bool = False
@@ -140,10 +173,11 @@ class Drains:
         if name in self._tasks:
             return
         parts = range(checkpoint.num_nodes)
+        items = self._context.options.exported_items if self._are_of_items else ""
         self._tasks[name] = _Task(
-            checkpoint=checkpoint, requested_s=now_s, todo=set(parts), waiting=set(parts)
+            checkpoint=checkpoint, items=items, requested_s=now_s, todo=set(parts), waiting=set(parts)
         )
-        if len(self._tasks) > MAX_ACTIVE + MAX_QUEUED:
+        if len(self._tasks) > self._max_tasks:
             del self._tasks[min(self._tasks, key=self._worth)]
 
     def _worth(self, name: str) -> tuple[bool, bool, int]:
@@ -154,7 +188,7 @@ class Drains:
     def assign(self) -> Iterator[Drain | WriteDescription]:
         """Order a live holder to upload each waiting fragment; order the description of complete drains."""
         now_s = self._context.now_s
-        for task in sorted(self._tasks.values(), key=self._turn)[:MAX_ACTIVE]:
+        for task in sorted(self._tasks.values(), key=self._turn)[: self._max_active]:
             given = set[int]()
             for index in sorted(task.waiting):
                 nodes = self._sources(task, index)
@@ -169,7 +203,8 @@ class Drains:
                         attempt=task.checkpoint.id,
                         node_index=index,
                         node_id=task.running[index],
-                        like="" if tries else self._like(task),
+                        like="" if tries or task.items else self._like(task),
+                        items=task.items,
                     )
             if given:  # build a new set, because an emptied set stays as slow to iterate as the full set
                 task.waiting = task.waiting - given
@@ -177,7 +212,8 @@ class Drains:
             if task.describe_at_s is not None and now_s >= task.describe_at_s:
                 task.describe_at_s = None
                 task.descriptions += 1
-                yield WriteDescription(checkpoint=self._context.history.checkpoints[name])
+                checkpoint = self._context.history.checkpoints[name]
+                yield WriteDescription(checkpoint=checkpoint, exported=task.exported())
 
     def _like(self, task: _Task) -> str:
         """Return the folder of the newest durable checkpoint; "" for a drain that replaces a damaged copy."""
@@ -207,6 +243,11 @@ class Drains:
     def give_up(self) -> Iterator[tuple[CheckpointInfo, str]]:
         """End each drain that lacks an intact copy of a fragment on live nodes; yield it with the reason."""
         for name, task in list(self._tasks.items()):
+            if task.is_other:
+                del self._tasks[name]
+                self._put_off(name)
+                yield task.checkpoint, "a node has another version of a fragment than the one committed"
+                continue
             lacking = next((index for index in task.waiting if not self._sources(task, index)), None)
             if lacking is None or self._is_computed(task, lacking):
                 continue
@@ -231,10 +272,12 @@ class Drains:
     def ended(self, event: DrainEnded) -> None:
         """Note the end of one upload. If the copy was damaged, `assign` tries another holder at once."""
         task, index = self._tasks.get(event.attempt.attempt), event.node_index
-        if task is None or task.running.get(index) != event.node_id:
+        if task is None or task.running.get(index) != event.node_id or task.items != event.items:
             return
         del task.running[index]
         if event.error is None:
+            if event.part is not None:
+                task.parts[index] = event.part
             task.todo.discard(index)
             if not task.todo:
                 task.describe_at_s = self._context.now_s

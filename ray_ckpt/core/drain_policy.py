@@ -19,7 +19,7 @@ class DrainPolicy:
         self._last_s: float | None = None  # Unix time of the last due commit, or of the first commit
         self._due: list[str] = []  # attempts that may still need a drain; at most the live ones remain
 
-    def committed(self, checkpoint: CheckpointInfo, *, every: int, every_s: float | None) -> bool:
+    def committed(self, checkpoint: CheckpointInfo, *, every: int | None, every_s: float | None) -> bool:
         """Count a commit; return True if it is due: every `every`-th commit, and one each `every_s` seconds.
 
         The time between the last due commit and this one counts in both directions, because a wrong clock may
@@ -28,7 +28,8 @@ class DrainPolicy:
         now_s = checkpoint.committed_at_s
         last_s = now_s if self._last_s is None else self._last_s
         self._count += 1
-        is_due = self._count % every == 0 or (every_s is not None and abs(now_s - last_s) >= every_s)
+        is_due = every is not None and self._count % every == 0
+        is_due |= every_s is not None and abs(now_s - last_s) >= every_s
         self._last_s = now_s if is_due else last_s
         if is_due:
             self._due.append(checkpoint.id.attempt)

@@ -10,6 +10,7 @@ from ray_ckpt.core.context import Context
 from ray_ckpt.core.drain import Drains
 from ray_ckpt.core.drain_policy import DrainPolicy
 from ray_ckpt.core.finishing import Finishing
+from ray_ckpt.core.item_uploads import ItemUploads
 from ray_ckpt.core.maintenance import Maintenance
 from ray_ckpt.core.save_intervals import SaveIntervals
 from ray_ckpt.errors import ConfigError, Unavailable
@@ -25,6 +26,7 @@ class DrainSchedule:
         context: Context,
         *,
         drains: Drains,
+        item_uploads: Drains,
         intervals: SaveIntervals,
         maintenance: Maintenance,
         finishing: Finishing,
@@ -33,6 +35,12 @@ class DrainSchedule:
         self._drains, self._intervals = drains, intervals
         self._maintenance, self._finishing = maintenance, finishing
         self._policy = DrainPolicy()
+        self._items = ItemUploads(context, drains=drains, uploads=item_uploads)
+
+    def recount(self, checkpoint: CheckpointInfo) -> None:
+        """Count a commit of an earlier coordinator; call for all of these in log order."""
+        self.is_due(checkpoint)
+        self._items.is_due(checkpoint)
 
     def is_due(self, checkpoint: CheckpointInfo) -> bool:
         """Count a commit and return True if it must be drained; call for all commits in log order."""
@@ -43,6 +51,8 @@ class DrainSchedule:
         if self.is_due(checkpoint):
             self._drains.start(checkpoint)
             yield from self.assign()
+        self._items.committed(checkpoint)
+        yield from self._items.assign()
 
     def undrained(self) -> set[str]:
         """Return the attempts that are due, not durable, and completely held by live nodes."""
@@ -59,6 +69,7 @@ class DrainSchedule:
     def ticked(self) -> Iterator[m.Effect]:
         if self._drains:
             yield from self.assign()
+        yield from self._items.assign()
 
     def bring(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
         """Drain the checkpoint for which a finish request waits, before all other checkpoints."""
@@ -76,8 +87,8 @@ class DrainSchedule:
             self._drains.start(lineage[-1], is_urgent=True)
             yield from self.assign()
 
-    def start_again(self) -> None:
-        """Start drains that are due and not under way.
+    def start_again(self, *, is_end: bool = False) -> None:
+        """Start drains that are due and not under way; items alone only before the end of the run.
 
         These are the drains of checkpoints that are damaged on the storage path, and drains that were
         displaced from the queue, had no source, or ended with an earlier coordinator.
@@ -90,10 +101,13 @@ class DrainSchedule:
             is_new = checkpoint.id.attempt not in self._drains.attempts
             if is_new and self._drains.has_room and holders.holds_all(checkpoint):
                 self._drains.start(checkpoint)
+        if not is_end:
+            self._items.start_again()
 
     def nodes_lost(self, lost: frozenset[str]) -> Iterator[m.Effect]:
         self._drains.lost(lost)
         yield from self.assign()
+        yield from self._items.nodes_lost(lost)
 
     # -- events --------------------------------------------------------------------------------------
 
@@ -111,6 +125,9 @@ class DrainSchedule:
 
     def ended(self, event: m.DrainEnded) -> Iterator[m.Effect]:
         """Note the end of one upload."""
+        if event.items:
+            yield from self._items.ended(event)
+            return
         self._drains.ended(event)
         if event.error is not None:
             self._context.measure(telemetry.FAILURES, cause="drain")
@@ -122,6 +139,9 @@ class DrainSchedule:
     def described(self, event: m.DescriptionWritten) -> Iterator[m.Effect]:
         """Promote a checkpoint that is complete on the storage path; give up its drain if it is damaged."""
         context, attempt = self._context, event.attempt.attempt
+        if event.exported is not None:
+            yield from self._items.described(event, event.exported)
+            return
         checkpoint = context.history.checkpoints[attempt]
         self._drains.described(event)
         if event.is_damage:

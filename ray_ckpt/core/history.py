@@ -16,6 +16,7 @@ from ray_ckpt.format.records import (
     Drilled,
     Ended,
     Epoch,
+    Exported,
     LogRecord,
     Lost,
     Note,
@@ -53,6 +54,7 @@ class RunHistory:
         self.drilled_at_s: float | None = None  # Unix time of the last passed drill of any checkpoint
         self.suspect: CheckpointInfo | None = None  # the newest checkpoint with replicas that differed
         self._live: dict[str, CheckpointInfo] = {}  # the live entries of `checkpoints`
+        self._lost: dict[str, CheckpointInfo] = {}  # the lost entries with exported items
 
     @classmethod
     def from_snapshot(cls, snapshot: LogSnapshot) -> RunHistory:
@@ -64,6 +66,7 @@ class RunHistory:
         history.sessions = {s.session: s for s in snapshot.sessions}
         history.checkpoints = {c.id.attempt: c for c in snapshot.checkpoints}
         history._live = {name: c for name, c in history.checkpoints.items() if c.state == "live"}
+        history._lost = {n: c for n, c in history.checkpoints.items() if c.state == "lost" and c.exported}
         for checkpoint in (c for c in snapshot.checkpoints if c.drilled_at_s is not None):
             history._note_drill(checkpoint)
         history.suspect = next((c for c in reversed(snapshot.checkpoints) if c.suspect), None)
@@ -88,7 +91,7 @@ class RunHistory:
         """Return an independent copy: a record applied to one does not change the other."""
         other = copy.copy(self)
         other.sessions, other.checkpoints = dict(self.sessions), dict(self.checkpoints)
-        other._live = dict(self._live)
+        other._live, other._lost = dict(self._live), dict(self._lost)
         return other
 
     @property
@@ -108,8 +111,8 @@ class RunHistory:
     def apply(self, record: LogRecord, record_digest: str) -> None:
         """Add the next record; if it does not continue the log, raise FormatError and change nothing (P3).
 
-        A `promote`, `verified`, `annotated`, `drilled` or `lost` record may have waited in the queue behind
-        the record that retired the same checkpoint; such a record changes no checkpoint.
+        A `promote`, `exported`, `verified`, `annotated`, `drilled` or `lost` record may have waited in the
+        queue behind the record that retired the same checkpoint; such a record changes no checkpoint.
         """
         self._check(record)
         match record.op:
@@ -134,6 +137,10 @@ class RunHistory:
     def live(self) -> tuple[CheckpointInfo, ...]:
         """Return the checkpoints that are neither lost nor retired, in log order."""
         return tuple(self._live.values())
+
+    def lost_exported(self) -> tuple[CheckpointInfo, ...]:
+        """Return the lost checkpoints of which the storage path still has some items, in log order."""
+        return tuple(sorted(self._lost.values(), key=lambda c: c.seq))
 
     def lineage(self) -> tuple[CheckpointInfo, ...]:
         """Return the live checkpoints on the lineage, in log order.
@@ -164,6 +171,10 @@ class RunHistory:
             self._live[name] = checkpoint
         else:
             self._live.pop(name, None)
+        if checkpoint.state == "lost" and checkpoint.exported:
+            self._lost[name] = checkpoint
+        else:
+            self._lost.pop(name, None)
 
     def _note_drill(self, checkpoint: CheckpointInfo) -> None:
         if checkpoint.drilled_at_s is not None and checkpoint.drill.startswith("passed"):
@@ -214,7 +225,7 @@ def has_room(checkpoint: CheckpointInfo, metrics: Mapping[str, float]) -> bool:
     return len(old.keys() | metrics.keys()) <= max(MAX_METRICS, len(old))
 
 
-_Change = Promote | Lost | Retired | Collected | Pin | Unpin | Verified | Annotated | Drilled
+_Change = Promote | Exported | Lost | Retired | Collected | Pin | Unpin | Verified | Annotated | Drilled
 _STATES_BEFORE: dict[type[_Change], tuple[str, ...]] = {
     Retired: ("live", "lost"),
     Collected: ("retired",),
@@ -232,6 +243,10 @@ def _changed(old: CheckpointInfo, op: _Change, time_s: float) -> CheckpointInfo:
             return replace(old, state="collected")
         case Unpin(owner=owner):
             return replace(old, pins={name: end for name, end in old.pins.items() if name != owner})
+        case Exported(items=items, root_digest=root, size_bytes=size):
+            if old.state not in ("live", "lost"):
+                return old
+            return replace(old, exported=items, exported_root=root, exported_bytes=size, exported_at_s=time_s)
         case _ if old.state != "live":
             return old
         case Promote(level=level, replicas=copies):

@@ -44,6 +44,7 @@ class MachineParts:
     intervals: SaveIntervals
     session_end: SessionEnd
     drains: Drains
+    item_uploads: Drains
     maintenance: Maintenance
     finishing: Finishing
 
@@ -120,8 +121,8 @@ class MachineView:
 
     @property
     def drains_underway(self) -> tuple[DrainUnderway, ...]:
-        """Checkpoints on their way to the storage path."""
-        return self._parts.drains.underway()
+        """Checkpoints, or items of these, on their way to the storage path."""
+        return self._parts.drains.underway() + self._parts.item_uploads.underway()
 
     @property
     def copies_missing(self) -> int:

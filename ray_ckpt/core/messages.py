@@ -24,6 +24,7 @@ from ray_ckpt.core.values import (
     GroupNode,
     GroupPlaces,
     Inventory,
+    ItemsPart,
     RankProgress,
     Salvage,
     SessionKey,
@@ -32,7 +33,7 @@ from ray_ckpt.core.values import (
     UnfinishedUpload,
 )
 from ray_ckpt.errors import CheckpointError
-from ray_ckpt.format.records import LogRecord
+from ray_ckpt.format.records import Exported, LogRecord
 from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.types import (
     UNKNOWN_LAUNCH,
@@ -242,6 +243,8 @@ class DrainEnded:
     node_id: str
     error: str | None
     is_damage: bool = False  # True: the node's own files differ from the commit; False: the store failed
+    items: str = ""  # as in the order
+    part: ItemsPart | None = None  # the result of an order with items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +252,7 @@ class DescriptionWritten:
     attempt: AttemptId
     error: str | None
     is_damage: bool = False  # the files on the storage path differ from the commit
+    exported: Exported | None = None  # as in the order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,13 +460,14 @@ class Drain:
     """Upload a fragment and its files from a node to the storage path.
 
     `like` is the folder of a durable checkpoint. A still shard that this one lists alike is copied within the
-    store; "" means that all bytes are uploaded.
+    store; "": all bytes are uploaded. With `items` only these are uploaded, to a directory of their own.
     """
 
     attempt: AttemptId
     node_index: int
     node_id: str
     like: str = ""
+    items: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,6 +475,7 @@ class WriteDescription:
     """Compare the fragments on the storage path with the root digest, then write checkpoint.json."""
 
     checkpoint: CheckpointInfo
+    exported: Exported | None = None  # the items whose directory this is about; None: the whole checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

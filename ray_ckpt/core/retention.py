@@ -29,6 +29,7 @@ from ray_ckpt.types import CheckpointInfo, Level
 Mode: TypeAlias = Literal["min", "max"]
 
 EPOCH_METRIC = "epoch"  # the metric with the training epoch's number; the fraction is ignored
+NEWEST_ITEMS = "newest items on the storage path"  # reason to keep a checkpoint, but not to drain it
 MAX_TEXT = 16 * 1024  # characters of the policies' text; the options cannot produce a longer text
 
 
@@ -255,6 +256,9 @@ def _always(view: RetentionView) -> Iterator[tuple[str, str]]:
         newest = _newest(view.lineage, level) or _newest(view.live, level)
         if newest is not None:
             yield newest.id.attempt, f"newest {level.label}"
+    with_items = _newest_exported(view.lineage) or _newest_exported(view.live)
+    if with_items is not None and with_items.exported:
+        yield with_items.id.attempt, NEWEST_ITEMS
     for c in view.live:
         for owner in pinned_by(c, view.now_s):
             yield c.id.attempt, f"pinned by {owner}"
@@ -276,6 +280,20 @@ def _age_s(checkpoint: CheckpointInfo, view: RetentionView) -> float:
 def _newest(checkpoints: Sequence[CheckpointInfo], level: Level) -> CheckpointInfo | None:
     """Return the last checkpoint that has reached `level`, or None."""
     return next((c for c in reversed(checkpoints) if c.level >= level), None)
+
+
+def _newest_exported(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
+    """Return the last checkpoint of which the storage path has some items or all, or None."""
+    return next((c for c in reversed(checkpoints) if c.exported or c.level is Level.DURABLE), None)
+
+
+def outlived(
+    lost: Iterable[CheckpointInfo], live: Sequence[CheckpointInfo], now_s: float
+) -> tuple[CheckpointInfo, ...]:
+    """Return the unpinned lost checkpoints that are older than the newest live one on the storage path."""
+    newest = _newest_exported(live)
+    older = [c for c in lost if newest is not None and c.seq < newest.seq]
+    return tuple(c for c in older if not pinned_by(c, now_s))
 
 
 def _first_of_each(pairs: Iterable[tuple[float, CheckpointInfo]]) -> Mapping[float, CheckpointInfo]:

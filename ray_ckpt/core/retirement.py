@@ -9,7 +9,7 @@ from ray_ckpt.core.context import Context
 from ray_ckpt.core.deletions import Deletions
 from ray_ckpt.core.drain import Drains
 from ray_ckpt.core.maintenance import Maintenance
-from ray_ckpt.core.retention import RetentionView, decide, policies_of
+from ray_ckpt.core.retention import NEWEST_ITEMS, RetentionView, decide, outlived, policies_of
 from ray_ckpt.core.sessions import Sessions
 from ray_ckpt.format import records as r
 from ray_ckpt.types import CheckpointInfo, Level
@@ -21,9 +21,15 @@ class Retirement:
     """Applier of the retention policies; deletes a checkpoint's bytes after its retirement is logged."""
 
     def __init__(
-        self, context: Context, *, sessions: Sessions, drains: Drains, maintenance: Maintenance
+        self,
+        context: Context,
+        *,
+        sessions: Sessions,
+        drains: Drains,
+        item_uploads: Drains,
+        maintenance: Maintenance,
     ) -> None:
-        self._context = context
+        self._context, self._item_uploads = context, item_uploads
         self._sessions, self._drains, self._maintenance = sessions, drains, maintenance
         self._deletions = Deletions()
         self._logged: dict[str, CheckpointInfo] = {}  # retired in the log, to be deleted together
@@ -32,7 +38,7 @@ class Retirement:
 
     def busy(self) -> set[str]:
         """Return the attempts that a drain or the current session is reading."""
-        return self._drains.attempts | self._sessions.busy()
+        return self._drains.attempts | self._item_uploads.attempts | self._sessions.busy()
 
     def decide(self) -> Iterable[m.Effect]:
         """Retire checkpoints that no policy keeps; drain those that a policy other than `KeepLast` keeps."""
@@ -40,21 +46,27 @@ class Retirement:
         context, lineage = self._context, self._context.history.lineage()
         busy, is_crowded = self.busy(), self._maintenance.is_crowded
         if is_crowded:  # a drain that is stuck must not keep a checkpoint on a full disk
-            busy -= self._drains.stuck - self._sessions.busy()
+            busy -= (self._drains.stuck | self._item_uploads.stuck) - self._sessions.busy()
         view = RetentionView(live=context.history.live(), lineage=lineage, now_s=context.wall_s, busy=busy)
-        old = {c.id.attempt for c in lineage[: -context.options.keep_last]}
+        old = {c.id.attempt for c in lineage[: -context.options.keep_last]} - self._item_uploads.attempts
         for choice in decide(view, policies_of(context.options), pressure=is_crowded):
             checkpoint = choice.checkpoint
+            is_old = checkpoint.id.attempt in old and choice.reasons != (NEWEST_ITEMS,)
             if not choice.kept:
                 context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason=choice.reasons[0]))
-            elif checkpoint.level < Level.DURABLE and checkpoint.id.attempt in old:
+            elif is_old and checkpoint.level < Level.DURABLE:
                 self._drains.start(checkpoint)
+        lost, live = context.history.lost_exported(), context.history.live()
+        for checkpoint in outlived(lost, live, context.wall_s):
+            reason = "newer items are on the storage path"
+            context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason=reason))
         return ()
 
     def logged(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
         """Delete the bytes of retired checkpoints together once no record of a retirement is pending."""
         context = self._context
         self._drains.finish(checkpoint.id.attempt)
+        self._item_uploads.finish(checkpoint.id.attempt)
         if not self._logged:
             self._delete_by_s = context.now_s + GATHER_S
         self._logged[checkpoint.id.attempt] = checkpoint

@@ -85,6 +85,7 @@ class RunMachine:
         self._intervals = SaveIntervals(context)
         self._session_end = SessionEnd(context)
         self._drains = Drains(context)
+        self._item_uploads = Drains(context, are_of_items=True)
         self._sweeps = Sweeps(context)
         self._maintenance = Maintenance(context)
         self._requests = Requests(context)
@@ -100,12 +101,17 @@ class RunMachine:
         self._drain_schedule = DrainSchedule(
             context,
             drains=self._drains,
+            item_uploads=self._item_uploads,
             intervals=self._intervals,
             maintenance=self._maintenance,
             finishing=self._finishing,
         )
         self._retirement = Retirement(
-            context, sessions=self._sessions, drains=self._drains, maintenance=self._maintenance
+            context,
+            sessions=self._sessions,
+            drains=self._drains,
+            item_uploads=self._item_uploads,
+            maintenance=self._maintenance,
         )
         self._early: list[m.Event] = []  # events before the fence; bounded by the number of callers
         self._fenced = False
@@ -121,6 +127,7 @@ class RunMachine:
                 intervals=self._intervals,
                 session_end=self._session_end,
                 drains=self._drains,
+                item_uploads=self._item_uploads,
                 maintenance=self._maintenance,
                 finishing=self._finishing,
             )
@@ -222,6 +229,9 @@ class RunMachine:
                     self._intervals.durable(attempt)
                 yield from self._saves.promoted(checkpoints[attempt])
                 self._retirement.is_due = True
+            case r.Exported():
+                self._sweeps.became_durable()
+                self._retirement.is_due = True
             case r.Retired(attempt=attempt):
                 yield from self._retirement.logged(checkpoints[attempt])
             case r.Pin() | r.Unpin() | r.Annotated() | r.Drilled():
@@ -238,7 +248,7 @@ class RunMachine:
     def _opened(self) -> Iterator[m.Effect]:
         """Begin after the fence is in the log, and handle the events that came before the fence."""
         for checkpoint in self.history.checkpoints.values():
-            self._drain_schedule.is_due(checkpoint)
+            self._drain_schedule.recount(checkpoint)
         ended = self.history.session.ended if self.history.session is not None else None
         if ended is not None and ended.cause == "finished":
             self._finishing.ended("finished")
@@ -324,14 +334,16 @@ class RunMachine:
     def _put_away(self) -> Iterator[m.Effect]:
         """Empty the nodes of a finished run; close the run when the nodes are empty and this is logged."""
         wall_s = self._context.wall_s
-        self._drain_schedule.start_again()
+        self._drain_schedule.start_again(is_end=True)
         if not self.options.keep_local_at_end:
             busy = self._drains.attempts | self._drain_schedule.undrained()
             yield from self._closing.empty_nodes(self._drains, busy=busy, wall_s=wall_s)
         yield from self._drain_schedule.assign()
         yield from self._sweeps.order_listing(wall_s, is_end=True)
         is_collected = all(c.state != "retired" for c in self.history.checkpoints.values())
-        is_busy = self._drains or self._sweeps.is_under_way or self._snapshots.is_writing
+        is_busy = (
+            self._drains or self._item_uploads or self._sweeps.is_under_way or self._snapshots.is_writing
+        )
         if self._ledger.is_settled and is_collected and not is_busy:
             yield self._closing.begin()
 
@@ -457,7 +469,7 @@ class RunMachine:
     def _on_remote_listed(self, event: m.RemoteListed) -> Iterator[m.Effect]:
         yield from self._sweeps.listed(
             event,
-            draining=self._drains.attempts,
+            draining=self._drains.attempts | self._item_uploads.attempts,
             may_come=self._may_come if self._sessions.owner_has_run else None,
         )
 

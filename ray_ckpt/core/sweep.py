@@ -20,7 +20,7 @@ from math import inf
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.messages import DeleteOrphans, RemoteListed, SweepRemote, Warn
 from ray_ckpt.core.values import UnfinishedUpload
-from ray_ckpt.format.names import attempt_of
+from ray_ckpt.format.names import attempt_of, whole_directory
 from ray_ckpt.format.records import Note
 from ray_ckpt.types import CheckpointInfo, Level
 
@@ -129,11 +129,14 @@ class Sweeps:
         checkpoint = self._known(upload.directory)
         if checkpoint is None or checkpoint.id.attempt in draining:
             return False
-        return checkpoint.level >= Level.DURABLE or checkpoint.state in ("retired", "collected")
+        is_there = checkpoint.exported if "." in upload.directory else checkpoint.level >= Level.DURABLE
+        return bool(is_there) or checkpoint.state in ("retired", "collected")
 
     def _known(self, directory: str) -> CheckpointInfo | None:
-        checkpoint = self._context.history.checkpoints.get(attempt_of(directory))
-        return checkpoint if checkpoint is not None and checkpoint.directory == directory else None
+        """Return the checkpoint of which a directory has all or some items, if the log has it."""
+        whole = whole_directory(directory)
+        checkpoint = self._context.history.checkpoints.get(attempt_of(whole)) if whole else None
+        return checkpoint if checkpoint is not None and checkpoint.directory == whole else None
 
     def _is_older(self, age_s: float) -> bool:
         """Return True if a directory of this age is older than the run's log, within the error of clocks.

@@ -181,8 +181,24 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ItemsPart:
+    """Some items of one fragment, as a node has uploaded them.
+
+    `source` is the fragment of the whole checkpoint from which they were taken; `fragment` lists the uploaded
+    files, and `size_bytes` is the size of all of these.
+    """
+
+    source: FileEntry
+    fragment: FileEntry
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnfinishedUpload:
-    """A multipart upload on the storage path, begun `age_s` seconds ago by the store's clock."""
+    """A multipart upload on the storage path, begun `age_s` seconds ago by the store's clock.
+
+    `directory` is a checkpoint's, or one of some items of a checkpoint.
+    """
 
     directory: str
     file: str

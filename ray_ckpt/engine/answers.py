@@ -21,9 +21,15 @@ def event_of(answer: Answered) -> m.Event | None:
     failure = answer.failure
     error, is_damage = (failure.text, failure.is_damage) if failure is not None else (None, False)
     match answer.to.work if isinstance(answer.to, Call) else answer.to:
-        case m.Drain(attempt=attempt, node_index=index, node_id=node):
+        case m.Drain(attempt=attempt, node_index=index, node_id=node, items=items):
             return m.DrainEnded(
-                attempt=attempt, node_index=index, node_id=node, error=error, is_damage=is_damage
+                attempt=attempt,
+                node_index=index,
+                node_id=node,
+                error=error,
+                is_damage=is_damage,
+                items=items,
+                part=value if items else None,
             )
         case m.Code(attempt=attempt, node_index=index, node_id=node, is_parity=is_parity, places=places):
             return m.CodeEnded(
@@ -46,8 +52,10 @@ def event_of(answer: Answered) -> m.Event | None:
             )
         case m.Delete(attempt=name, place=place):
             return m.DeleteEnded(attempt=name, place=place, error=error)
-        case m.WriteDescription(checkpoint=checkpoint):
-            return m.DescriptionWritten(attempt=checkpoint.id, error=error, is_damage=is_damage)
+        case m.WriteDescription(checkpoint=checkpoint, exported=exported):
+            return m.DescriptionWritten(
+                attempt=checkpoint.id, error=error, is_damage=is_damage, exported=exported
+            )
         case m.WriteSnapshot(seq=seq):
             return m.SnapshotWritten(seq=seq, error=error)
         case m.SweepRemote(number=number):

@@ -35,7 +35,7 @@ def needed_in_cluster(machine: RunMachine, wall_s: float) -> tuple[int, ...]:
     lineage = machine.history.lineage()
     durable = next((c.seq for c in reversed(lineage) if c.level >= Level.DURABLE), -1)
     wanted = {c.id.attempt for c in lineage if c.seq > durable}
-    wanted |= {drain.attempt for drain in machine.view.drains_underway}
+    wanted |= {drain.attempt for drain in machine.view.drains_underway if not drain.items}
     only = machine.view.in_cluster_only
     return tuple(c.step for c in only if c.id.attempt in wanted or pinned_by(c, wall_s))
 

@@ -25,6 +25,7 @@ from ray_ckpt.format.names import (
     MAX_RANKS,
     check_directory,
     check_file,
+    check_items,
     check_run_uid,
     fragment_file,
 )
@@ -37,6 +38,7 @@ MAX_FRAGMENT_BYTES = 64 * 2**20  # bounds a reader's memory; a million rows take
 MAX_ROWS = 1_000_000  # rows of one fragment: eight ranks with 125,000 slices each
 MAX_DESCRIPTION_BYTES = 64 * 2**20  # size of checkpoint.json: about 300,000 files
 DESCRIPTION_VERSION = 2  # of checkpoint.json with the fragments; 1: with all files
+ITEMS_VERSION = 3  # of checkpoint.json of some items alone, which older versions must not take for all
 _MAX_BYTES = {"state": MAX_TREE_BYTES, "header": 8 + MAX_HEADER_BYTES}  # size of the bytes of a row, by kind
 MAX_CHOICES = 64  # combinations to try if fragments differ between holders, which is rare
 METADATA_KEY = b"ray_ckpt"
@@ -81,6 +83,7 @@ class CheckpointDescription:
     files: tuple[FileEntry, ...]
     root_digest: str
     root_of: RootOf = "fragments"
+    items: str = ""  # the only items in this directory, joined by commas; "": the whole checkpoint
 
     @property
     def fragments(self) -> tuple[FileEntry, ...]:
@@ -258,6 +261,7 @@ def encode_checkpoint(description: CheckpointDescription) -> bytes:
     document = {
         **_attempt_json(description.attempt),
         "format": jsontext.FORMAT_VERSION if is_old else DESCRIPTION_VERSION,
+        **({"format": ITEMS_VERSION, "items": description.items} if description.items else {}),
         "world_size": description.world_size,
         "num_nodes": description.num_nodes,
         "metrics": jsontext.metrics_json(description.metrics),
@@ -270,7 +274,7 @@ def encode_checkpoint(description: CheckpointDescription) -> bytes:
 def decode_checkpoint(data: bytes) -> CheckpointDescription:
     """Return the content of `checkpoint.json`. Raise FormatError if any byte was changed."""
     document = jsontext.loads_sealed(
-        data, what=CHECKPOINT_JSON, max_bytes=MAX_DESCRIPTION_BYTES, indent=1, newest=DESCRIPTION_VERSION
+        data, what=CHECKPOINT_JSON, max_bytes=MAX_DESCRIPTION_BYTES, indent=1, newest=ITEMS_VERSION
     )
     root_of: RootOf = "files" if document["format"] == jsontext.FORMAT_VERSION else "fragments"
     description = CheckpointDescription(
@@ -281,7 +285,10 @@ def decode_checkpoint(data: bytes) -> CheckpointDescription:
         files=_files(document.get(root_of)),
         root_digest=jsontext.hex_digest(document.get("root_digest"), "root_digest"),
         root_of=root_of,
+        items=jsontext.text(document.get("items"), "items") if document["format"] == ITEMS_VERSION else "",
     )
+    if document["format"] == ITEMS_VERSION:
+        check_items(description.items)
     _check_description(description)
     return description
 

@@ -20,6 +20,7 @@ MAX_SHARDS = 2  # shards of a rank: what moves, and what is still
 MAX_RANKS = 999_999  # ranks of a group, also nodes and copies: the limit of 6 digits in file names
 
 _DIRECTORY = re.compile(r"(\d{12})-([0-9a-f]{16})\Z")
+_ITEMS = re.compile(r"[A-Za-z_][0-9A-Za-z_]*(,[A-Za-z_][0-9A-Za-z_]*)*\Z")
 _FILE = re.compile(
     r"(shard-\d{1,6}(\.\d{1,6})?-of-\d{1,6}\.safetensors|state-\d{1,6}-of-\d{1,6}\.json"
     r"|manifest-\d{1,6}-of-\d{1,6}\.parquet|parity-\d{1,6}-of-\d{1,6}\.bin|checkpoint\.json)\Z"
@@ -120,6 +121,25 @@ def check_directory(name: str) -> str:
     if not is_directory_name(name):
         raise FormatError(f"{name!r} is not a checkpoint directory name.", name=name)
     return name
+
+
+def items_suffix(items: str) -> str:
+    """Return the end of the name of a directory that has only these items of a checkpoint; "" if all."""
+    return "." + check_items(items).replace(",", ".") if items else ""
+
+
+def whole_directory(name: str) -> str | None:
+    """Return the directory of the checkpoint of which directory `name` has all or some items, else None."""
+    directory, _, items = name.partition(".")
+    is_ours = is_directory_name(directory) and (directory == name or _ITEMS.match(items.replace(".", ",")))
+    return directory if is_ours else None
+
+
+def check_items(items: str) -> str:
+    """Return `items` if it is names of items, joined by commas. Raise FormatError otherwise."""
+    if not _ITEMS.match(items):
+        raise FormatError(f"{items[:80]!r} is not a list of items.")
+    return items
 
 
 def check_file(name: str) -> str:

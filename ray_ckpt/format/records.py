@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar, get_args
 
 from ray_ckpt.errors import ConfigError, FormatError
 from ray_ckpt.format import jsontext
-from ray_ckpt.format.names import MAX_RANKS, check_run_name, check_run_uid
+from ray_ckpt.format.names import MAX_RANKS, check_items, check_run_name, check_run_uid
 from ray_ckpt.types import END_CAUSES, EndCause, Level, RootOf
 
 MAX_RECORD_BYTES = 2**20  # size of a record, bounds a reader's memory; a commit takes about 500 bytes
@@ -113,6 +113,19 @@ class Promote:
     attempt: str
     level: Level
     replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """The storage path has some items of a checkpoint, in a directory of their own; the level is the same.
+
+    `root_digest` covers the fragments there. `items` are joined by commas.
+    """
+
+    attempt: str
+    items: str
+    root_digest: str
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +240,7 @@ Op: TypeAlias = (
     | Commit
     | Commit2
     | Promote
+    | Exported
     | Lost
     | Retired
     | Collected
@@ -388,6 +402,12 @@ _count = partial(jsontext.integer, low=1, high=MAX_RANKS)  # of ranks or nodes o
 _copies = partial(jsontext.integer, high=MAX_RANKS)
 _step = partial(jsontext.integer, high=MAX_STEP)
 _attempt = partial(jsontext.text, pattern=_ATTEMPT)
+
+
+def _items(value: object, name: str) -> str:
+    return check_items(jsontext.text(value, name))
+
+
 _level = _one_of({level.label: level for level in Level})
 _cause: Callable[[object, str], EndCause] = _one_of({cause: cause for cause in END_CAUSES})
 FIELDS: Mapping[str, Callable[[object, str], Any]] = {
@@ -407,6 +427,7 @@ FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "step": _step,
     "origin_step": optional(_step),
     "attempt": _attempt,
+    "items": _items,
     "level": _level,
     "replicas": _copies,
     "size_bytes": jsontext.integer,

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from ray_ckpt.errors import FormatError, NewerFormat
 from ray_ckpt.format import jsontext, parquet
 from ray_ckpt.format.digest import Digester
-from ray_ckpt.format.names import MAX_RANKS
+from ray_ckpt.format.names import MAX_RANKS, check_items
 from ray_ckpt.format.records import FIELDS, MAX_STEP, MAX_TIME_S, optional, read_time
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RootOf, SessionEnd, SessionInfo
 
@@ -59,6 +59,10 @@ COLUMNS = pa.schema(
         pa.field("drill", pa.string()),
         pa.field("suspect", pa.string()),
         pa.field("shared_bytes", pa.int64()),
+        pa.field("exported", pa.string()),
+        pa.field("exported_root", pa.string()),
+        pa.field("exported_bytes", pa.int64()),
+        pa.field("exported_at_s", pa.float64()),
         pa.field("metrics", _NUMBERS),
         pa.field("pins", _NUMBERS),
     ]
@@ -73,6 +77,7 @@ _SECONDS = (
     "local_s",
     "replicate_s",
     "drilled_at_s",
+    "exported_at_s",
 )
 _LATER: Mapping[str, float | str | None] = {
     **dict.fromkeys(_SECONDS),
@@ -80,6 +85,9 @@ _LATER: Mapping[str, float | str | None] = {
     "drill": "",
     "suspect": "",
     "shared_bytes": 0,
+    "exported": "",
+    "exported_root": "",
+    "exported_bytes": 0,
     "root_of": "files",
 }
 """Columns that older snapshots lack, with their default values."""
@@ -102,6 +110,7 @@ _RANGES = (
     ("session", 0, jsontext.MAX_INT),
     ("size_bytes", 0, jsontext.MAX_INT),
     ("shared_bytes", 0, jsontext.MAX_INT),
+    ("exported_bytes", 0, jsontext.MAX_INT),
     ("world_size", 1, MAX_RANKS),
     ("num_nodes", 1, MAX_RANKS),
     ("replicas", 0, MAX_RANKS),
@@ -210,6 +219,11 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
         _check_range(columns[name], name, low, high)
     _check_hex(columns["attempt"], "attempt", 16)
     _check_hex(columns["root_digest"], "root_digest", 32)
+    _check_hex([root for root in columns["exported_root"] if root], "exported_root", 32)
+    for items in set(columns["exported"]) - {""}:
+        check_items(items)
+    roots = zip(columns["exported"], columns["exported_root"], strict=True)
+    _check_all((bool(items) == bool(root) for items, root in roots), "exported_root")
     _check_all(map(_STATES.__contains__, set(columns["state"])), "state")
     _check_all(map(_ROOTS.__contains__, set(columns["root_of"])), "root_of")
     _check_all(map(_LEVELS.__contains__, set(columns["level"])), "level")

@@ -67,7 +67,7 @@ class LoaderConfig:
         """Open the checkpoint. Raises the errors of `ray_ckpt.open` and of `ray_ckpt.open_in_cluster`."""
         uri = CheckpointUri.parse(self.checkpoint)
         if not self.in_cluster:
-            return uri.open(self.storage_options)
+            return uri.open(self.storage_options, items=(self.item, "files"))  # hub.FILES_ITEM
         return in_cluster(str(uri.run), step=uri.step, storage_options=self.storage_options)
 
 

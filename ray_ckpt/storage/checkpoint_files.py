@@ -157,8 +157,8 @@ def files_at(path: StoragePath, storage_options: Mapping[str, str] | None = None
 
 
 def files_on(tier: RemoteTier, directory: str) -> CheckpointFiles:
-    """Return the files of a checkpoint on a run's storage path; send no request."""
-    folder = f"{names.CHECKPOINTS_DIR}/{directory}"
+    """Return the files of a checkpoint, or of some of its items, on a run's storage path; send no request."""
+    folder = tier.folder_of(directory)
     return CheckpointFiles(tier.root / folder, tier.files, folder)
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 
 from ray_ckpt.testing import exhaustive, schedules, silences
 
+_OF_OPTIONS = ("parity files", "exports")  # counts that are shown only if there are any
 MAX_SHOWN = 5  # failures printed in full
 
 
@@ -19,6 +20,7 @@ def main() -> int:
     sizes = f"{few.start}:{few.stop}"
     parser.add_argument("--nodes", default=sizes, help="first:last+1 sizes of a cluster, drawn by seed")
     parser.add_argument("--parity", default="0:0", help="first:last+1 of random schedules with parity")
+    parser.add_argument("--remote-items", default="0:0", help="the same with items that are uploaded alone")
     parser.add_argument("--silences", default="0:0", help="first:last+1 of the schedules of silent links")
     parser.add_argument("--exhaustive", type=int, default=0, metavar="DEPTH", help="steps in every order")
     parser.add_argument("--states", type=int, default=exhaustive.MAX_STATES, help="bound of each scene")
@@ -27,18 +29,24 @@ def main() -> int:
     parity = _range(arguments.parity)
     if parity:
         failed += _random(parity, arguments.events, schedules.PARITY_NODES, with_parity=True)
+    items = _range(arguments.remote_items)
+    if items:
+        failed += _random(items, arguments.events, _range(arguments.nodes), with_items=True)
     failed += _silences(_range(arguments.silences))
     if arguments.exhaustive:
         failed += _exhaustive(arguments.exhaustive, arguments.states)
     return 1 if failed else 0
 
 
-def _random(seeds: range, num_events: int, sizes: range, *, with_parity: bool = False) -> int:
+def _random(
+    seeds: range, num_events: int, sizes: range, *, with_parity: bool = False, with_items: bool = False
+) -> int:
     counts: Counter[str] = Counter()
     events: Counter[str] = Counter()
     for seed in seeds:
         try:
-            played = schedules.play(seed, num_events, sizes, with_parity=with_parity)
+            options = {"with_parity": with_parity, "with_items": with_items}
+            played = schedules.play(seed, num_events, sizes, **options)
         except Exception as error:
             counts["violations"] += 1
             if counts["violations"] <= MAX_SHOWN:
@@ -50,13 +58,14 @@ def _random(seeds: range, num_events: int, sizes: range, *, with_parity: bool = 
         counts["records"] += played.num_records
         counts["commits"] += played.num_commits
         counts["parity files"] += played.num_coded
+        counts["exports"] += played.num_exported
         counts["sessions"] += played.num_sessions
         events += played.events
-    kind = "random with parity" if with_parity else "random"
+    kind = "random" + " with parity" * with_parity + " with items uploaded alone" * with_items
     print(f"{kind}: seeds {seeds.start} to {seeds.stop - 1}, {num_events} events each")
     print(f"  clusters of {sizes.start} to {sizes.stop - 1} nodes")
-    for name in ("schedules", "events", "messages", "records", "commits", "sessions", "parity files"):
-        if counts[name] or name != "parity files":
+    for name in ("schedules", "events", "messages", "records", "commits", "sessions", *_OF_OPTIONS):
+        if counts[name] or name not in _OF_OPTIONS:
             print(f"  {counts[name]:12,} {name}")
     for name, count in sorted(events.items()):
         print(f"  {count:12,} {name}")

@@ -161,6 +161,7 @@ class Scene:
             (self.faults, self.waits, self.saves, self.launches, world.now_s, storage.is_away),
             [record_digest for _, record_digest in storage.records],
             (storage.fragments, storage.described, storage.written_s, storage.uploads),
+            (storage.items, storage.exported),
             [(d.folders, list(d.fragments), d.epoch) for d in (x.disk for x in world.nodes.values())],
             [(x.is_alive, x.agent and x.agent.machine) for x in world.nodes.values()],
             (world.launchers, world.current, world.waiting),

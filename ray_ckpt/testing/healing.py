@@ -151,6 +151,8 @@ class Healing:
             self._rest(LONG_S)
         left = [c.step for c in history.checkpoints.values() if c.state == "retired"]
         must(not left, "P8", f"steps {left} are retired and never collected")
+        left = [c.step for c in history.lost_exported()]
+        must(not left, "P8", f"items of the lost steps {left} stay although newer ones are there")
         for _ in range(MAX_TIDYING):
             if not (orphans := self._orphans()):
                 break
@@ -188,6 +190,9 @@ class Healing:
         must(not storage.uploads, "P8", f"uploads stay unfinished: {storage.uploads}")
         orphans = world.oracle.orphans(world)
         must(not orphans, "P8", f"orphans stay on the storage path: {orphans}")
+        checkpoints = world.oracle.history.checkpoints
+        left = [key for key in storage.items if checkpoints[key[0]].state == "collected"]
+        must(not left, "P8", f"items of collected checkpoints stay on the storage path: {left}")
         must(self._schedule.foreign.directory in storage.written_s, "P5", "files of another log are gone")
 
     def _orphans(self) -> list[tuple[str, str]]:

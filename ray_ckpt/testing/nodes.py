@@ -428,9 +428,8 @@ class Nodes:
         """Drop the work of an agent that has ended; its callers get an error, its uploads stay unfinished."""
         for message in self.wire:
             match message:
-                case Work(effect=m.Drain(attempt=attempt, node_index=index, node_id=node)) if node == name:
-                    if not self.storage.is_away:
-                        self.storage.leave_upload(attempt, index, self.now_s)
+                case Work(effect=m.Drain() as drain) if drain.node_id == name and not self.storage.is_away:
+                    self.storage.leave_upload(drain.attempt, drain.node_index, drain.items, self.now_s)
         self.wire = [w for w in self.wire if not (isinstance(w, Local) and w.node == name)]
         self.timers = [timer for timer in self.timers if timer.node != name]
         died = Unavailable("The agent died.")

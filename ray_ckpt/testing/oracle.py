@@ -20,14 +20,14 @@ from ray_ckpt.core.values import Salvage, SessionKey, SessionPlan
 from ray_ckpt.engine.launchers import OWNER_DEAD_S
 from ray_ckpt.errors import CheckpointError, FormatError
 from ray_ckpt.format import records as r
-from ray_ckpt.format.digest import digest
+from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import choose_fragments
-from ray_ckpt.format.names import attempt_of
+from ray_ckpt.format.names import attempt_of, whole_directory
 from ray_ckpt.format.records import LogRecord, encode_record
 from ray_ckpt.storage.log_store import read_run
 from ray_ckpt.testing.parts import Launcher, Node, TakenInventory
 from ray_ckpt.testing.reports import KnownCopies
-from ray_ckpt.testing.stores import START_S, Copy, Disk, Storage
+from ray_ckpt.testing.stores import START_S, Copy, Disk, Storage, part_of
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Level, ParityGroup
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ class Oracle:
 
     history: RunHistory = field(default_factory=RunHistory)
     num_commits: int = 0
+    num_exported: int = 0
     committed_by: dict[str, str] = field(default_factory=dict)  # attempt -> coordinator
+    committed: dict[str, tuple[FileEntry, ...]] = field(default_factory=dict)  # attempt -> its fragments
     plans: dict[str, SessionPlan] = field(default_factory=dict)  # attempt -> plan of the ranks that saved
     attempts: dict[str, AttemptId] = field(default_factory=dict)  # attempts saved by ranks
     # fragment -> version of its file, as written or altered since -> disks that ever had it fsynced
@@ -112,6 +114,7 @@ class Oracle:
         if isinstance(record.op, r.Commit):
             self.num_commits += 1
             self.committed_by[record.op.attempt] = record.writer
+        self.num_exported += isinstance(record.op, r.Exported)
 
     def _check_record(self, record: LogRecord, world: Nodes) -> None:
         op, history = record.op, self.history
@@ -132,6 +135,8 @@ class Oracle:
                 for index in range(checkpoint.num_nodes) if level is Level.REPLICATED else ():
                     disks = set().union(*self.stored_on.get((name, index), {}).values())
                     self._check_losses(op, (name, index), disks, copies)
+            case r.Exported():
+                self._check_exported(op, world)
             case r.Pin(attempt=name, owner=owner):
                 self.pins.add((name, owner))
             case r.Annotated(attempt=name, metrics=metrics):
@@ -214,6 +219,10 @@ class Oracle:
         known = {name: {v.digest: (v,) for v in found} for name, found in zip(names, versions, strict=True)}
         chosen = choose_fragments(known, op.root_digest, op.root_of)
         must(chosen is not None, "P1", f"{op} is of fragments that nobody has stored")
+        self.committed[op.attempt] = tuple(
+            next(v for v in found if chosen and v.digest == chosen[name])
+            for name, found in zip(names, versions, strict=True)
+        )
         for name, found in zip(names, versions, strict=True):
             disks = next(disks for v, disks in found.items() if chosen and v.digest == chosen[name])
             self._check_losses(op, (op.attempt, names.index(name)), disks, op.replicas)
@@ -242,12 +251,30 @@ class Oracle:
                 return False
         return True
 
+    def _check_exported(self, op: r.Exported, world: Nodes) -> None:
+        """Check that all parts of uploaded items are there, taken from the committed fragments."""
+        checkpoint = self.history.checkpoints[op.attempt]
+        must(op.items == world.options.exported_items, "P3", f"{op} has items that nobody wants")
+        if checkpoint.state in ("live", "lost"):
+            root = world.storage.items_root(checkpoint, op.items)
+            is_there = world.storage.exported.get(op.attempt) == op.items and root == op.root_digest
+            must(is_there, "P1", f"{op} is not on the storage path")
+        committed = self.committed[op.attempt]
+        wanted = root_digest(part_of(entry, op.items).fragment for entry in committed)
+        must(op.root_digest == wanted, "P4", f"{op} is not of the bytes that were committed")
+
     def _check_retired(self, op: r.Retired, checkpoint: CheckpointInfo, record: LogRecord) -> None:
         lineage, live = self.history.lineage(), self.history.live()
         for level in Level:
             reached = [c for c in lineage if c.level >= level] or [c for c in live if c.level >= level]
             newest = reached[-1] if reached else None
             must(newest != checkpoint, "P5", f"{op} is the newest {level.label}")
+        if checkpoint.exported:
+            there = [c for c in live if c.exported or c.level is Level.DURABLE]
+            is_needed = ([c for c in there if c in lineage] or there)[-1:] == [checkpoint]
+            if checkpoint.state == "lost":
+                is_needed = not any(c.seq > checkpoint.seq for c in there)
+            must(not is_needed, "P5", f"{op} is the newest with {checkpoint.exported} on the storage path")
         surely_s = record.time_s + MAX_SKEW_S
         pins = [o for o, end in checkpoint.pins.items() if end is None or end > surely_s]
         must(not pins, "P5", f"{op} is pinned by {pins}")
@@ -480,10 +507,12 @@ class Oracle:
                 must(at_s >= self.began_s - MAX_SKEW_S, "P5", f"{name} goes, which another log knew")
             must(known is None or known.state == "collected", "P5", f"{known} is taken for an orphan")
         for upload in order.uploads:
-            known, there = self.history.checkpoints.get(attempt_of(upload.directory)), upload.upload_id
+            whole, there = whole_directory(upload.directory), upload.upload_id
+            known = self.history.checkpoints.get(attempt_of(whole)) if whole else None
             is_useless = there not in storage.uploads or world.now_s - storage.uploads[there].begun_s >= DAY_S
             if known is not None:
-                is_useless |= known.level is Level.DURABLE or known.state in ("retired", "collected")
+                is_there = known.exported if "." in upload.directory else known.level is Level.DURABLE
+                is_useless |= bool(is_there) or known.state in ("retired", "collected")
             must(is_useless, "P5", f"{upload} is aborted, and {known} may need it")
         self.stale = True
 
@@ -504,6 +533,9 @@ class Oracle:
             return
         self.stale = False
         disks = {id(node.disk): node.disk for node in world.nodes.values()}.values()
+        for checkpoint in (*self.history.live(), *self.history.lost_exported()):
+            items, is_there = checkpoint.exported, world.storage.holds_items(checkpoint)
+            must(not items or is_there, "P2", f"step {checkpoint.step} has lost its {items}")
         for checkpoint in self.history.live():
             name = checkpoint.id.attempt
             if checkpoint.level is Level.DURABLE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from ray_ckpt.config import Resume, RunOptions
@@ -277,6 +277,21 @@ Message: TypeAlias = Order | Pass | Report | Answer | Create | Work | Local | Re
 NETWORK = (Order, Pass, Report, Work)  # messages that may be lost or doubled
 
 
+def label_of(message: Message) -> str:
+    """Return the name of the content of a message, for the story of a schedule."""
+    content = getattr(message, "event", None) or getattr(message, "effect", None)
+    content = content or getattr(message, "work", None)
+    if isinstance(message, Order):
+        content = message.call.order
+    if isinstance(message, Pass):
+        return "Pass " + " ".join(type(call.order).__name__ for call in message.batch.calls.values())
+    if isinstance(message, Create):
+        content = message.record.op
+    elif isinstance(message, Answer):
+        content = message.events[-1]
+    return type(content or message).__name__
+
+
 def file_entry(attempt: AttemptId, name: str) -> FileEntry:
     return FileEntry(name=name, size_bytes=FILE_BYTES, digest=digest(f"{attempt.attempt}/{name}".encode()))
 
@@ -308,4 +323,16 @@ def random_options(chance: random.Random, *, keep_local_at_end: bool) -> RunOpti
         keep_best=chance.choice([None, ("eval", "max", 1)]),
         keep_local_at_end=keep_local_at_end,
         agent_idle_s=chance.choice([20.0, 100.0, 600.0]),
+    )
+
+
+def item_options(chance: random.Random, options: RunOptions) -> RunOptions:
+    """Return the options with items that are uploaded alone, from most of the commits."""
+    return replace(
+        options,
+        remote_items=chance.choice([("model",), ("model", "ema")]),
+        remote_items_every=chance.choice([None, 1, 1, 2]),
+        remote_items_every_s=chance.choice([None, None, 30.0]),
+        remote_every=chance.choice([2, 5, 1000]),
+        remote_every_s=None,
     )

@@ -17,7 +17,6 @@ from ray_ckpt.testing.healing import A_DAY_S, HOME, LONG_S, Healing, unknown_att
 from ray_ckpt.testing.oracle import MAX_PENDING, must
 from ray_ckpt.testing.parts import (
     NETWORK,
-    Answer,
     Coordinator,
     Create,
     Fate,
@@ -26,8 +25,8 @@ from ray_ckpt.testing.parts import (
     Local,
     Member,
     Message,
-    Order,
-    Pass,
+    item_options,
+    label_of,
     random_options,
 )
 from ray_ckpt.testing.simulator import World
@@ -55,6 +54,7 @@ class Played:
     events: Counter[str] = field(default_factory=Counter)
     num_commits: int = 0
     num_coded: int = 0  # parity files
+    num_exported: int = 0  # checkpoints of which items were uploaded alone
     num_sessions: int = 0
     num_records: int = 0
     num_messages: int = 0
@@ -67,7 +67,9 @@ class Schedule:
     delivers more messages and moves more ranks, so that saves of many nodes are completed.
     """
 
-    def __init__(self, seed: int, sizes: range = FEW_NODES, *, with_parity: bool = False) -> None:
+    def __init__(
+        self, seed: int, sizes: range = FEW_NODES, *, with_parity: bool = False, with_items: bool = False
+    ) -> None:
         self.chance = chance = random.Random(seed)
         options = random_options(chance, keep_local_at_end=seed % 4 == 3)
         if seed % 7 == 5:
@@ -79,6 +81,8 @@ class Schedule:
             apart = random.Random(f"parity {seed}")
             options = replace(options, replicas=1, parity=apart.choice(PARITIES))
             self.more_nodes = apart.choice([1, 2, 3])
+        if with_items:
+            options = item_options(random.Random(f"items {seed}"), options)
         size = chance.choice(sizes)
         self.scale = max(1, size // FEW_NODES[-1])  # factor of the sizes of groups and batches
         self.max_nodes = MAX_NODES * self.scale
@@ -196,7 +200,7 @@ class Schedule:
         twice = isinstance(message, NETWORK) and chance.random() < self.faults
         self.played.num_messages += 1
         self.world.deliver(index, fate, twice=twice)
-        return f"{_label(message)}{'' if fate == 'delivered' else f'({fate})'}{'(twice)' if twice else ''}"
+        return f"{label_of(message)}{'' if fate == 'delivered' else f'({fate})'}{'(twice)' if twice else ''}"
 
     # -- ranks and launchers ---------------------------------------------------------------------------
 
@@ -557,25 +561,16 @@ def _fate(chance: random.Random, faults: float, message: Message) -> Fate:
     return "lost" if chance.random() < 0.5 else "unanswered"
 
 
-def _label(message: Message) -> str:
-    content = getattr(message, "event", None) or getattr(message, "effect", None)
-    content = content or getattr(message, "work", None)
-    if isinstance(message, Order):
-        content = message.call.order
-    if isinstance(message, Pass):
-        return "Pass " + " ".join(type(call.order).__name__ for call in message.batch.calls.values())
-    if isinstance(message, Create):
-        content = message.record.op
-    elif isinstance(message, Answer):
-        content = message.events[-1]
-    return type(content or message).__name__
-
-
 def play(
-    seed: int, num_events: int = NUM_EVENTS, sizes: range = FEW_NODES, *, with_parity: bool = False
+    seed: int,
+    num_events: int = NUM_EVENTS,
+    sizes: range = FEW_NODES,
+    *,
+    with_parity: bool = False,
+    with_items: bool = False,
 ) -> Played:
     """Play `num_events` events, then heal the world; a Violation carries the seed and the story."""
-    schedule = Schedule(seed, sizes, with_parity=with_parity)
+    schedule = Schedule(seed, sizes, with_parity=with_parity, with_items=with_items)
     try:
         for _ in range(num_events):
             schedule.happen()
@@ -585,6 +580,7 @@ def play(
         raise
     history = schedule.world.oracle.history
     schedule.played.num_coded = len(schedule.world.oracle.coded_on)
+    schedule.played.num_exported = schedule.world.oracle.num_exported
     schedule.played.num_commits = schedule.world.oracle.num_commits
     schedule.played.num_sessions = len(history.sessions)
     schedule.played.num_records = history.next_seq

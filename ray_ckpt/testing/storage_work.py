@@ -17,7 +17,7 @@ from ray_ckpt.format.names import parity_file
 from ray_ckpt.storage.log_store import write_snapshot
 from ray_ckpt.testing.nodes import Nodes
 from ray_ckpt.testing.parts import Fate
-from ray_ckpt.testing.stores import START_S, Parity
+from ray_ckpt.testing.stores import START_S, Parity, part_of
 
 Ended: TypeAlias = tuple[object, Failure | None]
 
@@ -45,8 +45,13 @@ class StorageWork(Nodes):
             text = "it is damaged" if is_here else "not here"
             return None, Failure(text=text, is_damage=is_here, is_dead=node.agent is None)
         if fate == "lost":
-            self.storage.leave_upload(attempt, index, self.now_s)
+            self.storage.leave_upload(attempt, index, drain.items, self.now_s)
             return None, Failure(text="the agent died")
+        if drain.items:
+            part = part_of(node.disk.fragments[copy].fragment, drain.items)
+            self.storage.put_items(attempt, index, drain.items, part.fragment, self.now_s)
+            failure = self._failure(fate)
+            return None if failure else part, failure
         self.storage.put(attempt, index, self.now_s)
         return None, self._failure(fate)
 
@@ -88,7 +93,13 @@ class StorageWork(Nodes):
         return Parity(places.group, members)
 
     def _describe(self, name: str, work: m.WriteDescription, fate: Fate) -> Ended:
-        checkpoint = work.checkpoint
+        checkpoint, exported = work.checkpoint, work.exported
+        if exported is not None:
+            if self.storage.items_root(checkpoint, exported.items) != exported.root_digest:
+                return None, Failure(text="a fragment is missing or another", is_damage=True)
+            if self._is_done(fate):
+                self.storage.describe_items(checkpoint, exported.items, self.now_s)
+            return None, self._failure(fate)
         if self.storage.fragments.get(checkpoint.id.attempt) != set(range(checkpoint.num_nodes)):
             return None, Failure(text="a fragment is missing", is_damage=True)
         if self._is_done(fate):

@@ -7,12 +7,19 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from ray_ckpt.core.messages import DeleteOrphans, LogOpened, RemoteListed
-from ray_ckpt.core.values import DiskSpace, Inventory, StoredFragment, StoredParity, UnfinishedUpload
-from ray_ckpt.format.digest import digest
-from ray_ckpt.format.names import SNAPSHOT_PREFIX, attempt_of, fragment_file, record_file
+from ray_ckpt.core.values import (
+    DiskSpace,
+    Inventory,
+    ItemsPart,
+    StoredFragment,
+    StoredParity,
+    UnfinishedUpload,
+)
+from ray_ckpt.format.digest import digest, root_digest
+from ray_ckpt.format.names import SNAPSHOT_PREFIX, attempt_of, fragment_file, items_suffix, record_file
 from ray_ckpt.format.records import LogRecord, encode_record
 from ray_ckpt.storage.log_store import CreateResult, MemoryLogStore, create_record, read_run
-from ray_ckpt.types import AttemptId, CheckpointInfo, ParityGroup
+from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, ParityGroup
 
 Copy: TypeAlias = tuple[str, int]  # attempt, fragment
 
@@ -26,6 +33,12 @@ class Parity:
 
     group: ParityGroup
     members: Mapping[int, tuple[StoredFragment, tuple[str, ...]]]
+
+
+def part_of(source: FileEntry, items: str) -> ItemsPart:
+    """Return the upload of some items of a fragment; its bytes follow from the fragment and the items."""
+    fragment = replace(source, digest=digest(f"{items}/{source.digest}".encode()))
+    return ItemsPart(source=source, fragment=fragment, size_bytes=FILE_BYTES)
 
 
 @dataclass(slots=True)
@@ -128,6 +141,9 @@ class Storage:
     records: list[tuple[LogRecord, str]] = field(default_factory=list)  # decoded records and digests of `log`
     fragments: dict[str, set[int]] = field(default_factory=dict)  # attempt -> stored fragments
     described: set[str] = field(default_factory=set)
+    # (attempt, items) -> the fragments of these items alone, by index
+    items: dict[tuple[str, str], dict[int, FileEntry]] = field(default_factory=dict)
+    exported: dict[str, str] = field(default_factory=dict)  # attempt -> its items that are described
     written_s: dict[str, float] = field(default_factory=dict)  # directory -> time of its newest object
     uploads: dict[str, Upload] = field(default_factory=dict)  # unfinished uploads, by id
     num_uploads: int = 0
@@ -163,15 +179,42 @@ class Storage:
         self.described.add(checkpoint.id.attempt)
         self.written_s[checkpoint.directory] = now_s
 
-    def leave_upload(self, attempt: AttemptId, index: int, now_s: float) -> None:
+    def put_items(self, attempt: AttemptId, index: int, items: str, entry: FileEntry, now_s: float) -> None:
+        """Store some items of a fragment.
+
+        A late upload from another version of the fragment is not modelled once the items are described.
+        """
+        found = self.items.setdefault((attempt.attempt, items), {})
+        if self.exported.get(attempt.attempt) != items:
+            found[index] = entry
+        self.written_s[attempt.directory] = now_s
+
+    def describe_items(self, checkpoint: CheckpointInfo, items: str, now_s: float) -> None:
+        self.exported[checkpoint.id.attempt] = items
+        self.written_s[checkpoint.directory] = now_s
+
+    def items_root(self, checkpoint: CheckpointInfo, items: str) -> str | None:
+        """Return the root digest of stored items of a checkpoint; None if a fragment is missing."""
+        found = self.items.get((checkpoint.id.attempt, items), {})
+        return root_digest(found.values()) if len(found) == checkpoint.num_nodes else None
+
+    def holds_items(self, checkpoint: CheckpointInfo) -> bool:
+        """Return True if the exported items of a checkpoint are stored as recorded, and described."""
+        is_described = self.exported.get(checkpoint.id.attempt) == checkpoint.exported
+        return is_described and self.items_root(checkpoint, checkpoint.exported) == checkpoint.exported_root
+
+    def leave_upload(self, attempt: AttemptId, index: int, items: str, now_s: float) -> None:
         """Leave the unfinished upload of a dead agent; no other process has the upload's id."""
         self.num_uploads += 1
-        self.uploads[f"upload-{self.num_uploads}"] = Upload(attempt.directory, index, now_s)
+        directory = attempt.directory + items_suffix(items)
+        self.uploads[f"upload-{self.num_uploads}"] = Upload(directory, index, now_s)
 
     def delete(self, directory: str) -> None:
         attempt = attempt_of(directory)
         self.described.discard(attempt)
         self.fragments.pop(attempt, None)
+        self.exported.pop(attempt, None)
+        self.items = {key: found for key, found in self.items.items() if key[0] != attempt}
         self.written_s.pop(directory, None)
 
     def listed(self, number: int, now_s: float) -> RemoteListed:

@@ -6,7 +6,7 @@ In an accumulation window gradients wait for an optimizer step, so a save is pos
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -40,7 +40,7 @@ class RankItems:
     def __init__(self, objects: Mapping[str, Any], identity: Identity, options: RunOptions) -> None:
         """Make an item of each object. Raises UnsupportedItem for an object that cannot be saved.
 
-        Raises ConfigError if the option `static_items` has a name that is no object's.
+        Raises ConfigError if an option such as `static_items` has a name that is no object's.
         """
         self.objects = objects
         self._identity = identity
@@ -53,7 +53,10 @@ class RankItems:
         self.stepped = [item.stepped for item in self.items.values() if isinstance(item, BaseOptimizerItem)]
         plain = [stepped for stepped in self.stepped if isinstance(stepped, torch.optim.Optimizer)]
         self.window = Window(plain, [o for o in owners.values() if isinstance(o, nn.Module)])
-        self.still = StillSlices(self.stepped, _static_items(objects, options), identity.world_size)
+        _check_names("static_items", options.static_items, objects)
+        if not identity.parts:  # else the item may belong to another part
+            _check_names("remote_items", options.remote_items, self.items)
+        self.still = StillSlices(self.stepped, options.static_items, identity.world_size)
         if options.partial_grads:
             self.items["gradients"] = GradientsItem(
                 owners, window=self.window, world_size=identity.world_size
@@ -146,12 +149,11 @@ def gap_warnings(objects: Mapping[str, Any]) -> tuple[str, ...]:
     return (*(f"{phrase} {missing}" for phrase in unregistered), *(phrase + early for phrase in iterators))
 
 
-def _static_items(objects: Mapping[str, Any], options: RunOptions) -> tuple[str, ...]:
-    for name in options.static_items:
-        if name not in objects:
+def _check_names(option: str, names: Iterable[str], known: Mapping[str, Any]) -> None:
+    for name in names:
+        if name not in known:
             raise ConfigError(
-                f"static_items has {name!r}, which is not registered.",
-                hint=did_you_mean(name, sorted(objects)),
-                option="static_items",
+                f"{option} has {name!r}, which is not registered.",
+                hint=did_you_mean(name, sorted(known)),
+                option=option,
             )
-    return options.static_items

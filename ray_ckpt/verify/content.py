@@ -63,6 +63,7 @@ class VerifyReport:
     num_slices: int
     size_bytes: int
     damages: tuple[Damage, ...]
+    only_items: str = ""  # the folder has only these items, joined by commas, and is no whole checkpoint
 
     @property
     def ok(self) -> bool:
@@ -153,6 +154,7 @@ def verify_files(
         num_slices=check.num_slices,
         size_bytes=check.size_bytes,
         damages=tuple(check.damages),
+        only_items=description.items if description is not None else "",
     )
 
 

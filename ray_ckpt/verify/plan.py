@@ -90,6 +90,7 @@ class PlanReport:
     nodes: tuple[NodePart, ...]
     damages: tuple[Damage, ...]  # damage of the checkpoint as a whole, not of one holder
     holders: tuple[Holder, ...] = ()
+    only_items: str = ""  # see VerifyReport
 
     @property
     def ok(self) -> bool:
@@ -136,6 +137,7 @@ def verify_plan(
         is_restorable=is_restorable,
         read_bytes=check.size_bytes,
         damages=check.damages,
+        only_items=description.items if description is not None else "",
     )
 
 
@@ -147,6 +149,7 @@ def plan_report(
     read_bytes: int,
     damages: Sequence[Damage],
     holders: Sequence[Holder] = (),
+    only_items: str = "",
 ) -> PlanReport:
     """Combine the content of `fragments` with the findings."""
     entries = [entry for fragment in fragments.values() for entry in fragment.files]
@@ -169,6 +172,7 @@ def plan_report(
         ),
         damages=tuple(damages),
         holders=tuple(holders),
+        only_items=only_items,
     )
 
 

@@ -98,7 +98,7 @@ def newer_in(encoder: str, tmp_path: Path, monkeypatch: Patch) -> SampleRun:
     def encode_newer(value: object) -> bytes:
         with monkeypatch.context() as patch:
             patch.setattr(jsontext, "FORMAT_VERSION", 2)
-            patch.setattr(manifest, "DESCRIPTION_VERSION", 3)
+            patch.setattr(manifest, "DESCRIPTION_VERSION", 4)
             return encode(value)
 
     with monkeypatch.context() as patch:

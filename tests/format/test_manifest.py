@@ -337,6 +337,24 @@ def test_the_golden_fragment_and_descriptions_are_read_forever(name: str, root_o
     assert encode_checkpoint(description) == golden
 
 
+def test_the_golden_description_of_some_items_is_read_forever() -> None:
+    golden = (GOLDEN / "checkpoint-3.json").read_bytes()
+    description = decode_checkpoint(golden)
+    assert (description.attempt, description.items) == (ATTEMPT, "ema,model")
+    assert encode_checkpoint(description) == golden
+    whole = (GOLDEN / "checkpoint-2.json").read_bytes()
+    assert decode_checkpoint(whole) == replace(description, items="")
+
+
+@pytest.mark.parametrize("items", ["", "a,,b", "../model", "model.head", "a b", ","])
+def test_a_description_of_impossible_items_is_refused(items: str) -> None:
+    document = json.loads((GOLDEN / "checkpoint-3.json").read_bytes())
+    del document["digest"]
+    data = dumps_sealed(document | {"items": items}, what="it", max_bytes=2**20, indent=1)
+    with pytest.raises(FormatError):
+        decode_checkpoint(data)
+
+
 # checkpoint.json
 
 

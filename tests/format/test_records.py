@@ -25,6 +25,7 @@ from ray_ckpt.format.records import (
     Drilled,
     Ended,
     Epoch,
+    Exported,
     LogRecord,
     Lost,
     Note,
@@ -63,6 +64,7 @@ EACH_OP: tuple[Op, ...] = (
     Epoch(service="s"),
     Session(session=1, service="s", after=None, resumed_from=None, world_size=2, num_nodes=1, owner="me"),
     Promote(attempt=COMMIT.attempt, level=Level.DURABLE, replicas=1),
+    Exported(attempt=COMMIT.attempt, items="ema,model", root_digest=DIGEST, size_bytes=9),
     Lost(attempt=COMMIT.attempt, reason="gone"),
     Retired(attempt=COMMIT.attempt, reason="old"),
     Collected(attempt=COMMIT.attempt),
@@ -189,6 +191,8 @@ def test_the_golden_records_are_read_forever() -> None:
     assert decode_record(first) == decode_record(data) == RECORD
     assert encode_record(RECORD) == data
     assert first == jsontext.dumps(unsealed(RECORD), what="it", max_bytes=2**20)
+    exported = decode_record((GOLDEN / "record-1-exported.json").read_bytes())
+    assert exported.op == EACH_OP[5] and isinstance(exported.op, Exported)
     newer = (GOLDEN / "record-1-commit2.json").read_bytes()
     assert decode_record(newer) == replace(RECORD, op=COMMIT2)
     assert encode_record(replace(RECORD, op=COMMIT2)) == newer

@@ -330,12 +330,15 @@ def _protection(report: RunReport) -> Verdict:
     age = f"saved {duration_text(report.age_s(newest.committed_at_s))} before this report"
     head = f"step {newest.step}"
     safer = [info for info in report.lineage if info.level > newest.level]
+    alone = [f"{info.exported} of step {info.step}" for info in report.lineage if info.exported]
     behind = ""
     if newest.level < Level.DURABLE:
         durable = [info for info in safer if info.level is Level.DURABLE]
         behind = (
             f" Without the cluster it would be step {durable[-1].step}."
             if durable
+            else f" Without the cluster only {alone[-1]} would be left."
+            if alone
             else " Nothing is on the storage path: without the cluster all would be lost."
         )
     if newest.level is Level.DURABLE:
@@ -549,6 +552,7 @@ def _checkpoint_json(info: CheckpointInfo, report: RunReport) -> dict[str, Any]:
         "replicas": info.replicas,
         "size_bytes": info.size_bytes,
         "shared_bytes": info.shared_bytes,
+        "exported": info.exported or None,
         "committed_at_s": info.committed_at_s,
         "stall_s": info.stall_s,
         "save_s": save_s(info),

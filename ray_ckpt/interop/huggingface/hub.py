@@ -69,7 +69,7 @@ def tensors(
     """
     opened = checkpoint
     if not isinstance(opened, OpenedCheckpoint):
-        opened = CheckpointUri.parse(str(opened)).open(storage_options)
+        opened = CheckpointUri.parse(str(opened)).open(storage_options, items=(item, FILES_ITEM))
     model = HubModel(opened, item=item, dtype=dtype, like=Path(like) if like is not None else None)
     for name in model:
         yield name, model.load(name)

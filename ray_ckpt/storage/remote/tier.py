@@ -1,7 +1,8 @@
 """The remote tier: the folder of a run on the storage path, with its log and its durable checkpoints.
 
 <storage_path>/<run>/ray_ckpt/log/...            the commit log
-<storage_path>/<run>/ray_ckpt/checkpoints/...    drained checkpoints, one folder each
+<storage_path>/<run>/ray_ckpt/checkpoints/...    drained checkpoints, one folder each, and folders of some
+                                                 items of a checkpoint
 
 A shard may be stored compressed, as NAME.zst (`format/zstd.py`). Callers use the names, sizes and digests
 that the files had before compression.
@@ -10,6 +11,7 @@ that the files had before compression.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import threading
@@ -145,6 +147,22 @@ class RemoteTier:
         self._opened: tuple[FileStore, LogStore] | None = None
         self._tables: dict[str, _Table] = {}
         self._copies = True  # False once the store has turned out to copy no files
+        self._suffix = ""  # of the checkpoint folders that the methods with `directory` use
+
+    def of_items(self, items: str) -> RemoteTier:
+        """Return the same tier, where the folder of a checkpoint is that of these items alone; "": of all."""
+        if (suffix := names.items_suffix(items)) == self._suffix:
+            return self
+        other = copy.copy(self)
+        other._tables, other._suffix = {}, suffix
+        return other
+
+    def folder_of(self, directory: str) -> str:
+        """Return the folder of a checkpoint, relative to the folder of the run. Raise FormatError."""
+        return f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}{self._suffix}"
+
+    def _name(self, directory: str, file: str) -> str:
+        return f"{self.folder_of(directory)}/{names.check_file(file)}"
 
     @property
     def where(self) -> str:
@@ -241,7 +259,13 @@ class RemoteTier:
 
     def put(self, directory: str, file: str, data: bytes) -> None:
         """Store a small file. Raise OSError."""
-        self.files.put(_name(directory, file), [data], max_bytes=len(data))
+        self.files.put(self._name(directory, file), [data], max_bytes=len(data))
+
+    def put_blocks(
+        self, directory: str, file: str, blocks: Iterable[Buffer], max_bytes: int, *, pace: RateLimiter
+    ) -> int:
+        """Store a file of at most `max_bytes`; return its size. Raise OSError, and what `blocks` raise."""
+        return self.files.put(self._name(directory, file), _paced(blocks, pace), max_bytes=max_bytes)
 
     def put_file(
         self,
@@ -260,7 +284,7 @@ class RemoteTier:
         or raw), that form stays until `settle`. Raise OSError if the store or the disk fails.
         """
         _check_size(file, path)
-        name, max_bytes = _name(directory, file.name), file.size_bytes
+        name, max_bytes = self._name(directory, file.name), file.size_bytes
         blocks: Iterable[Buffer] = checked(
             read_blocks_direct(path), size_bytes=file.size_bytes, digest=file.digest, what=file.name
         )
@@ -270,14 +294,14 @@ class RemoteTier:
         try:
             return self.files.put(name, _paced(blocks, pace), max_bytes=max_bytes)
         finally:
-            self._forget(_name(directory, file.name))
+            self._forget(self._name(directory, file.name))
 
     def share(self, source: str, directory: str, file: FileEntry) -> bool:
         """Copy a shard within the store from the checkpoint `source`, which has the same shard.
 
         Return False if that is not possible; the caller then uploads the shard.
         """
-        origin, name = _name(source, file.name), _name(directory, file.name)
+        origin, name = self._name(source, file.name), self._name(directory, file.name)
         try:
             for suffix in ("", zstd.SUFFIX) if self._copies else ():
                 size = self.files.size(origin + suffix)
@@ -299,7 +323,7 @@ class RemoteTier:
 
         Raise the errors of `FileStore.read`, and CorruptionError if a compressed frame is damaged.
         """
-        name, store = _name(directory, file), self.files
+        name, store = self._name(directory, file), self.files
         if name not in self._tables:
             try:
                 yield from store.read(name, ranges)
@@ -315,7 +339,7 @@ class RemoteTier:
 
     def size(self, directory: str, file: str) -> int | None:
         """Return the saved size of a file in bytes, None if it does not exist."""
-        name = _name(directory, file)
+        name = self._name(directory, file)
         size = None if name in self._tables else self.files.size(name)
         if size is not None or not names.is_shard_name(file):
             return size
@@ -333,7 +357,7 @@ class RemoteTier:
 
     def read_whole(self, directory: str, file: str, *, max_bytes: int) -> bytes:
         """Read a small file. Raise FileNotFoundError, OSError or EOFError."""
-        return read_whole(self.files, _name(directory, file), max_bytes=max_bytes)
+        return read_whole(self.files, self._name(directory, file), max_bytes=max_bytes)
 
     def _forget(self, name: str) -> None:
         with self._lock:
@@ -398,7 +422,7 @@ class RemoteTier:
 
     def _forms(self, directory: str) -> tuple[dict[str, StoredFile], list[StoredFile]]:
         """Return the stored files by the names before compression, and the older form of shards with two."""
-        folder = f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}"
+        folder = self.folder_of(directory)
         newest: dict[str, StoredFile] = {}
         older: list[StoredFile] = []
         for stored in self.files.list(folder):
@@ -410,24 +434,35 @@ class RemoteTier:
         return newest, older
 
     def delete(self, directory: str) -> None:
-        """Delete the files of one checkpoint, if there are any: data, then manifests. Raise OSError."""
-        folder = f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}"
+        """Delete the files of one checkpoint, if there are any: data, then manifests. Raise OSError.
+
+        Folders of some of its items are deleted before.
+        """
+        there = self.files.children(names.CHECKPOINTS_DIR).folders
+        whole = self.folder_of(directory)
+        for folder in (*(f for f in there if f != whole and _whole_folder(f) == directory), whole):
+            self._delete_folder(folder)
+            with contextlib.suppress(OSError):  # some stores do not list uploads; the next sweep aborts them
+                for upload in self._uploads_in(folder):
+                    self.files.abort(upload)
+
+    def _delete_folder(self, folder: str) -> None:
         ours = {stored.name for stored in self.files.list(folder) if is_stored_name(stored.name)}
         ours.add(f"{folder}/{names.CHECKPOINT_JSON}")  # even if absent: deletes an empty folder
         manifests = {name for name in ours if not names.is_data_name(_saved_name(name))}
         # Data first, so that the manifest of a partly deleted checkpoint still identifies it.
         self.files.delete(sorted(ours - manifests))
         self.files.delete(sorted(manifests))
-        with contextlib.suppress(OSError):  # some stores do not list uploads; the next sweep aborts the rest
-            for upload in self.uploads(directory):
-                self.files.abort(upload)
 
     def directories(self) -> dict[str, float]:
-        """Return the checkpoint folders, each with the Unix time of the newest file in it. Raise OSError."""
+        """Return the checkpoint folders, each with the Unix time of the newest file in it. Raise OSError.
+
+        Files of some items of a checkpoint count as those of its folder.
+        """
         newest: dict[str, float] = {}
         for stored in self.files.list(names.CHECKPOINTS_DIR):
-            if is_stored_name(stored.name):
-                directory = stored.name.split("/")[1]
+            directory = _whole_folder(stored.name.rpartition("/")[0])
+            if directory is not None and is_stored_name(stored.name):
                 newest[directory] = max(stored.modified_s, newest.get(directory, 0.0))
         return newest
 
@@ -437,33 +472,37 @@ class RemoteTier:
         return self.files.modified_s(CLOCK_FILE)
 
     def uploads(self, directory: str | None = None) -> Iterator[Upload]:
-        """Yield the unfinished uploads of a checkpoint's files, or of all checkpoints. Raise OSError."""
-        folder = names.CHECKPOINTS_DIR
-        if directory is not None:
-            folder = f"{folder}/{names.check_directory(directory)}"
+        """Return the unfinished uploads of a checkpoint's files, or of all checkpoints. Raise OSError."""
+        return self._uploads_in(names.CHECKPOINTS_DIR if directory is None else self.folder_of(directory))
+
+    def _uploads_in(self, folder: str) -> Iterator[Upload]:
         for upload in self.files.uploads(folder):
-            _, *parents, file = upload.name.split("/")
-            is_ours = len(parents) == 1 and names.is_directory_name(parents[0]) and is_temporary(file)
+            parent, _, file = upload.name.rpartition("/")
+            is_ours = _whole_folder(parent) is not None and is_temporary(file)
             if is_ours or is_stored_name(upload.name):
                 yield upload
 
     def abort(self, directory: str, file: str, upload_id: str) -> None:
         """Abort an unfinished upload that `uploads` returned. Raise OSError."""
-        name = f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}/{file}"
+        if names.whole_directory(directory) is None:
+            names.check_directory(directory)  # raises
+        name = f"{names.CHECKPOINTS_DIR}/{directory}/{file}"
         if "/" not in file and (is_stored_name(name) or is_temporary(file)):
             self.files.abort(Upload(name=name, id=upload_id, started_s=0.0))
 
 
-def _name(directory: str, file: str) -> str:
-    return f"{names.CHECKPOINTS_DIR}/{names.check_directory(directory)}/{names.check_file(file)}"
-
-
 def is_stored_name(name: str) -> bool:
     """Return whether `name`, relative to a run's folder, is a checkpoint's file, compressed or not."""
-    parts = name.split("/")
-    if len(parts) != 3 or parts[0] != names.CHECKPOINTS_DIR or not names.is_directory_name(parts[1]):
+    folder, _, file = name.rpartition("/")
+    if _whole_folder(folder) is None:
         return False
-    return names.is_file_name(parts[2]) or names.is_shard_name(parts[2].removesuffix(zstd.SUFFIX))
+    return names.is_file_name(file) or names.is_shard_name(file.removesuffix(zstd.SUFFIX))
+
+
+def _whole_folder(folder: str) -> str | None:
+    """Return the name of the checkpoint of which `folder` has all or some items; None for other folders."""
+    parent, _, name = folder.rpartition("/")
+    return names.whole_directory(name) if parent == names.CHECKPOINTS_DIR else None
 
 
 def _saved_name(stored: str) -> str:

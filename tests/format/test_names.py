@@ -1,0 +1,27 @@
+"""Names of directories that have some items of a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from ray_ckpt.errors import FormatError
+from ray_ckpt.format import names
+
+
+def test_directories_of_some_items_are_known_by_the_grammar() -> None:
+    whole = "000000000010-0123456789abcdef"
+    assert names.items_suffix("ema,model") == ".ema.model" and names.items_suffix("") == ""
+    for name in (whole, f"{whole}.model", f"{whole}.ema.model"):
+        assert names.whole_directory(name) == whole
+    for name in (
+        f"{whole}.",
+        f"{whole}..model",
+        f"{whole}.mo del",
+        f"{whole}.1",
+        f"{whole}/model",
+        "x.model",
+    ):
+        assert names.whole_directory(name) is None
+    for items in ("../model", "model/..", "model.head", ",model", "mod\u00e8le"):
+        with pytest.raises(FormatError):
+            names.items_suffix(items)
