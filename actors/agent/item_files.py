@@ -1,9 +1,9 @@
 """Upload some items of a fragment: weights for evaluation, without the rest of the checkpoint.
 
 The directory has the format of a checkpoint. A shard there has the slices of the items only, a state file
-only their values, and the fragment lists these files. Each slice is compared on the way with its digest in the
-fragment of the whole checkpoint; the coordinator compares that fragment with the commit. Memory holds a few
-blocks.
+only their values, and the fragment lists these files. Each slice is compared on the way with its digest in
+the fragment of the whole checkpoint; the coordinator compares that fragment with the commit. Memory holds a
+few blocks.
 
 Functions block; call them from threads.
 """
