@@ -20,7 +20,15 @@ from ray_ckpt.cli.options import (
     rate,
     store_options,
 )
-from ray_ckpt.cli.output import FittedTable, is_narrow, level_text, print_json, stdout
+from ray_ckpt.cli.output import (
+    FittedTable,
+    is_narrow,
+    level_text,
+    print_json,
+    remarks,
+    remarks_json,
+    stdout,
+)
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.core.loss_scenarios import REMOTE_ONLY, LiveCheckpoint, lose_node, lose_rack
 from ray_ckpt.errors import ConfigError
@@ -190,6 +198,7 @@ def _result_json(result: CheckpointDrill) -> dict[str, Any]:
         "is_covered": result.is_covered,
         "on_lineage": result.on_lineage,
         "seconds": result.seconds,
+        **remarks_json(result.checkpoint, result.groups),
         "tiers": _tiers_json(result.reads),
         "problems": list(result.problems),
         "notes": list(result.notes),
@@ -222,6 +231,8 @@ def print_report(run_name: str, report: DrillReport) -> None:
         for line in (*result.problems, *(f"{note} (another copy was read instead)" for note in result.notes)):
             style = "red" if result.verdict == "failed" else "yellow"
             console.print_line(f"step {result.checkpoint.step}: {line}", style=style)
+        for line in remarks(result.checkpoint, result.groups):
+            console.print_line(f"step {result.checkpoint.step}: {line}")
     console.print_line(_conclusion(report))
 
 

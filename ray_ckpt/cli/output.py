@@ -8,20 +8,21 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import typer
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.filesize import decimal
 from rich.table import Table
 
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView, Damage, VerifyReport
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
 from ray_ckpt.texts import age_text, local_time_text, printable, to_datetime
-from ray_ckpt.types import CheckpointInfo, Level
+from ray_ckpt.types import CheckpointInfo, Level, ParityGroup
 
 PIPE_WIDTH = 1_000_000  # characters without a terminal: no line is folded
 MIN_WIDTH = 60  # characters; tables are unreadable in fewer; COLUMNS=0 means unknown
@@ -65,6 +66,30 @@ def info_json(view: CheckpointView) -> dict[str, Any]:
         "durable_at_s": info.durable_at_s,
         "path": view.where,
     }
+
+
+def remarks(info: CheckpointInfo, groups: Iterable[ParityGroup] = ()) -> Iterator[str]:
+    """Yield what no verdict tells of a checkpoint: shared files, parity groups, replicas that differ."""
+    if info.shared_bytes:
+        yield f"{decimal(info.shared_bytes)} were linked to an earlier checkpoint on the nodes, not written"
+    if parity := parity_text(groups):
+        yield f"its files are in parity groups ({parity})"
+    if info.suspect:
+        yield f"data-parallel replicas had drifted apart, {info.suspect}"
+
+
+def remarks_json(info: CheckpointInfo | None, groups: Iterable[ParityGroup] = ()) -> dict[str, Any]:
+    """Return the same as fields; all empty for a directory without a log."""
+    return {
+        "shared_bytes": info.shared_bytes if info is not None else None,
+        "parity": parity_text(groups) or None,
+        "suspect": info.suspect or None if info is not None else None,
+    }
+
+
+def parity_text(groups: Iterable[ParityGroup]) -> str:
+    """Return a text such as `6+2`: the files of two of eight nodes may be lost."""
+    return ", ".join(dict.fromkeys(f"{group.num_data}+{group.parity}" for group in groups))
 
 
 class Lineage:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 import typer
 from rich.filesize import decimal
@@ -23,13 +23,22 @@ from ray_ckpt.cli.options import (
     option,
     store_options,
 )
-from ray_ckpt.cli.output import FittedTable, damage_json, print_json, report_json, stdout
+from ray_ckpt.cli.output import (
+    FittedTable,
+    damage_json,
+    print_json,
+    remarks,
+    remarks_json,
+    report_json,
+    stdout,
+)
 from ray_ckpt.cli.progress import byte_bar, count_bar
+from ray_ckpt.core.loss_scenarios import LiveCheckpoint
 from ray_ckpt.errors import CheckpointError, ConfigError, NewerFormat
 from ray_ckpt.format import names
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles, files_at, readable
 from ray_ckpt.texts import count_text, printable, steps_text
-from ray_ckpt.types import Level
+from ray_ckpt.types import CheckpointInfo, Level, ParityGroup
 from ray_ckpt.verify.content import verify_files
 from ray_ckpt.verify.copies import num_copies, verify_copies
 from ray_ckpt.verify.drill import choose
@@ -109,7 +118,16 @@ def _check_options(step: int | None, all: bool, plan: bool, nodes: bool, address
         raise ConfigError("--step and --all exclude each other.", hint="Give one of them.")
 
 
-_Found: TypeAlias = tuple[Sequence[R], Sequence[NewerFormat]]
+@dataclass(frozen=True, slots=True)
+class _Looked(Generic[R]):
+    """A report, and what the log or the cluster knows of its checkpoint, if it was found there."""
+
+    report: R
+    info: CheckpointInfo | None = None
+    groups: tuple[ParityGroup, ...] = ()
+
+
+_Found: TypeAlias = tuple[Sequence[_Looked[R]], Sequence[NewerFormat]]
 """Reports, and the errors of checkpoints of a newer version, which cannot be verified."""
 
 
@@ -124,22 +142,31 @@ def _plans_in_cluster(path: str, step: int | None, all: bool, address: str) -> _
         if not all:
             chosen = (tuple(known for known in chosen if known.on_lineage) or chosen)[-1:]
         with count_bar("verifying copies", sum(map(num_copies, chosen))) as bar:
-            return _each(chosen, lambda c: verify_copies(c, run.reach, retry=run.again, progress=bar.advance))
+
+            def look(known: LiveCheckpoint) -> _Looked[PlanReport] | None:
+                report = verify_copies(known, run.reach, retry=run.again, progress=bar.advance)
+                groups = tuple(places.group for places in known.groups)
+                return None if report is None else _Looked(report, known.checkpoint, groups)
+
+            return _each(chosen, look)
 
 
 def _reports(targets: Iterable[_Target], look: Callable[[_Target], R]) -> _Found[R]:
     """Look at all targets; skip damaged ones that the run has deleted in the meantime."""
 
-    def check_once(target: _Target) -> R | None:
+    def check_once(target: _Target) -> _Looked[R] | None:
         report = look(target)
-        return report if report.ok or not target.is_deleted() else None
+        if not report.ok and target.is_deleted():
+            return None
+        return _Looked(report, target.view.info if target.view is not None else None)
 
     return _each(targets, check_once)
 
 
-def _each(things: Iterable[T], look: Callable[[T], R | None]) -> _Found[R]:
+def _each(things: Iterable[T], look: Callable[[T], _Looked[R] | None]) -> _Found[R]:
     """Collect the reports of `look` for `things`; `look` returns None for a retired checkpoint."""
-    reports, newer = [], []
+    reports: list[_Looked[R]] = []
+    newer: list[NewerFormat] = []
     for thing in things:
         try:
             report = look(thing)
@@ -170,14 +197,17 @@ def _show(
 ) -> None:
     """Print all reports and errors, and exit unless everything is ok."""
     reports, newer = found
-    is_damaged = any(not report.ok for report in reports)
+    is_damaged = any(not looked.report.ok for looked in reports)
     if as_json:
-        checkpoints = [to_json(report) for report in reports]
+        checkpoints = [to_json(each.report) | remarks_json(each.info, each.groups) for each in reports]
         ok = not (is_damaged or newer)
         print_json({"ok": ok, "checkpoints": checkpoints, "in_cluster_only": left_out})
     else:
-        for report in reports:
-            show(report)
+        for looked in reports:
+            show(looked.report)
+            if (info := looked.info) is not None:
+                for remark in remarks(info, looked.groups):
+                    stdout().print_line(f"Step {info.step}: {remark}.")
         if left_out:
             count = count_text(len(left_out), "step")
             stdout().print_line(f"Not verified: {count} in the cluster only ({steps_text(left_out)}).")

@@ -29,6 +29,7 @@ from ray_ckpt.types import (
     FileEntry,
     Fragment,
     ManifestRow,
+    ParityGroup,
     ProgressCallback,
     RestoredPart,
     Tier,
@@ -63,7 +64,7 @@ class CheckpointDrill:
     """The drill of one checkpoint.
 
     `problems` are parts without an intact source; `notes` are bad sources of parts that have another, intact
-    source. Both name the file, the tensor and the node.
+    source. Both name the file, the tensor and the node. `groups` are the parity groups of the checkpoint.
     """
 
     checkpoint: CheckpointInfo
@@ -74,6 +75,7 @@ class CheckpointDrill:
     reads: Mapping[Tier, TierRead] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    groups: tuple[ParityGroup, ...] = ()
 
     @property
     def read_bytes(self) -> dict[str, float]:
@@ -209,6 +211,7 @@ def dry_run(
         is_covered=left.is_covered,
         on_lineage=live.on_lineage,
         problems=left.problems,
+        groups=tuple(places.group for places in live.groups),
     )
     if not result.problems:
         result = _CheckpointReading(left, access, progress or (lambda nbytes: None)).read(result)

@@ -583,6 +583,26 @@ def test_verify_as_json(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> N
     assert [(d["file"], d["where"]) for d in document["checkpoints"][0]["damages"]] == [(SHARD, "missing")]
 
 
+def test_verify_and_drill_name_what_is_shared_and_what_was_suspected(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10,), durable=(10,))
+    later = make_checkpoint(run.log.attempt(1, 20))
+    text = "model.w: rank(s) 1 on node(s) b differ from 2 others"
+    run.log.commit(later, suspect=text, shared_bytes=700)
+    run.log.drain(later)
+    shared = "700 bytes were linked to an earlier checkpoint on the nodes, not written"
+    suspected = f"data-parallel replicas had drifted apart, {text}"
+    for args in ((), ("--plan",), ("--all",)):
+        out = ray_ckpt_cli("verify", run.folder, *args)
+        assert f"Step 20: {shared}." in out and f"Step 20: {suspected}." in out
+        assert "Step 10: " not in out
+        found = as_json("verify", run.folder, *args)["checkpoints"][-1]
+        assert (found["shared_bytes"], found["suspect"], found["parity"]) == (700, text, None)
+    out = ray_ckpt_cli("drill", run.folder, "--remote-only")
+    assert f"step 20: {shared}" in out and f"step 20: {suspected}" in out and "step 10: " not in out
+    newest, *_ = as_json("drill", run.folder, "--remote-only")["checkpoints"]
+    assert (newest["step"], newest["shared_bytes"], newest["suspect"]) == (20, 700, text)
+
+
 def test_verify_of_all_names_what_is_in_the_cluster_only(run: SampleRun) -> None:
     for args in (("--all",), ("--all", "--plan")):
         text = ray_ckpt_cli("verify", run.folder, *args)

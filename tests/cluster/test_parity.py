@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from typer.testing import CliRunner
 
 from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors.client import coordinator
 from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.cli import app
 from ray_ckpt.types import Level
 from tests.cluster.ranks import RankGroup, Training
 
@@ -62,6 +65,18 @@ def test_two_of_four_nodes_are_lost_and_the_run_goes_on(no_cluster: None, tmp_pa
         assert 0.8 * data < parity < 1.3 * data  # 2/2 of the data, and headers
         status = ray.get(coordinator().status.remote(f"{storage}/broken"), timeout=30)
         assert {node.tier for node in status.exposure} == {"peer"}
+        for command in (["verify", "--plan"], ["drill", "--lose-node", cluster.nodes["node-b"].node_id]):
+            arguments = [
+                command[0],
+                f"{storage}/broken",
+                *command[1:],
+                "--address",
+                cluster.address,
+                "--json",
+            ]
+            result = CliRunner().invoke(app, arguments)
+            assert result.exit_code == 0, result.output
+            assert {c["parity"] for c in json.loads(result.stdout)["checkpoints"]} == {"2+2"}
         for name in ("node-b", "node-d"):
             cluster.kill(name, wipe=True)
         for name in ("node-e", "node-f"):

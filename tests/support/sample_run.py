@@ -153,7 +153,7 @@ class RunLog:
         self.attempts[session, step] = number + 1
         return names.make_attempt(run_uid=self.run_uid, session=session, step=step, attempt=number)
 
-    def commit(self, saved: SampleCheckpoint, *, replicas: int = 1) -> None:
+    def commit(self, saved: SampleCheckpoint, *, replicas: int = 1, **facts: Any) -> None:
         op = records.Commit if saved.root_of == "files" else records.Commit2
         self.append(
             op(
@@ -167,6 +167,7 @@ class RunLog:
                 size_bytes=saved.size_bytes,
                 root_digest=saved.root_digest,
                 metrics=saved.metrics,
+                **facts,
             )
         )
 
