@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
@@ -189,7 +190,8 @@ class Maintenance:
         A file is shared with the checkpoint before or the one after; its space is free once all are gone.
         """
         found = {}
-        for checkpoint, after in zip(live, [*live[1:], None], strict=True):
+        for checkpoint, after in pairwise((*live, None)):
+            assert checkpoint is not None
             shared_bytes = max(checkpoint.shared_bytes, after.shared_bytes if after is not None else 0)
             share = 1 - min(1.0, shared_bytes / max(1, checkpoint.size_bytes))
             if freed_bytes := int(share * self._bytes_on(node, checkpoint.id.attempt)):

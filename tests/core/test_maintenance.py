@@ -239,6 +239,12 @@ def test_a_full_disk_gives_up_the_copies_of_older_durable_checkpoints() -> None:
     assert run.machine.view.holders[steps[0].attempt][1] == ("b",)
 
 
+def test_a_full_disk_of_a_run_without_checkpoints_evicts_nothing() -> None:
+    run = run_on("ab")
+    see(run, a=FULL)
+    assert not of(look(run), m.Evict)
+
+
 def test_a_disk_is_acted_on_once_per_reading() -> None:
     run = run_on("ab", remote_every=1, keep_local=3, high_watermark=0.9, low_watermark=0.89)
     for step in (10, 20, 30):
