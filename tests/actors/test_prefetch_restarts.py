@@ -28,7 +28,7 @@ from ray_ckpt.testing.oracle import Violation
 from tests.actors.prefetch_restarts import memory
 from tests.actors.prefetch_restarts.schedule import play
 
-NUM_SEEDS = 20
+NUM_SEEDS = 8
 MOST_SEEDS = 40  # by which a planted bug has to be found
 SHORT_S = 0.3  # until memory counts as left, where some is
 
