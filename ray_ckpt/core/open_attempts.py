@@ -185,11 +185,17 @@ class OpenAttempts:
         return self._context.holders.num_copies(attempt.id.attempt, len(attempt.nodes))
 
     def _is_overtaken(self, attempt: Attempt) -> bool:
-        """Return True if a newer step of the session is committed or being committed."""
+        """Return True if this or a newer step of the session is committed or being committed.
+
+        Two attempts have one step if survivors have saved it while a save of it was under way.
+        """
         step, session = attempt.id.step, (attempt.id.epoch, attempt.id.session)
-        newer = [a.id for a in self._attempts.values() if a.is_committing]
-        newer += [c.id for c in self._context.history.live()]
-        return any((a.epoch, a.session) == session and a.step > step for a in newer)
+        others = [a.id for a in self._attempts.values() if a.is_committing]
+        others += [c.id for c in self._context.history.live()]
+        return any(
+            (a.epoch, a.session) == session and a.step >= step and a.attempt != attempt.id.attempt
+            for a in others
+        )
 
     def committed(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
         """Notify the nodes of a commit that is now in the log, and drop older open attempts."""
@@ -202,7 +208,7 @@ class OpenAttempts:
         self.promote_copies(checkpoint)
         for older in self:
             is_same = (older.id.epoch, older.id.session) == (checkpoint.id.epoch, checkpoint.id.session)
-            if is_same and older.id.step < checkpoint.step and not older.is_committing:
+            if is_same and older.id.step <= checkpoint.step and not older.is_committing:
                 yield from self.drop(older, _overtaken(older.id.step))
 
     def promote_copies(self, checkpoint: CheckpointInfo) -> None:

@@ -201,6 +201,22 @@ def test_a_step_that_is_saved_is_not_saved_again() -> None:
     assert one(effects, m.OrderSalvage).salvage.reason == "step 5 is saved already"
 
 
+def test_a_save_that_is_complete_after_a_salvage_of_its_step_is_dropped() -> None:
+    run = training(replicas=0)
+    first = run.attempt(5)
+    run.feed(run.stored(first, "a"))
+    effects = run.feed(of_run(run, "a", {0: 5}, {0: [5], 1: [5]}), of_run(run, "b", {1: 5}, {1: [5]}))
+    salvage = one(effects, m.OrderSalvage).salvage
+    assert salvage.attempt is not None
+    stored = [
+        replace(run.stored(first, node), attempt=salvage.attempt, node_index=index)
+        for index, node in enumerate("ab")
+    ]
+    effects = (*run.feed(*stored), *run.feed(run.stored(first, "b")))
+    assert [c.id for c in run.machine.history.live()] == [salvage.attempt]
+    assert {outcome.attempt: outcome.level for outcome in of(effects, m.NotifyOutcome)}[first] is None
+
+
 def test_a_launcher_waits_until_a_salvage_has_ended() -> None:
     run = training()
     effects = run.feed(m.SalvageRequested(token="launcher"))
