@@ -375,12 +375,16 @@ class Oracle:
     def gives_up(
         self, coordinator: str, attempt: AttemptId, error: CheckpointError | None, live: Set[str]
     ) -> None:
-        """Check an "overtaken" drop: if the attempt is complete on `live`, a newer one must be complete."""
+        """Check an "overtaken" drop: if the attempt is complete on `live`, a newer one must be complete.
+
+        A salvage of the same step is as good.
+        """
         if error is None or "overtaken" not in error.message:
             return
         if not self._is_complete(coordinator, attempt, live):
             return
-        newer = [p for p in self._session(attempt) if p.step > attempt.step]
+        others = [p for p in self._session(attempt) if p.attempt != attempt.attempt]
+        newer = [p for p in others if p.step >= attempt.step]
         must(
             any(self._is_complete(coordinator, other) for other in newer),
             "P6",
