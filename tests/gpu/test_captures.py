@@ -15,6 +15,7 @@ from tests.capture.local import LocalLink
 from tests.capture.test_overlap import Training, options
 
 DEVICE = torch.device("cuda")
+SETUP_S = 60.0  # until memory for 256 MiB is ready, on any machine
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,9 @@ def large(link: LocalLink) -> tuple[torch.Tensor, torch.optim.Optimizer, Checkpo
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     ckpt = Checkpointer(link=link, model=model, optimizer=optimizer)
     ckpt.restore()
+    deadline_s = time.monotonic() + SETUP_S
     while ckpt.setup_s is None:  # a save before is skipped
+        assert time.monotonic() < deadline_s, "the arena did not become ready"
         time.sleep(0.01)
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()  # a save waits for the step that uses a gradient
