@@ -144,7 +144,7 @@ def test_a_peer_that_is_always_interrupted_is_given_up(server: PeerServer, recei
 
 
 def test_damage_on_the_way_is_repaired_by_another_try(server: PeerServer, receiver: Receiver) -> None:
-    data = os.urandom(3 * MIB)
+    data = os.urandom(3 * MIB - 1) + b"!"
     good, tried = outgoing(0, data), list[int]()
 
     def chunks() -> Iterable[Buffer]:
