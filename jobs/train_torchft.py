@@ -31,6 +31,7 @@ WIDTH = 8
 BATCH = 8  # samples of a batch of all ranks of all groups
 TIMEOUT = timedelta(seconds=30)  # of collectives; a restore of the first group must be faster
 MAX_FAILURES = 5  # restarts of groups
+JOIN_S = 120.0  # longest wait for all groups before the first step; imports take seconds
 
 AfterStep = Callable[..., None]
 
@@ -38,9 +39,8 @@ AfterStep = Callable[..., None]
 class Rank:
     """An actor that is one rank of a replica group."""
 
-    def train(
-        self, lighthouse: str, port: int, group: int, rank: int, config: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def join(self, lighthouse: str, port: int, group: int, rank: int, config: Mapping[str, Any]) -> None:
+        """Build what trains. Once this returns, the lighthouse waits for this group before a quorum."""
         from torchft import Manager, Optimizer, ProcessGroupGloo
 
         groups, ranks = config["groups"], config["ranks"]
@@ -70,29 +70,35 @@ class Rank:
             hostname="127.0.0.1",
             timeout=TIMEOUT,
         )
-        optimizer = Optimizer(manager, inner)
         where = {"run": config["run"], "storage_path": config["storage_path"], **config["options"]}
         connect = partial(ray_ckpt.connect, rank=rank, world_size=ranks, **where)
-        ckpt = ray_ckpt.torchft.ReplicaCheckpointer(
+        self.ckpt = ray_ckpt.torchft.ReplicaCheckpointer(
             manager, connect, group=group, groups=groups, data=batches, model=model, optimizer=inner
         )
+        self.manager, self.model, self.batches = manager, model, batches
+        self.optimizer = Optimizer(manager, inner)
+        self.group, self.rank, self.config = group, rank, config
+
+    def train(self, joined: None) -> dict[str, Any]:
+        manager, model, optimizer, ckpt = self.manager, self.model, self.optimizer, self.ckpt
+        after_step = self.config["after_step"]
         loader = ckpt.batches()
-        while manager.current_step() < config["steps"]:
+        while manager.current_step() < self.config["steps"]:
             optimizer.zero_grad()
-            position = batches.position
+            position = self.batches.position
             batch = next(loader)
             loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
             loss.backward()
-            average(model, manager, ranks)
+            average(model, manager, self.config["ranks"])
             ckpt.exchange()
             optimizer.step()
             is_done = ckpt.step(metrics={"loss": loss})
-            if is_done and config["after_step"] is not None:
-                config["after_step"](manager, ckpt, group, rank, position, batch, float(loss.detach()))
+            if is_done and after_step is not None:
+                after_step(manager, ckpt, self.group, self.rank, position, batch, float(loss.detach()))
         ckpt.finish()
         manager.shutdown(wait=False)
         weights = [p.detach().clone() for p in model.parameters()]
-        return {**manager.state_dict(), "position": batches.position, "weights": weights}
+        return {**manager.state_dict(), "position": self.batches.position, "weights": weights}
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -120,12 +126,16 @@ def average(model: nn.Module, manager: Any, ranks: int) -> None:
 
 
 def start_group(lighthouse: str, group: int, config: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Start the ranks of a group; return the actors, and the calls that train."""
+    """Start the ranks of a group; return the actors, and the calls of `join`."""
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"RUST_LOG": "warn", "OMP_NUM_THREADS": "1"}}}
     actors = [ray.remote(Rank).options(**options).remote() for _ in range(config["ranks"])]
     port = free_port()
-    calls = [a.train.remote(lighthouse, port, group, k, config) for k, a in enumerate(actors)]
-    return actors, calls
+    return actors, [a.join.remote(lighthouse, port, group, k, config) for k, a in enumerate(actors)]
+
+
+def start_training(actors: list[Any], joins: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the actors, and the calls of `train`, which fail as their `join` does."""
+    return actors, [actor.train.remote(join) for actor, join in zip(actors, joins, strict=True)]
 
 
 def run_groups(
@@ -159,7 +169,10 @@ def run_groups(
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000)
     address = lighthouse.address()
     found: dict[int, dict[str, Any]] = {}
-    live = {group: start_group(address, group, config) for group in range(groups)}
+    started = {group: start_group(address, group, config) for group in range(groups)}
+    joins = [call for _, calls in started.values() for call in calls]
+    ray.wait(joins, num_returns=len(joins), timeout=JOIN_S)  # else the first to join would train alone
+    live = {group: start_training(*calls) for group, calls in started.items()}
     while live:
         done, _ = ray.wait([call for _, calls in live.values() for call in calls])
         group = next(k for k, (_, calls) in live.items() if done[0] in calls)
@@ -169,7 +182,7 @@ def run_groups(
         except ray.exceptions.RayActorError:
             max_failures -= 1
             if max_failures >= 0:
-                live[group] = start_group(address, group, config)
+                live[group] = start_training(*start_group(address, group, config))
         finally:
             for actor in actors:
                 ray.kill(actor)

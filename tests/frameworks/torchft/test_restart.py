@@ -63,7 +63,9 @@ def connect(*, storage_path: str, rank: int, world_size: int, run: str, **option
 
 def train(lighthouse: str, port: int, group: int, config: dict[str, Any], out: str) -> None:
     ray_ckpt.connect = connect  # type: ignore[assignment]
-    torch.save(Rank().train(lighthouse, port, group, 0, config), out)
+    rank = Rank()
+    rank.join(lighthouse, port, group, 0, config)
+    torch.save(rank.train(None), out)
 
 
 def run(config: dict[str, Any], out: Path) -> dict[int, dict[str, Any]]:
