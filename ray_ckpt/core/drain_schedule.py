@@ -125,6 +125,8 @@ class DrainSchedule:
 
     def ended(self, event: m.DrainEnded) -> Iterator[m.Effect]:
         """Note the end of one upload."""
+        if event.is_damage:
+            self._maintenance.suspect(event)
         if event.items:
             yield from self._items.ended(event)
             return

@@ -210,6 +210,11 @@ class Maintenance:
     def coded(self, event: m.CodeEnded) -> None:
         self._coding.ended(event, self._context.now_s)
 
+    def suspect(self, event: m.DrainEnded) -> None:
+        """Let the copy that an upload found damaged be read at once: its files may be in other copies too."""
+        self._scrubs.suspect(m.Scrub(attempt=event.attempt, node_index=event.node_index, place=event.node_id))
+        self._next_s = 0.0
+
     def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
         """Note the end of a scrub; warn of a damaged copy and do not count this copy any more."""
         self._scrubs.ended(event)

@@ -7,6 +7,8 @@ never verified. The run machine appends the `Verified` that ends a good round; f
 coordinator computes which checkpoints are due. If a coordinator dies during a round, the next coordinator
 begins the round anew.
 
+A copy that an upload found damaged is read at once, before all rounds and without a budget.
+
 A node puts a damaged copy into quarantine. The run machine removes the node from the holders, so that repair
 makes a new copy; after damage on the storage path, the machine drains the checkpoint again. The round
 continues, to find all damage at once, but does not verify the checkpoint. The checkpoint has its next round
@@ -26,7 +28,7 @@ from ray_ckpt.format.records import Verified
 from ray_ckpt.types import CheckpointInfo, Level
 
 SCRUB_TIMEOUT_S = 1800.0  # after this time a read counts as failed: 60 GB at 33 MB/s, from a busy disk
-MAX_TRIES = 3  # failed reads of one copy; after these the round cannot verify the checkpoint
+MAX_TRIES = 3  # failed reads of one copy; after these a round cannot verify the checkpoint
 AGAIN_S = 3600.0  # least time between two rounds of a checkpoint, good or bad: time for repairs
 
 
@@ -46,9 +48,10 @@ class _Round:
 
 
 class Scrubs:
-    """The current round; its size is bounded by the copies of one checkpoint."""
+    """The current round, of the copies of one checkpoint, and the copies that uploads found damaged."""
 
     def __init__(self) -> None:
+        self._suspects: dict[Scrub, int] = {}  # with the tries to read it; only copies of live checkpoints
         self._round: _Round | None = None
         self._running: Scrub | None = None
         self._started_s = 0.0
@@ -66,11 +69,22 @@ class Scrubs:
     ) -> Iterator[Scrub | Verified]:
         """Yield the copy to read now, or the record that ends a good round; at most one item per call.
 
-        `now_s` is monotonic, for time-outs; `wall_s` is Unix time, for due rounds.
+        `now_s` is monotonic, for time-outs; `wall_s` is Unix time, for due rounds. The budget is for rounds.
         """
         if self._is_at_work(holders, now_s):
             return
-        if self._round is not None and self._round.checkpoint.id not in {c.id for c in live}:
+        known = {c.id for c in live}
+        self._suspects = {
+            scrub: tries
+            for scrub, tries in self._suspects.items()
+            if scrub.attempt in known and _is_there(scrub, holders) and tries < MAX_TRIES
+        }
+        if suspect := next(iter(self._suspects), None):
+            self._suspects[suspect] += 1
+            self._running, self._started_s = suspect, now_s
+            yield suspect
+            return
+        if self._round is not None and self._round.checkpoint.id not in known:
             self._round = None
         if self._round is None:
             self._round = self._begin(live, holders, every_s, now_s, wall_s)
@@ -86,6 +100,10 @@ class Scrubs:
             self._running, self._started_s = self._round.todo.popleft(), now_s
             yield scrub
 
+    def suspect(self, scrub: Scrub) -> None:
+        """Read this copy next."""
+        self._suspects[scrub] = 0
+
     def ended(self, event: ScrubEnded) -> None:
         """Record that a copy was read; a late report of damage counts too."""
         scrub = Scrub(attempt=event.attempt, node_index=event.node_index, place=event.place)
@@ -96,7 +114,9 @@ class Scrubs:
         self._running = None
         if event.error is not None:
             self._failed(scrub)
-        elif self._round is not None and not event.damage:
+            return
+        self._suspects.pop(scrub, None)
+        if self._round is not None and self._round.checkpoint.id == event.attempt and not event.damage:
             self._round.good.add(event.node_index)
 
     def _is_at_work(self, holders: Holders, now_s: float) -> bool:
@@ -142,10 +162,14 @@ class Scrubs:
         """Return the next copy that still exists, or None."""
         while round_.todo:
             scrub = round_.todo[0]
-            if scrub.place == REMOTE or scrub.place in holders.of(scrub.attempt.attempt, scrub.node_index):
+            if _is_there(scrub, holders):
                 return scrub
             round_.todo.popleft()
         return None
+
+
+def _is_there(scrub: Scrub, holders: Holders) -> bool:
+    return scrub.place == REMOTE or scrub.place in holders.of(scrub.attempt.attempt, scrub.node_index)
 
 
 def _last_s(checkpoint: CheckpointInfo) -> float:

@@ -8,7 +8,7 @@ from collections import Counter
 
 from ray_ckpt.testing import exhaustive, schedules, silences
 
-_OF_OPTIONS = ("parity files", "exports")  # counts that are shown only if there are any
+_OF_OPTIONS = ("parity files", "exports", "links")  # counts that are shown only if there are any
 MAX_SHOWN = 5  # failures printed in full
 
 
@@ -59,6 +59,7 @@ def _random(
         counts["commits"] += played.num_commits
         counts["parity files"] += played.num_coded
         counts["exports"] += played.num_exported
+        counts["links"] += played.num_links
         counts["sessions"] += played.num_sessions
         events += played.events
     kind = "random" + " with parity" * with_parity + " with items uploaded alone" * with_items

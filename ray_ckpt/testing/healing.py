@@ -48,18 +48,34 @@ class Healing:
                 world.kill_ranks(launcher.name)  # the launcher notices the death of its ranks
         self._start_coordinators(4)
         self._check_agents()
+        self._check_counted()
         self._start_coordinators(2)  # a coordinator that found a group may have been fenced
         self._check_zombies()
         for name in list(world.launchers):
             world.kill_launcher(name)
         last = world.launchers["last"] = Launcher("last", HOME)
         attempt = self._train(last)
-        world.finish(last.name)
+        self._finish(last)
+        if last.error is not None and self._is_linked_to_damage(attempt):
+            self._rest(LONG_S)  # the upload has found the damage, so that scrub takes it away
+            last.error, attempt = None, self._save_twice(last)
+            self._finish(last)
+        self._check_end(last, attempt)
+
+    def _finish(self, launcher: Launcher) -> None:
+        """Request the last checkpoint on the storage path, and wait for the answer."""
+        self._world.finish(launcher.name)
         for _ in range(ROUNDS):
             self._rest(LONG_S)
-            if last.finished:
+            if launcher.finished or launcher.error is not None:
                 break
-        self._check_end(last, attempt)
+
+    def _is_linked_to_damage(self, attempt: str) -> bool:
+        """Return whether the last save has a still file with bytes that were damaged before."""
+        world = self._world
+        copies = [(attempt, index) for index in range(len(world.oracle.plans[attempt].nodes))]
+        is_lost = not all(any(disk.has_intact(copy) for disk in world.disks()) for copy in copies)
+        return is_lost and attempt in world.oracle.failed
 
     def _start_coordinators(self, times: int) -> None:
         for _ in range(times):
@@ -149,6 +165,7 @@ class Healing:
         must(known.level is Level.DURABLE, "P7", f"the last save is {known.level.label}")
         for _ in range(6):
             self._rest(LONG_S)
+        self._check_counted()
         left = [c.step for c in history.checkpoints.values() if c.state == "retired"]
         must(not left, "P8", f"steps {left} are retired and never collected")
         left = [c.step for c in history.lost_exported()]
@@ -163,6 +180,17 @@ class Healing:
         self._check_remote()
         self._check_put_away(launcher)
         world.oracle.check_log(world)
+
+    def _check_counted(self) -> None:
+        """Check that nodes have the copies that the coordinator counts, damaged or not."""
+        world, process = self._world, self._world.process_of(HOME)
+        holders = process.machine.view.holders if process is not None else {}
+        for checkpoint in world.oracle.history.live():
+            name = checkpoint.id.attempt
+            for index, names in holders.get(name, {}).items():
+                away = [node for node in names if not world.nodes[node].disk.has((name, index))]
+                text = f"fragment {index} of step {checkpoint.step} counts on {away}, which do not have it"
+                must(not away, "P2", text)
 
     def _check_put_away(self, launcher: Launcher) -> None:
         """Check that nodes keep no folder of a finished run except sole copies and those kept by options."""

@@ -9,7 +9,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import SessionPlan, Token
 from ray_ckpt.engine.node_ports import NodeHostEvent, NodeWork
-from ray_ckpt.format.names import shard_file
+from ray_ckpt.format.names import STILL, shard_file
 from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.testing.parts import Agent, Local
 from ray_ckpt.types import AttemptId, SaveFacts
@@ -32,17 +32,18 @@ class WireNodePorts:
         return agent if agent is not None and agent.number == self.number else None
 
     def start(self, work: NodeWork, token: Token = "") -> None:
-        world, file, at_s = self.world, "", 0.0
+        world, files, at_s = self.world, tuple[str, ...](), 0.0
         if isinstance(work, n.WriteShard) and self.agent is not None:
             plan = self.agent.host.machine.plan
             assert plan is not None
-            file = shard_file(work.rank, plan.world_size)
+            numbers = (0, STILL) if world.has_still_files else (0,)
+            files = tuple(shard_file(work.rank, plan.world_size, number) for number in numbers)
             world.nodes[self.name].disk.write(work.attempt.directory)
         if isinstance(work, n.WriteStepState):
             world.nodes[self.name].disk.write(work.attempt.directory)
         if isinstance(work, n.SendCopy):
             at_s = world.now_s + world.copy_s
-        world.wire.append(Local(self.name, self.number, work, file, at_s, token=token))
+        world.wire.append(Local(self.name, self.number, work, files, at_s, token=token))
 
     def report(self, event: m.Event, may_wait_s: float = 0.0) -> None:
         self.world.report(self.name, self.number, event)
@@ -56,7 +57,8 @@ class WireNodePorts:
             member.busy.discard(rank)
 
     def facts(self, attempt: AttemptId) -> SaveFacts:
-        return SaveFacts()
+        agent = self.agent
+        return SaveFacts(shared_bytes=agent.shared[attempt.attempt] if agent is not None else 0)
 
     def show(self, signal: SaveSignal | None) -> None:
         if self.agent is not None:

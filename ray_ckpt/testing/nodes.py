@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ray_ckpt.config import RunOptions
@@ -25,6 +25,7 @@ from ray_ckpt.engine.node_ports import (
 )
 from ray_ckpt.engine.ports import OpenOnNode
 from ray_ckpt.errors import Unavailable
+from ray_ckpt.format.names import is_still_name
 from ray_ckpt.format.parity import is_decodable
 from ray_ckpt.testing.node_ports import WireNodePorts
 from ray_ckpt.testing.oracle import Oracle, must
@@ -47,8 +48,8 @@ from ray_ckpt.testing.parts import (
     file_entry,
     fragment_on_disk,
 )
-from ray_ckpt.testing.stores import Copy, Disk, Parity, Storage
-from ray_ckpt.types import AttemptId
+from ray_ckpt.testing.stores import FILE_BYTES, Copy, Disk, Parity, Storage
+from ray_ckpt.types import AttemptId, FileEntry
 
 DISK_BYTES = 100_000  # size of each node's disk; on a smaller disk, retention evicts for space
 
@@ -64,11 +65,13 @@ class Nodes:
         ranks_per_node: int = 1,
         disk_bytes: int = DISK_BYTES,
         relay_nodes: int = 0,
+        has_still_files: bool = False,
     ) -> None:
         self.options = options
         self.ranks_per_node = ranks_per_node
         self.disk_bytes = disk_bytes
         self.relay_nodes = relay_nodes  # nodes of one relay; 0: no relays
+        self.has_still_files = has_still_files  # ranks have slices that stay the same from save to save
         self.now_s = 0.0
         self.copy_s = 0.0  # duration of a copy
         self.silent_s = 0.0  # time after which a sender gives up on a silent peer
@@ -109,6 +112,10 @@ class Nodes:
         node = Node(name, service, disk or Disk(f"disk-{name}"), domain, since=self.clock)
         self.nodes[name] = node
         return node
+
+    def disks(self) -> Iterable[Disk]:
+        """Return each disk once: a disk may have been on several nodes."""
+        return {id(node.disk): node.disk for node in self.nodes.values()}.values()
 
     def members(self) -> Iterator[tuple[Launcher, Group, Member]]:
         for launcher in self.launchers.values():
@@ -277,8 +284,7 @@ class Nodes:
             case n.WriteShard(attempt=attempt, rank=rank) if failure is not None:
                 self._to_agent(node, n.SaveFailed(attempt=attempt, rank=rank, reason=str(failure)))
             case n.WriteShard(attempt=attempt, rank=rank):
-                node.disk.write(attempt.directory, message.file)
-                files = (file_entry(attempt, message.file),)
+                files = self._write_shards(node, agent, attempt, message.files)
                 self._to_agent(node, n.ShardWritten(attempt=attempt, rank=rank, files=files, rows=()))
             case n.WriteFragment(fragment=fragment):
                 held = fragment_on_disk(fragment)
@@ -322,18 +328,29 @@ class Nodes:
             case event:
                 self._to_agent(node, event)
 
+    def _write_shards(
+        self, node: Node, agent: Agent, attempt: AttemptId, files: Sequence[str]
+    ) -> tuple[FileEntry, ...]:
+        """Write the shards of a rank; link those that an earlier checkpoint on the disk has."""
+        for file in files:
+            if is_still_name(file) and node.disk.link(attempt.directory, file):
+                agent.shared[attempt.attempt] += FILE_BYTES
+            else:
+                node.disk.write(attempt.directory, file)
+        return tuple(file_entry(attempt, file) for file in files)
+
     def _send(self, node: Node, message: Local, work: n.SendCopy, fate: Fate) -> None:
-        copy, holder = (work.attempt.attempt, work.node_index), work.holder
+        holder = work.holder
         is_silent = message.is_silent or not self.reaches(node.name, holder)
         if is_silent and not message.is_silent:
-            self._send_into_silence(node, copy, holder)
+            self._send_into_silence(node, work)
             if self.silent_s:
                 self.wire.append(replace(message, at_s=self.now_s + self.silent_s, is_silent=True))
                 return
         if not is_silent and self._obeys_less(holder, work.epoch):
             self.wire.append(message)  # the holder answers when it obeys the epoch of the source
             return
-        error = "no sign of life" if is_silent else self._send_copy(node, copy, holder, fate)
+        error = "no sign of life" if is_silent else self._send_copy(node, work, fate)
         ended = n.CopyEnded(
             attempt=work.attempt,
             node_index=work.node_index,
@@ -388,15 +405,16 @@ class Nodes:
         self.clock += 1
         self.silent.pop((name, peer), None)
 
-    def _send_into_silence(self, source: Node, copy: Copy, name: str) -> None:
+    def _send_into_silence(self, source: Node, work: n.SendCopy) -> None:
         """Deliver a copy that was under way if only answers are lost; later copies do not connect."""
+        name = work.holder
         if (source.name, name) not in self.silent and self.silent.get((name, source.name)):
             self.silent[name, source.name] = False
-            self._send_copy(source, copy, name, "unanswered")
+            self._send_copy(source, work, "unanswered")
 
-    def _send_copy(self, source: Node, copy: Copy, name: str, fate: Fate) -> str | None:
+    def _send_copy(self, source: Node, work: n.SendCopy, fate: Fate) -> str | None:
         """Write a copy to another node's disk, the fragment last; a lost copy leaves only its other files."""
-        holder = self.nodes[name]
+        holder, copy = self.nodes[work.holder], (work.attempt.attempt, work.node_index)
         held = source.disk.fragments.get(copy)
         if held is None or not source.disk.has(copy) or copy in source.disk.rotten:
             return "not here"
@@ -404,8 +422,13 @@ class Nodes:
             return "the peer does not answer"
         if holder.agent.machine.is_deleted(copy[0]):
             return "it is being deleted there"
-        listed = source.disk.listed[copy]
-        holder.disk.write(held.attempt.directory, *listed)
+        listed, bad = source.disk.listed[copy], source.disk.bad_still_files(copy)
+        for file in listed:
+            if work.may_link and is_still_name(file) and holder.disk.link(held.attempt.directory, file):
+                continue  # no bytes of the source are read
+            if file in bad:
+                return "its bytes differ from the digest"
+            holder.disk.write(held.attempt.directory, file)
         if fate == "lost":
             return "the peer went away"
         holder.disk.put(held, listed)
@@ -413,9 +436,12 @@ class Nodes:
         return None if fate == "delivered" else "the peer did not answer"
 
     def _arrived(self, node: Node, copy: Copy) -> None:
-        if node.disk.has_intact(copy):
-            node.disk.since[copy] = self.clock
-            self.oracle.stored(node.disk, copy)
+        disk = node.disk
+        if disk.has(copy) and copy not in disk.rotten:
+            disk.since[copy] = self.clock
+            self.oracle.stored(disk, copy)
+            if disk.bad_still_files(copy):  # linked to bytes that were damaged before
+                self.oracle.corrupted(disk, copy)
 
     def crash_agent(self, name: str) -> None:
         self.clock += 1

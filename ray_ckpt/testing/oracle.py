@@ -536,7 +536,7 @@ class Oracle:
         if not self.stale:
             return
         self.stale = False
-        disks = {id(node.disk): node.disk for node in world.nodes.values()}.values()
+        disks = world.disks()
         for checkpoint in (*self.history.live(), *self.history.lost_exported()):
             items, is_there = checkpoint.exported, world.storage.holds_items(checkpoint)
             must(not items or is_there, "P2", f"step {checkpoint.step} has lost its {items}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -28,10 +29,10 @@ from ray_ckpt.engine.ports import Call, HostEvent, StorageEffect
 from ray_ckpt.engine.relays import Batch, OrderRelays, ReportRoute
 from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.names import fragment_file
+from ray_ckpt.format.names import fragment_file, is_still_name
 from ray_ckpt.format.records import LogRecord
 from ray_ckpt.format.save_signal import SaveSignal
-from ray_ckpt.testing.stores import FILE_BYTES, Disk
+from ray_ckpt.testing.stores import FILE_BYTES, Disk, still_version
 from ray_ckpt.types import AttemptId, FileEntry, Fragment
 
 Fate: TypeAlias = Literal["delivered", "lost", "unanswered"]
@@ -53,6 +54,7 @@ class Agent:
     ended: SessionKey = (0, 0)  # the newest session that an order has ended
     over: SessionKey = (0, 0)  # the newest session that is surely over: its end is carried out
     states: dict[int, dict[int, int]] = field(default_factory=dict)  # own states kept: rank -> step -> state
+    shared: Counter[str] = field(default_factory=Counter)  # attempt -> bytes in still files that were linked
 
     @property
     def machine(self) -> NodeMachine:
@@ -258,7 +260,7 @@ class Local:
     node: str
     agent: int  # number of the agent; a later agent does not continue the work
     work: n.NodeEvent | NodeHostEvent | NodeWork
-    file: str = ""  # of a WriteShard
+    files: tuple[str, ...] = ()  # of a WriteShard
     at_s: float = 0.0  # earliest time of delivery
     is_silent: bool = False  # the peer of the copy does not answer
     token: Token = ""  # as the host has given it
@@ -293,7 +295,9 @@ def label_of(message: Message) -> str:
 
 
 def file_entry(attempt: AttemptId, name: str) -> FileEntry:
-    return FileEntry(name=name, size_bytes=FILE_BYTES, digest=digest(f"{attempt.attempt}/{name}".encode()))
+    """Return the entry of a file; its bytes follow from the attempt or, in a still file, from the version."""
+    content = still_version(attempt.directory) if is_still_name(name) else attempt.attempt
+    return FileEntry(name=name, size_bytes=FILE_BYTES, digest=digest(f"{content}/{name}".encode()))
 
 
 def fragment_on_disk(fragment: Fragment) -> StoredFragment:

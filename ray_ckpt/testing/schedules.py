@@ -55,6 +55,7 @@ class Played:
     num_commits: int = 0
     num_coded: int = 0  # parity files
     num_exported: int = 0  # checkpoints of which items were uploaded alone
+    num_links: int = 0  # still files that share the bytes of an earlier checkpoint
     num_sessions: int = 0
     num_records: int = 0
     num_messages: int = 0
@@ -95,6 +96,7 @@ class Schedule:
             ranks_per_node=chance.choice([1, 1, 2]),
             disk_bytes=chance.choice([5_000, 100_000]),
             relay_nodes=RELAY_NODES[self.scale > 1] if seed % 3 == 2 else 0,
+            has_still_files=seed % 2 == 0,
         )
         self.world.oracle.num_classes = 1 + seed // 10 % 2
         self.foreign = unknown_attempt(self.chance, "1" * 32)  # attempt of an older log on the same path
@@ -581,6 +583,7 @@ def play(
     history = schedule.world.oracle.history
     schedule.played.num_coded = len(schedule.world.oracle.coded_on)
     schedule.played.num_exported = schedule.world.oracle.num_exported
+    schedule.played.num_links = sum(disk.num_links for disk in schedule.world.disks())
     schedule.played.num_commits = schedule.world.oracle.num_commits
     schedule.played.num_sessions = len(history.sessions)
     schedule.played.num_records = history.next_seq

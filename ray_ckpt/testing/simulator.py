@@ -29,7 +29,7 @@ from ray_ckpt.engine.ports import AgentDied, GroupFound, ServiceEnding
 from ray_ckpt.engine.stopping import objections
 from ray_ckpt.errors import CheckpointError, ConfigError, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.names import make_attempt
+from ray_ckpt.format.names import is_still_name, make_attempt
 from ray_ckpt.format.records import Drilled, decode_record
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.storage.log_store import TRIM_AFTER_S, trim_log, write_snapshot
@@ -235,9 +235,18 @@ class World(Survivors):
             process.host.notices.add(name, notice, now_s)
 
     def corrupt(self, name: str, copy: Copy, *, alters: bool = False) -> None:
-        """Damage bytes of a copy; `alters`: of the fragment, so that inventories list its new digest."""
+        """Damage bytes of a copy; `alters`: of the fragment, so that inventories list its new digest.
+
+        In a still file, the bytes are damaged in all fragments that share it.
+        """
         self.clock += 1
         disk = self.nodes[name].disk
+        still = [file for file in disk.listed[copy] if is_still_name(file) and disk.has(copy)]
+        if still and not alters and self.clock % 2:
+            disk.bad_inodes.add(disk.inodes[disk.fragments[copy].attempt.directory, still[0]])
+            for other in disk.sharers(copy, still[0]):
+                self.oracle.corrupted(disk, other)
+            return
         disk.rotten.add(copy)
         if alters:
             disk.alter(copy)
@@ -446,7 +455,7 @@ class World(Survivors):
     def upload_late(self, attempt: AttemptId, *, age_s: float = 0.0) -> None:
         """Put a file on the storage path, as a late upload for which no coordinator waits."""
         self.clock += 1
-        self.storage.put(attempt, 0, self.now_s - age_s)
+        self.storage.put(attempt, 0, (), self.now_s - age_s)
         self.oracle.stale = True
 
     def trim_log(self) -> None:

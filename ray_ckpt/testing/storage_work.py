@@ -41,7 +41,9 @@ class StorageWork(Nodes):
         is_here = node.agent is not None and node.disk.has(copy)
         if self.storage.is_away:
             return None, TIME_OUT
-        if not is_here or copy in node.disk.rotten:
+        bad = node.disk.bad_still_files(copy) if is_here else []
+        bad = [file for file in bad if not self.storage.has_like(drain.like, attempt.directory, file)]
+        if not is_here or bad or copy in node.disk.rotten:
             text = "it is damaged" if is_here else "not here"
             return None, Failure(text=text, is_damage=is_here, is_dead=node.agent is None)
         if fate == "lost":
@@ -52,7 +54,7 @@ class StorageWork(Nodes):
             self.storage.put_items(attempt, index, drain.items, part.fragment, self.now_s)
             failure = self._failure(fate)
             return None if failure else part, failure
-        self.storage.put(attempt, index, self.now_s)
+        self.storage.put(attempt, index, node.disk.listed[copy], self.now_s)
         return None, self._failure(fate)
 
     def _code(self, name: str, work: m.Code, fate: Fate) -> Ended:
@@ -135,10 +137,10 @@ class StorageWork(Nodes):
         if node is not None and (node.agent is None or not node.disk.has(copy)):
             return None, Failure(text="not here")
         failure = self._failure(fate)
-        if failure is not None or node is None or copy not in node.disk.rotten:
+        if failure is not None or node is None or node.disk.has_intact(copy):
             return None, failure
-        node.disk.quarantine(copy)
-        return ScrubResult(damage=("a slice",)), None
+        shared = tuple((held.attempt, held.node_index) for held in node.disk.quarantine(copy))
+        return ScrubResult(damage=("a slice",), shared=shared), None
 
 
 STORAGE_WORK: Mapping[type, Callable[[Any, str, Any, Fate], Ended]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -16,7 +16,14 @@ from ray_ckpt.core.values import (
     UnfinishedUpload,
 )
 from ray_ckpt.format.digest import digest, root_digest
-from ray_ckpt.format.names import SNAPSHOT_PREFIX, attempt_of, fragment_file, items_suffix, record_file
+from ray_ckpt.format.names import (
+    SNAPSHOT_PREFIX,
+    attempt_of,
+    fragment_file,
+    is_still_name,
+    items_suffix,
+    record_file,
+)
 from ray_ckpt.format.records import LogRecord, encode_record
 from ray_ckpt.storage.log_store import CreateResult, MemoryLogStore, create_record, read_run
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, ParityGroup
@@ -25,6 +32,7 @@ Copy: TypeAlias = tuple[str, int]  # attempt, fragment
 
 START_S = 1_790_000_000.0  # Unix time at which the world begins
 FILE_BYTES = 100  # size of every file
+STILL_STEPS = 12  # steps after which still slices change: some saves of a schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,11 @@ class Parity:
 
     group: ParityGroup
     members: Mapping[int, tuple[StoredFragment, tuple[str, ...]]]
+
+
+def still_version(directory: str) -> int:
+    """Return the version of the still slices that a checkpoint's folder has."""
+    return int(directory.partition("-")[0]) // STILL_STEPS
 
 
 def part_of(source: FileEntry, items: str) -> ItemsPart:
@@ -52,11 +65,55 @@ class Disk:
     since: dict[Copy, int] = field(default_factory=dict)  # number of the event that completed the copy
     rotten: set[Copy] = field(default_factory=set)  # copies with damaged bytes; only a read finds the damage
     parities: dict[Copy, Parity] = field(default_factory=dict)  # the parity file of each member
+    inodes: dict[tuple[str, str], int] = field(default_factory=dict)  # of still files: directory, file
+    bad_inodes: set[int] = field(default_factory=set)  # with damaged bytes
+    num_inodes: int = 0
+    num_links: int = 0
     epoch: int = 0
     is_destroyed: bool = False
 
     def write(self, directory: str, *files: str) -> None:
+        """Write files with all their bytes."""
         self.folders.setdefault(directory, set()).update(files)
+        for file in filter(is_still_name, files):
+            self.num_inodes += 1
+            self.inodes[directory, file] = self.num_inodes
+
+    def link(self, directory: str, file: str) -> bool:
+        """Link a still file to the newest one here with equal bytes; return False if there is none."""
+        if (like := self._like(directory, file)) is None:
+            return False
+        self.folders.setdefault(directory, set()).add(file)
+        self.inodes[directory, file] = self.inodes[like, file]
+        self.num_links += 1
+        return True
+
+    def _like(self, directory: str, file: str) -> str | None:
+        others = (
+            held.attempt.directory
+            for copy, held in self.fragments.items()
+            if file in self.listed[copy] and (held.attempt.directory, file) in self.inodes
+        )
+        version = still_version(directory)
+        return max((o for o in others if o != directory and still_version(o) == version), default=None)
+
+    def bad_still_files(self, copy: Copy) -> list[str]:
+        """Return the still files of a fragment whose bytes are damaged."""
+        if not self.bad_inodes:
+            return []
+        directory = self.fragments[copy].attempt.directory
+        return [file for file in self.listed[copy] if self.inodes.get((directory, file)) in self.bad_inodes]
+
+    def sharers(self, copy: Copy, file: str) -> list[Copy]:
+        """Return all complete fragments that list the inode of a fragment's still file."""
+        inode = self.inodes[self.fragments[copy].attempt.directory, file]
+        return [
+            other
+            for other, held in self.fragments.items()
+            if file in self.listed[other]
+            and self.inodes.get((held.attempt.directory, file)) == inode
+            and self.has(other)
+        ]
 
     def put(self, held: StoredFragment, listed: tuple[str, ...]) -> None:
         """Add the file of a fragment; the files that it lists are written separately."""
@@ -73,7 +130,7 @@ class Disk:
         return folder.issuperset((held.fragment.name, *self.listed[copy]))
 
     def has_intact(self, copy: Copy) -> bool:
-        return copy not in self.rotten and self.has(copy)
+        return copy not in self.rotten and self.has(copy) and not self.bad_still_files(copy)
 
     def alter(self, copy: Copy) -> None:
         """Change bytes of a fragment that no check of the fragment alone covers."""
@@ -82,17 +139,30 @@ class Disk:
         self.fragments[copy] = replace(held, fragment=other)
 
     def delete(self, directory: str) -> None:
-        self.folders.pop(directory, None)
+        for file in self.folders.pop(directory, ()):
+            self.inodes.pop((directory, file), None)
         for copy in [c for c, held in self.fragments.items() if held.attempt.directory == directory]:
             self._forget(copy)
         attempt = attempt_of(directory)
         self.parities = {copy: parity for copy, parity in self.parities.items() if copy[0] != attempt}
 
-    def quarantine(self, copy: Copy) -> None:
-        """Remove one fragment; the files of its ranks stay."""
-        held = self.fragments[copy]
-        self.folders[held.attempt.directory].discard(held.fragment.name)
-        self._forget(copy)
+    def quarantine(self, copy: Copy) -> list[StoredFragment]:
+        """Remove a bad fragment, and damaged still files of all fragments that share them; return these.
+
+        Other files of its ranks stay.
+        """
+        damage = [(other, file) for file in self.bad_still_files(copy) for other in self.sharers(copy, file)]
+        for other, file in damage:
+            directory = self.fragments[other].attempt.directory
+            self.folders[directory].remove(file)
+            del self.inodes[directory, file]
+        others = sorted({other for other, _ in damage} - {copy})
+        shared = [self.fragments[other] for other in others]
+        for bad in (copy, *others):
+            held = self.fragments[bad]
+            self.folders[held.attempt.directory].remove(held.fragment.name)
+            self._forget(bad)
+        return shared
 
     def _forget(self, copy: Copy) -> None:
         del self.fragments[copy], self.listed[copy]
@@ -102,10 +172,11 @@ class Disk:
     def destroy(self) -> None:
         self.is_destroyed = True
         self.folders, self.fragments, self.listed, self.since, self.rotten = {}, {}, {}, {}, set()
-        self.parities = {}
+        self.parities, self.inodes = {}, {}
 
     def space(self, total_bytes: int) -> DiskSpace:
-        used = FILE_BYTES * sum(len(files) for files in self.folders.values())
+        num_shared = len(self.inodes) - len(set(self.inodes.values()))
+        used = FILE_BYTES * (sum(map(len, self.folders.values())) - num_shared)
         return DiskSpace(free_bytes=max(0, total_bytes - used), total_bytes=total_bytes)
 
     def inventory(self, *, leaving: frozenset[str] = frozenset()) -> Inventory:
@@ -141,6 +212,7 @@ class Storage:
     records: list[tuple[LogRecord, str]] = field(default_factory=list)  # decoded records and digests of `log`
     fragments: dict[str, set[int]] = field(default_factory=dict)  # attempt -> stored fragments
     described: set[str] = field(default_factory=set)
+    still_files: set[tuple[str, str]] = field(default_factory=set)  # directory, file
     # (attempt, items) -> the fragments of these items alone, by index
     items: dict[tuple[str, str], dict[int, FileEntry]] = field(default_factory=dict)
     exported: dict[str, str] = field(default_factory=dict)  # attempt -> its items that are described
@@ -171,7 +243,12 @@ class Storage:
         name = checkpoint.id.attempt
         return name in self.described and self.fragments.get(name) == set(range(checkpoint.num_nodes))
 
-    def put(self, attempt: AttemptId, index: int, now_s: float) -> None:
+    def has_like(self, like: str, directory: str, file: str) -> bool:
+        """Return True if the folder `like` has a still file with the bytes of the one in `directory`."""
+        return (like, file) in self.still_files and still_version(like) == still_version(directory)
+
+    def put(self, attempt: AttemptId, index: int, files: Iterable[str], now_s: float) -> None:
+        self.still_files |= {(attempt.directory, file) for file in files if is_still_name(file)}
         self.fragments.setdefault(attempt.attempt, set()).add(index)
         self.written_s[attempt.directory] = now_s
 
@@ -216,6 +293,7 @@ class Storage:
         self.exported.pop(attempt, None)
         self.items = {key: found for key, found in self.items.items() if key[0] != attempt}
         self.written_s.pop(directory, None)
+        self.still_files = {found for found in self.still_files if found[0] != directory}
 
     def listed(self, number: int, now_s: float) -> RemoteListed:
         return RemoteListed(

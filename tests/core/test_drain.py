@@ -211,6 +211,17 @@ def test_a_damaged_copy_is_left_for_another_holder_at_once() -> None:
     assert run.checkpoint(run.attempt(10)).level is Level.DURABLE
 
 
+def test_a_damaged_copy_is_scrubbed_at_once() -> None:
+    run = run_on("ab")
+    first, _ = of(run.save(10), m.Drain)
+    scrub = one(run.drained(first, error="shard 0 is damaged", is_damage=True), m.Scrub)
+    assert scrub == m.Scrub(attempt=first.attempt, node_index=first.node_index, place=first.node_id)
+    run.feed(
+        m.ScrubEnded(attempt=first.attempt, node_index=0, place=first.node_id, damage=("shard",), error=None)
+    )
+    assert first.node_id not in run.machine.view.holders[first.attempt.attempt].get(0, ())
+
+
 def test_a_drain_without_an_intact_copy_is_given_up_by_name() -> None:
     run = run_on("ab")
     first, other = of(run.save(10), m.Drain)

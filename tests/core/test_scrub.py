@@ -157,6 +157,36 @@ def test_nothing_is_verified_that_nobody_has_read() -> None:
     assert next_of(scrubs, live, holders, now_s=AGAIN_S) == "", "and without it there is no round"
 
 
+def test_a_suspect_copy_is_read_first_and_proves_nothing_about_others() -> None:
+    scrubs, holders = Scrubs(), holders_of("ab", {7: ("ab",), 8: ("ab",)})
+    live = [checkpoint(7), checkpoint(8)]
+    assert next_of(scrubs, live, holders) == "7.0 a"
+    scrubs.suspect(Scrub(attempt=checkpoint(8).id, node_index=0, place="b"))
+    scrubs.ended(ended("7.0 a", "shard"))
+    assert next_of(scrubs, live, holders) == "8.0 b"
+    scrubs.ended(ended("8.0 b"))
+    assert next_of(scrubs, live, holders) == "7.0 b"
+    scrubs.ended(ended("7.0 b", "shard"))
+    assert next_of(scrubs, live, holders) == "", "step 7 was bad on both nodes"
+    assert next_of(scrubs, live, holders) == "8.0 a", "a round reads all copies"
+
+
+def test_a_suspect_that_cannot_be_read_is_tried_again_a_few_times() -> None:
+    scrubs, holders = Scrubs(), holders_of("a", {7: ("a",)})
+    scrubs.suspect(Scrub(attempt=checkpoint(7).id, node_index=0, place="a"))
+    for _ in range(MAX_TRIES):
+        assert next_of(scrubs, [checkpoint(7)], holders, wall_s=0.0) == "7.0 a", "no round is due"
+        scrubs.ended(ended("7.0 a", error="time-out"))
+    assert next_of(scrubs, [checkpoint(7)], holders, wall_s=0.0) == ""
+
+
+def test_a_suspect_without_a_checkpoint_or_a_holder_is_forgotten() -> None:
+    scrubs, holders = Scrubs(), holders_of("a", {7: ("a",)})
+    scrubs.suspect(Scrub(attempt=checkpoint(7).id, node_index=0, place="b"))
+    scrubs.suspect(Scrub(attempt=checkpoint(8).id, node_index=0, place="a"))
+    assert next_of(scrubs, [checkpoint(7)], holders, wall_s=0.0) == ""
+
+
 def test_a_retired_checkpoint_is_not_read_on() -> None:
     scrubs, holders = Scrubs(), holders_of("ab", {7: ("ab",), 8: ("a",)})
     assert next_of(scrubs, [checkpoint(7), checkpoint(8)], holders) == "7.0 a"
