@@ -134,8 +134,11 @@ class StorageWork(Nodes):
 
     def _scrub(self, name: str, work: m.Scrub, fate: Fate) -> Ended:
         copy, node = (work.attempt.attempt, work.node_index), self.nodes.get(work.place)
-        if node is not None and (node.agent is None or not node.disk.has(copy)):
-            return None, Failure(text="not here")
+        if node is not None:
+            if node.agent is None or not node.disk.has(copy):
+                return None, Failure(text="not here")
+            if node.agent.machine.epoch > self.coordinators[name].machine.epoch:
+                return None, Failure(text="a later coordinator is obeyed")
         failure = self._failure(fate)
         if failure is not None or node is None or node.disk.has_intact(copy):
             return None, failure

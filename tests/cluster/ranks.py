@@ -55,10 +55,20 @@ class RankGroup:
 
 
 class Training:
-    """A small model with everything that an exact resume needs, sharded over the ranks by FSDP2."""
+    """A small model with everything that an exact resume needs, sharded over the ranks by FSDP2.
+
+    It has `frozen` numbers without gradient, which each save finds unchanged.
+    """
 
     def __init__(
-        self, run: str, storage: str, *, width: int = 16, shard_norm: bool = True, **options: Any
+        self,
+        run: str,
+        storage: str,
+        *,
+        width: int = 16,
+        shard_norm: bool = True,
+        frozen: int = 0,
+        **options: Any,
     ) -> None:
         import torch
         import torch.distributed as dist
@@ -75,7 +85,10 @@ class Training:
         )
         for layer in (0, 1, 3) if shard_norm else (0, 3):
             fully_shard(self.model[layer])
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        if frozen:
+            self.model.register_parameter("frozen", nn.Parameter(torch.randn(frozen), requires_grad=False))
+        learned = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(learned, lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
         self.extra: dict[str, Any] = {"ema": torch.zeros(4), "names": ["a", "b"], "count": 0}
         torch.manual_seed(self.rank)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ray_ckpt.format.names import is_still_name
 from ray_ckpt.storage.local.scrub import verify_fragment
+from ray_ckpt.types import CheckpointInfo
 from tests.fault.conftest import MakeRig
 from tests.fault.rig import can_mount, flip, lying_disk, shards, small_disk, wait_for
 
@@ -37,6 +40,35 @@ def test_scrub_finds_a_flipped_bit_and_repair_makes_the_copy_again(make_rig: Mak
     for name in rig.cluster.nodes:
         rig.kill_agent(name)
     assert rig.restore(["node-a", "node-b"]) == 4
+
+
+@pytest.mark.slow
+def test_a_flip_in_a_file_that_checkpoints_share_is_repaired_in_each(make_rig: MakeRig) -> None:
+    """P4: a still file has one inode on a node; its damage is found, named and made good in all of them."""
+    options = {"every_steps": 2, "remote_every": 1000, "keep_last": 3, "scrub_every_s": SCRUB_S}
+    rig = make_rig("shared", frozen=4 * MIB, **options)
+    rig.train(["node-a", "node-b"], rig.job_to(6)).result()
+    saved = rig.commits()
+    assert [checkpoint.step for checkpoint in saved] == [2, 4, 6]
+    folders = [rig.staged("node-a", checkpoint) for checkpoint in saved]
+    (file,) = {path.name for folder in folders for path in folder.iterdir() if is_still_name(path.name)}
+    assert len({(folder / file).stat().st_ino for folder in folders}) == 1
+    flip(folders[1] / file)
+    pen = rig.cluster.nodes["node-a"].staging / saved[0].id.run_uid / "quarantine"
+    for checkpoint in saved:
+        wait_for((pen / checkpoint.directory / file).exists, what=f"step {checkpoint.step} in quarantine")
+
+    def is_whole(checkpoint: CheckpointInfo) -> bool:
+        return all(len(nodes) == 2 for nodes in rig.holders(checkpoint).values())
+
+    for checkpoint in saved:
+        wait_for(partial(is_whole, checkpoint), what=f"new copies of step {checkpoint.step}")
+        for node in ("node-a", "node-b"):
+            for index in range(checkpoint.num_nodes):
+                assert not verify_fragment(rig.staged(node, checkpoint).joinpath, index, checkpoint.num_nodes)
+    for node in rig.cluster.nodes:
+        rig.kill_agent(node)
+    assert rig.restore(["node-a", "node-b"]) == 6
 
 
 @pytest.mark.slow
