@@ -404,6 +404,7 @@ class RestoredPart:
 class RankRestore:
     """A rank's report of a restore: the parts read, the seconds taken, and the damage that is left.
 
+    `bad_nodes` are ids of nodes from whose disks the rank has read bytes that differ from their digests.
     `origin_step` is the step of the other run's checkpoint that `resume=URI` named. `connected_at_s` is the
     Unix time, by the clock of the rank's node, at which the rank got its connection.
     """
@@ -412,6 +413,7 @@ class RankRestore:
     parts: tuple[RestoredPart, ...] = ()
     seconds: float = 0.0
     damage: tuple[str, ...] = ()
+    bad_nodes: tuple[str, ...] = ()
     origin_step: int | None = None
     connected_at_s: float | None = None
 

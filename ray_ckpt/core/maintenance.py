@@ -210,10 +210,15 @@ class Maintenance:
     def coded(self, event: m.CodeEnded) -> None:
         self._coding.ended(event, self._context.now_s)
 
-    def suspect(self, event: m.DrainEnded) -> None:
-        """Let the copy that an upload found damaged be read at once: its files may be in other copies too."""
-        self._scrubs.suspect(m.Scrub(attempt=event.attempt, node_index=event.node_index, place=event.node_id))
-        self._next_s = 0.0
+    def suspect(self, attempt: AttemptId, node: str) -> None:
+        """Let a node's copies, one of which an upload or a restore found damaged, be read at once.
+
+        Else the next saves on that node would link the damaged bytes.
+        """
+        for index, names in self._context.holders.fragments(attempt.attempt).items():
+            if node in names:
+                self._scrubs.suspect(m.Scrub(attempt=attempt, node_index=index, place=node))
+                self._next_s = 0.0
 
     def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
         """Note the end of a scrub; warn of a damaged copy and do not count this copy any more."""

@@ -7,7 +7,7 @@ never verified. The run machine appends the `Verified` that ends a good round; f
 coordinator computes which checkpoints are due. If a coordinator dies during a round, the next coordinator
 begins the round anew.
 
-A copy that an upload found damaged is read at once, before all rounds and without a budget.
+A copy that an upload or a restore found damaged is read at once, before all rounds and without a budget.
 
 A node puts a damaged copy into quarantine. The run machine removes the node from the holders, so that repair
 makes a new copy; after damage on the storage path, the machine drains the checkpoint again. The round
@@ -48,7 +48,7 @@ class _Round:
 
 
 class Scrubs:
-    """The current round, of the copies of one checkpoint, and the copies that uploads found damaged."""
+    """The current round, of the copies of one checkpoint, and the copies that were found damaged."""
 
     def __init__(self) -> None:
         self._suspects: dict[Scrub, int] = {}  # with the tries to read it; only copies of live checkpoints

@@ -185,7 +185,7 @@ class SourceReader:
     """Reader of a checkpoint's rows, at the rate of `limiter`.
 
     `parts` has the bytes by file and source, `damage` the rows without an intact source, `rejected` notes
-    about bad rows and sources.
+    about bad rows and sources, `bad_nodes` the nodes whose disks had bad rows.
     """
 
     def __init__(
@@ -212,6 +212,7 @@ class SourceReader:
         self.parts: list[RestoredPart] = []
         self.damage: list[str] = []
         self.rejected: list[str] = []
+        self.bad_nodes: set[str] = set()
 
     def read(
         self,
@@ -406,6 +407,8 @@ class SourceReader:
             if sink is not None:
                 intact.append((row, sink))
             else:
+                if extent.tally.tier in ("local", "peer"):
+                    self.bad_nodes.add(extent.tally.where)
                 self._reject(f"{row.file}: {row.label} on {extent.tally.source_text}: wrong digest")
         blocks.at_end()  # the source checks here that it has sent all bytes, and no more
 

@@ -302,9 +302,10 @@ class World(Survivors):
         member.read.update(ranks)
         member.state = "reading" if len(member.read) == len(member.ranks) else member.state
         damage = tuple(self._damage(plan, member.node))
+        bad_nodes = tuple(sorted(set(self._bad_nodes(plan, member.node))))
         self.oracle.read(plan, damage)
         for rank in ranks:
-            report = RankRestore(rank=rank, damage=damage)
+            report = RankRestore(rank=rank, damage=damage, bad_nodes=bad_nodes)
             self.call_agent(member, RankRestored(token=self._token(), session=plan.session, report=report))
 
     def save(self, group: Group, member: Member, gap: int) -> None:
@@ -483,6 +484,18 @@ class World(Survivors):
                 s.is_alive and s.agent is not None and s.disk.has_intact((attempt, index)) for s in sources
             ):
                 yield f"fragment {index}"
+
+    def _bad_nodes(self, plan: SessionPlan, reader: str) -> Iterator[str]:
+        """Yield the nodes whose damaged copies the ranks of a node read before they find an intact one."""
+        if plan.resume is None:
+            return
+        for index, holders in enumerate(plan.resume.holders):
+            copy = plan.resume.checkpoint.id.attempt, index
+            for name in (reader, *holders):
+                if self._serves(reader, name) and self.nodes[name].disk.has(copy):
+                    if self.nodes[name].disk.has_intact(copy):
+                        break
+                    yield name
 
     def _replied(self, message: Replied) -> None:
         if (call := self.rank_replies.pop(message.token, None)) is not None:

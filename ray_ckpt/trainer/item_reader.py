@@ -69,6 +69,7 @@ class ItemReader:
             parts=tuple(reader.parts),
             seconds=time.monotonic() - start_s,
             damage=tuple(reader.damage),
+            bad_nodes=tuple(sorted(reader.bad_nodes)),
         )
         return report, load
 

@@ -223,7 +223,12 @@ class Harness:
         return {node: self.disks[node].inventory() for node in sorted(self.live)}
 
     def restored(
-        self, node: str, *, session_key: SessionKey | None = None, damage: Sequence[str] = ()
+        self,
+        node: str,
+        *,
+        session_key: SessionKey | None = None,
+        damage: Sequence[str] = (),
+        bad_nodes: Sequence[str] = (),
     ) -> m.NodeRestored:
         """Return the event that all ranks of `node` have restored, with the token `restored-<node>`."""
         plan = self.plan
@@ -233,7 +238,9 @@ class Harness:
             token=f"restored-{node}",
             session_key=session_key or plan.session_key,
             node_id=node,
-            ranks=tuple(RankRestore(rank=k, damage=tuple(damage)) for k in ranks),
+            ranks=tuple(
+                RankRestore(rank=k, damage=tuple(damage), bad_nodes=tuple(bad_nodes)) for k in ranks
+            ),
         )
 
     def open(self, nodes: str = "ab", *, resume: Resume = "auto") -> tuple[m.Effect, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.maintenance import MAINTENANCE_S
 from ray_ckpt.core.retirement import GATHER_S
 from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import (
@@ -708,6 +709,16 @@ def test_damage_on_one_node_takes_all_to_the_older_checkpoint_in_a_new_session()
     assert (start.plan.session, start.plan.resume and start.plan.resume.checkpoint.step) == (3, 10)
     assert not of(effects, m.Reply)
     assert len(of([*run.feed(run.restored("a")), *run.feed(run.restored("b"))], m.Reply)) == 2
+
+
+def test_a_copy_that_a_restore_finds_damaged_is_scrubbed_at_once() -> None:
+    run = Harness("abc")
+    run.open("ab")
+    run.save(10)
+    run.feed(run.group("ab"))
+    assert not run.feed(run.restored("a", bad_nodes=["b", "c"])), "others may still read intact rows there"
+    scrubs = of([*run.feed(run.restored("b")), *run.tick(MAINTENANCE_S)], m.Scrub)
+    assert [(scrub.attempt.step, scrub.place) for scrub in scrubs] == [(10, "b")], "c has no copy"
 
 
 def test_the_branch_left_behind_by_damage_goes_when_the_new_one_has_its_level() -> None:

@@ -327,6 +327,7 @@ def test_a_peer_gives_rows_and_what_is_bad_there_comes_from_the_next(
     check(checkpoint, checkpoint.rows, read(reader, checkpoint.rows), reader)
     assert [p.size_bytes for p in reader.parts if p.where == "disk"] == [700]
     assert len(reader.rejected) == 1 and "m.t3" in reader.rejected[0]
+    assert reader.bad_nodes == {"p"}
 
 
 def test_rows_far_apart_are_one_request(peer: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
