@@ -143,9 +143,9 @@ class NodeSession:
 
     def _progressed(self, event: RankProgressed) -> None:
         """Record the progress of a rank; forward the progress of all ranks together."""
-        if not self._is_training:  # an agent that was started in the middle of a session prepares in vain
-            self._is_training = True
+        if not self._is_training and not self._restored:  # an agent that came late prepares in vain
             self._host.ports.free_restore()
+        self._is_training = True
         due, missed = ProgressDue(session_key=self.plan.session_key), event.progress.missed
         if missed != self._missed.get(event.rank, 0):
             self._missed[event.rank], self._is_urgent = missed, True

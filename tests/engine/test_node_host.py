@@ -388,6 +388,18 @@ def test_ranks_train_when_the_whole_group_has_restored() -> None:
     assert not story.ports.reports and not story.ports.timers
 
 
+def test_a_rank_that_goes_on_before_the_others_takes_no_memory_from_their_restores() -> None:
+    """Parts that a driver restores one after the other: the first reports its progress while others read."""
+    story = started()
+    story.host.handle(restored("0", 0))
+    story.host.handle(RankProgressed(session=1, rank=0, progress=RankProgress(step=0, saved_step=-1)))
+    assert "free restore" not in story.ports.memory
+    story.host.handle(restored("1", 1))
+    story.ports.reports[:] = [report for report in story.ports.reports if isinstance(report, m.NodeRestored)]
+    story.answer()
+    assert story.ports.memory == ["free restore", "free arenas"]
+
+
 def test_ranks_restore_again_when_the_group_falls_back_to_an_older_checkpoint() -> None:
     story = started()
     story.host.handle(restored("0", 0), restored("1", 1))
