@@ -238,9 +238,7 @@ class Harness:
             token=f"restored-{node}",
             session_key=session_key or plan.session_key,
             node_id=node,
-            ranks=tuple(
-                RankRestore(rank=k, damage=tuple(damage), bad_nodes=tuple(bad_nodes)) for k in ranks
-            ),
+            ranks=tuple(RankRestore(rank=k, damage=tuple(damage), bad_nodes=tuple(bad_nodes)) for k in ranks),
         )
 
     def open(self, nodes: str = "ab", *, resume: Resume = "auto") -> tuple[m.Effect, ...]:
