@@ -22,6 +22,7 @@ class Holders:
         self._nodes: dict[str, dict[int, set[str]]] = {}  # attempt -> fragment -> nodes
         self._fragments: dict[str, dict[str, set[int]]] = {}  # the same as attempt -> node -> fragments
         self._tried: dict[str, set[str]] = {}  # attempt -> nodes that may have files of a failed copy
+        self._taken: dict[str, set[tuple[int, str]]] = {}  # attempt -> damaged copies that were removed
         self._disks: dict[str, str] = {}  # disk -> the node on which the disk was last found
         self._left: set[str] = set()  # nodes whose disk is on another node now: ignore their late reports
 
@@ -118,8 +119,14 @@ class Holders:
         """Return the number of the attempt's fragments that a node holds."""
         return len(self._fragments.get(attempt, {}).get(node, ()))
 
+    def stored(self, attempt: str, node_index: int, node: str) -> None:
+        """Add the copy of a save, unless a scrub has taken it away before this report of it came."""
+        if (node_index, node) not in self._taken.get(attempt, ()):
+            self.add(attempt, node_index, node)
+
     def remove(self, attempt: str, node_index: int, node: str) -> None:
         """Remove a copy from the registry, because the copy is damaged."""
+        self._taken.setdefault(attempt, set()).add((node_index, node))
         held = self._fragments.get(attempt, {})
         if node_index in held.get(node, ()):
             self._nodes[attempt][node_index].discard(node)
@@ -137,6 +144,7 @@ class Holders:
         self._nodes.pop(attempt, None)
         self._fragments.pop(attempt, None)
         self._tried.pop(attempt, None)
+        self._taken.pop(attempt, None)
         self.parity.forget(attempt)
 
     def seen(self, live: frozenset[str]) -> None:

@@ -146,7 +146,7 @@ class Saves:
         is_new = event.node_index not in attempt.stored
         attempt.store(event, self._context.now_s)
         self._progress.took_part(attempt.nodes[event.node_index].ranks)
-        self._context.holders.add(event.attempt.attempt, event.node_index, event.node_id)
+        self._context.holders.stored(event.attempt.attempt, event.node_index, event.node_id)
         if is_new and (group := attempt.completed_group(event.node_index)) is not None:
             yield from self._code(attempt, group)
         if self._context.draining:

@@ -387,6 +387,21 @@ def test_damage_to_a_file_that_checkpoints_share_concerns_each_of_them() -> None
         assert run.machine.view.holders[attempt.attempt][0] == ("a",)
 
 
+def test_a_save_that_lost_a_shared_file_before_its_report_came_is_no_checkpoint() -> None:
+    """The save has linked damaged bytes, which a scrub of an earlier checkpoint then takes from both."""
+    run = run_on("ab", replicas=0)
+    run.save(10)
+    first, second = run.attempt(10), run.attempt(20)
+    shared = ((second, 0),)
+    run.feed(
+        m.ScrubEnded(attempt=first, node_index=0, place="a", damage=("shard",), shared=shared, error=None)
+    )
+    effects = run.feed(*(run.stored(second, node) for node in "ab"))
+    assert not [op for op in ops(effects) if isinstance(op, r.Commit)]
+    outcome = one(effects, m.NotifyOutcome)
+    assert outcome.error is not None and "a part of it is on no live node" in outcome.error.message
+
+
 def test_a_drain_names_a_durable_checkpoint_once_and_not_after_damage() -> None:
     run = run_on("ab", remote_every=1)
     first = durable(run, 10)
