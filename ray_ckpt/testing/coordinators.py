@@ -10,7 +10,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.ownership import RunMark, check_log
 from ray_ckpt.core.run_machine import RunMachine
-from ray_ckpt.core.values import Inventory, SessionPlan, Token
+from ray_ckpt.core.values import Inventory, ScrubResult, SessionPlan, Token
 from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.groups import group_nodes
 from ray_ckpt.engine.node_ports import OrderReceived
@@ -456,6 +456,21 @@ class Coordinators(StorageWork):
             service = self.oracle.history.service if outcome == "exists" else ""
             answer = m.Appended(seq=message.record.seq, outcome=outcome, service=service)
             self.wire.append(Answer(message.coordinator, (answer,)))
+
+    def _check_scrubbed(self, process: Coordinator, event: m.Event | HostEvent) -> None:
+        """Check that a coordinator counts no copy of which a scrub has taken away a file."""
+        match event:
+            case Answered(to=Call(node=name, work=m.Scrub() as scrub), value=ScrubResult() as found):
+                copies = [(scrub.attempt, scrub.node_index), *found.shared]
+            case _:
+                return
+        if not (found.damage and process.is_up):
+            return
+        holders, disk = process.machine.view.holders, self.nodes[name].disk
+        for attempt, index in copies:
+            counts = name in holders.get(attempt.attempt, {}).get(index, ())
+            text = f"fragment {index} of step {attempt.step} counts on {name}, which has lost it"
+            must(not counts or disk.has((attempt.attempt, index)), "P2", text)
 
     def _work(self, message: Work, fate: Fate) -> None:
         """Do the work of an effect on storage, or of an agent; the coordinator receives the answer."""

@@ -48,7 +48,6 @@ class Healing:
                 world.kill_ranks(launcher.name)  # the launcher notices the death of its ranks
         self._start_coordinators(4)
         self._check_agents()
-        self._check_counted()
         self._start_coordinators(2)  # a coordinator that found a group may have been fenced
         self._check_zombies()
         for name in list(world.launchers):
@@ -165,7 +164,6 @@ class Healing:
         must(known.level is Level.DURABLE, "P7", f"the last save is {known.level.label}")
         for _ in range(6):
             self._rest(LONG_S)
-        self._check_counted()
         left = [c.step for c in history.checkpoints.values() if c.state == "retired"]
         must(not left, "P8", f"steps {left} are retired and never collected")
         left = [c.step for c in history.lost_exported() if not c.pins]
@@ -180,20 +178,6 @@ class Healing:
         self._check_remote()
         self._check_put_away(launcher)
         world.oracle.check_log(world)
-
-    def _check_counted(self) -> None:
-        """Check that nodes have the copies that the coordinator counts, damaged or not.
-
-        An inventory that was under way when a durable checkpoint was evicted may list it once more.
-        """
-        world, process = self._world, self._world.process_of(HOME)
-        holders = process.machine.view.holders if process is not None else {}
-        for checkpoint in (c for c in world.oracle.history.live() if c.level < Level.DURABLE):
-            name = checkpoint.id.attempt
-            for index, names in holders.get(name, {}).items():
-                away = [node for node in names if not world.nodes[node].disk.has((name, index))]
-                text = f"fragment {index} of step {checkpoint.step} counts on {away}, which do not have it"
-                must(not away, "P2", text)
 
     def _check_put_away(self, launcher: Launcher) -> None:
         """Check that nodes keep no folder of a finished run except sole copies and those kept by options."""

@@ -76,6 +76,7 @@ class World(Survivors):
             case Answer(coordinator=name, events=events, at_s=at_s):
                 self.now_s = max(self.now_s, at_s)
                 self._feed(name, *events)
+                self._check_scrubbed(self.coordinators[name], events[-1])
             case Create():
                 self._create(message, fate)
             case Work():
