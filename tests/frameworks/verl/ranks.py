@@ -5,6 +5,7 @@ The test is the driver: it calls one role after the other, on all ranks of the r
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import traceback
@@ -84,12 +85,12 @@ def _answer(ranks: dict[str, list[tuple[Any, Connection]]], command: str, *args:
         (group,) = args
         started = [_fork(group, rank) for rank in range(group.num_ranks)]
         ranks |= dict.fromkeys(group.roles, started)
-        return [_result(near) for _, near in started]
+        return [_result(*rank) for rank in started]
     if command == "call":
         role, *call = args
         for _, near in ranks[role]:
             near.send((role, *call))
-        return [_result(near) for _, near in ranks[role]]
+        return [_result(*rank) for rank in ranks[role]]
     for process in {process for started in ranks.values() for process, _ in started}:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
@@ -105,8 +106,8 @@ def _fork(group: Start, rank: int) -> tuple[Any, Connection]:
     return process, near
 
 
-def _result(near: Connection) -> Any:
-    assert near.poll(ANSWER_S)
+def _result(process: Any, near: Connection) -> Any:
+    assert near in wait([near, process.sentinel], ANSWER_S), f"{process.name} does not answer, or has died"
     is_good, found = near.recv()
     if not is_good:
         raise found
@@ -143,7 +144,9 @@ class _Rank:
 
         os.environ.update(group.environment)
         self.rank = rank
-        ray.init(group.address, log_to_driver=False)
+        with open(f"{group.meeting}.lock", "w") as turn:  # forks of one process draw the same object ids
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            ray.init(group.address, log_to_driver=False)
         dist.init_process_group(
             "gloo", init_method=f"file://{group.meeting}", rank=rank, world_size=group.num_ranks
         )

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.timeout(900)]
 TRACKER = "latest_checkpointed_iteration.txt"
 BOTH = ("actor", "critic")
 COMMIT_S = 60.0
+REPORTS_S = 2.5  # within which a rank that has its state reports progress to the agent
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +88,17 @@ class Training:
         for role in roles or self._roles:
             self._ranks.call(role, "save", str(self.folder / f"global_step_{step}" / role), step, keep)
 
-    def resume(self) -> int:
-        """Load the step that verl's function finds, as a driver does; return it, or 0."""
+    def resume(self, *, pause_s: float = 0.0) -> int:
+        """Load the step that verl's function finds, as a driver does; return it, or 0.
+
+        The driver takes `pause_s` between two roles.
+        """
         found = self._ranks.call("actor", "latest", str(self.folder))[0]
         if found is None:
             return 0
         for role in self._roles:
             self._ranks.call(role, "load", f"{found}/{role}")
+            time.sleep(pause_s)
         return int(found.rpartition("_")[2])
 
 
@@ -114,7 +119,7 @@ def test_groups_of_their_own_commit_together(training: Training) -> None:
     training.save(4, "actor")
 
     training.start({"critic": 2}, {"actor": 2}, settings=settings)
-    assert training.resume() == 2 and same(training.each("state"), at_2)
+    assert training.resume(pause_s=REPORTS_S) == 2 and same(training.each("state"), at_2)
     assert training.each("train", [3, 4]) == losses and same(training.each("state"), at_4), "bit for bit"
     training.save(4)
     assert (training.folder / TRACKER).read_text() == "4"
