@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
