@@ -144,7 +144,7 @@ class _Rank:
 
         os.environ.update(group.environment)
         self.rank = rank
-        with open(f"{group.meeting}.lock", "w") as turn:  # forks of one process draw the same object ids
+        with Path(f"{group.meeting}.lock").open("w") as turn:  # forks of one process draw the same object ids
             fcntl.flock(turn, fcntl.LOCK_EX)
             ray.init(group.address, log_to_driver=False)
         dist.init_process_group(
