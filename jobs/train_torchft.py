@@ -72,10 +72,10 @@ class Rank:
         )
         where = {"run": config["run"], "storage_path": config["storage_path"], **config["options"]}
         connect = partial(ray_ckpt.connect, rank=rank, world_size=ranks, **where)
-        self.ckpt = ray_ckpt.torchft.ReplicaCheckpointer(
+        ckpt = ray_ckpt.torchft.ReplicaCheckpointer(
             manager, connect, group=group, groups=groups, data=batches, model=model, optimizer=inner
         )
-        self.manager, self.model, self.batches = manager, model, batches
+        self.manager, self.ckpt, self.model, self.batches = manager, ckpt, model, batches
         self.optimizer = Optimizer(manager, inner)
         self.group, self.rank, self.config = group, rank, config
 

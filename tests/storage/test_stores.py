@@ -52,7 +52,6 @@ DIFFERENCES = {
     ("moto", "test_uploads_are_dated"): "moto dates all uploads 2010",
     ("gcsfs", "test_a_file_is_copied_within_the_store"): "fsspec does not say which file systems copy",
     ("s3fs", "test_a_file_is_copied_within_the_store"): "fsspec does not say which file systems copy",
-    ("fsspec-gcs", "test_a_file_is_copied_within_the_store"): "the strict server has no rewrite in JSON",
     (
         "posix",
         "test_uploads_of_others_are_ended_if_they_are_of_our_files",

@@ -26,6 +26,7 @@ from tests.servers.strict_store.xml_api import iso
 MAX_SESSIONS = 10_000  # unfinished resumable uploads
 CHUNK_BYTES = 256 << 10  # all chunks of a resumable upload but the last are multiples of this
 _PATHS = re.compile(r"/(?:(upload|download)/)?storage/v1/b(?:/([^/]+)(?:(/o)(?:/([^/]+))?)?)?")
+_REWRITE = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)")
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
 _CANCELLED = 499  # GCS's answer to a session that is cancelled
 # Query parameters that change nothing here. All others are either used below or refused.
@@ -44,6 +45,7 @@ _USED = {
     "HeadObject": {"generation", "ifGenerationMatch"},
     "GetObject": {"generation", "ifGenerationMatch"},
     "DeleteObject": {"generation", "ifGenerationMatch"},
+    "RewriteObject": {"ifGenerationMatch"},
     "PutObject": {"uploadType", "name", "ifGenerationMatch"},
     "StartResumable": {"uploadType", "name", "ifGenerationMatch"},
     "UploadChunk": {"uploadType", "name", "ifGenerationMatch", "upload_id"},
@@ -86,6 +88,7 @@ class GcsJson:
             "HeadObject": self._get_metadata,
             "GetObject": self._get_media,
             "DeleteObject": self._delete,
+            "RewriteObject": self._rewrite,
             "PutObject": self._insert,
             "StartResumable": self._start,
             "UploadChunk": self._chunk,
@@ -97,6 +100,9 @@ class GcsJson:
         return path.startswith(("/storage/v1/", "/upload/storage/v1/", "/download/storage/v1/"))
 
     def parse(self, head: Head) -> Request:
+        if head.method == "POST" and (match := _REWRITE.fullmatch(head.raw_path)):
+            bucket, key = unquote(match[3]), unquote(match[4])
+            return Request(head=head, operation="RewriteObject", bucket=bucket, key=key)
         match = _PATHS.fullmatch(head.raw_path)
         if match is None:
             raise StoreError("NotImplemented", message=f"not implemented: {head.method} {head.raw_path}")
@@ -217,6 +223,18 @@ class GcsJson:
             request.bucket, key, (blob,), etag=blob.etag, headers=headers, checksums={}, condition=condition
         )
         return json_response(200, _resource(request.bucket, stored))
+
+    def _rewrite(self, request: Request) -> Response:
+        """Copy an object within the store, at once."""
+        match = _REWRITE.fullmatch(request.head.raw_path)
+        assert match is not None
+        bucket, key = unquote(match[1]), unquote(match[2])
+        stored = self._objects.copy((bucket, key), (request.bucket, request.key), self._condition(request))
+        sizes = {"totalBytesRewritten": str(stored.size), "objectSize": str(stored.size)}
+        resource = _resource(request.bucket, stored)
+        return json_response(
+            200, {"kind": "storage#rewriteResponse", "done": True, **sizes, "resource": resource}
+        )
 
     def _condition(self, request: Request) -> Condition | None:
         return generation_condition(request.head.query.get("ifGenerationMatch"))
