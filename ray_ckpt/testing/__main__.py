@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections import Counter
 
@@ -10,6 +11,7 @@ from ray_ckpt.testing import exhaustive, schedules, silences
 
 _OF_OPTIONS = ("parity files", "exports", "links")  # counts that are shown only if there are any
 MAX_SHOWN = 5  # failures printed in full
+GC_OBJECTS = 50_000  # between collections: worlds are large, and a tenth of the time went into collections
 
 
 def main() -> int:
@@ -25,6 +27,8 @@ def main() -> int:
     parser.add_argument("--exhaustive", type=int, default=0, metavar="DEPTH", help="steps in every order")
     parser.add_argument("--states", type=int, default=exhaustive.MAX_STATES, help="bound of each scene")
     arguments = parser.parse_args()
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS)
     failed = _random(_range(arguments.seeds), arguments.events, _range(arguments.nodes))
     parity = _range(arguments.parity)
     if parity:
