@@ -320,6 +320,8 @@ class NodeAgent(RelayEndpoints):
     ) -> RestoreTicket | None:
         """Wait until all ranks have restored, or return a ticket that the rank restores instead."""
         run = self._runs.get(run_uid)
+        if run.restore is not None:
+            report = run.restore.completed(report)
         is_over = await run.request(lambda token: RankRestored(token=token, session=session, report=report))
         return None if is_over else await self.get_ticket(run_uid, named)
 

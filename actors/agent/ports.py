@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from ray_ckpt.actors.agent.files import peer_answers, send_copy, store_shard, store_step_state
+from ray_ckpt.actors.agent.files import holding, peer_answers, send_copy, store_shard, store_step_state
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.priority import trim_heaps
 from ray_ckpt.actors.agent.restoring import NodeRestore, error_text
@@ -33,7 +33,7 @@ from ray_ckpt.engine.node_ports import (
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
-from ray_ckpt.format.names import fragment_file
+from ray_ckpt.format.names import fragment_file, is_still_name
 from ray_ckpt.format.save_signal import SaveSignal
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, SaveFacts
 
@@ -158,8 +158,18 @@ class RayNodePorts:
         else:
             entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
             run.staging.known.add(entry.digest, fragment.metadata)  # correct, since this agent has encoded it
-            event = n.FragmentWritten(attempt=fragment.attempt, entry=entry)
+            event = await self._fragment_written(fragment, entry)
         run.host.handle(event)
+
+    async def _fragment_written(self, fragment: Fragment, entry: FileEntry) -> n.NodeEvent:
+        """Report a written fragment, unless a scrub has taken away a file that it shares in the meantime."""
+        if not any(is_still_name(file.name) for file in fragment.files):
+            return n.FragmentWritten(attempt=fragment.attempt, entry=entry)
+        try:
+            await in_thread(self._node.disk_io, holding, self._run, fragment.attempt, fragment.node_index)
+        except Exception as error:
+            return n.SaveFailed(attempt=fragment.attempt, rank=fragment.ranks[0], reason=error_text(error))
+        return n.FragmentWritten(attempt=fragment.attempt, entry=entry)
 
     async def _send_copy(self, work: n.SendCopy) -> None:
         node, run, error, is_unreachable = self._node, self._run, None, False

@@ -59,6 +59,7 @@ class Prefetch:
         self._memories: dict[str, _FileMemory] = {}  # by file; those that are being filled belong to `run`
         self._sources: dict[str, FileSource] = {}  # by file; verified
         self._at_work: dict[str, _Progress] = {}  # by file
+        self.bad_nodes: set[str] = set()  # whose disks had bad bytes
         self.done_bytes = 0  # verified so far, for a caller that waits while there is progress
 
     def run(self, ticket: RestoreTicket) -> bool:
@@ -189,6 +190,7 @@ class Prefetch:
             progress.is_given_up = self._is_ending
             self._at_work[file] = progress
         reader.read(rows, lambda row: _Landing(self, progress, row, target))
+        self.bad_nodes |= reader.bad_nodes
         for note in reader.rejected if not progress.is_given_up else ():
             log.warning("restore ahead: %s", note)
         if reader.damage or progress.is_given_up:

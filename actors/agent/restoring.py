@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.errors import CheckpointError, Unavailable, named_text
 from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.restore.reader import RestoreTicket, SharedRows
+from ray_ckpt.types import RankRestore
 
 if TYPE_CHECKING:
     from ray_ckpt.actors.agent.run import NodeRun
@@ -68,6 +70,12 @@ class NodeRestore:
     def prefetched_bytes(self) -> int:
         """Memory that prefetched files take until the ranks have restored."""
         return self._prefetch.size_bytes
+
+    def completed(self, report: RankRestore) -> RankRestore:
+        """Return a rank's report with the nodes whose bad bytes the agent has read for its ranks."""
+        shared = self._shared.bad_nodes if self._shared is not None else set[str]()
+        found = self._prefetch.bad_nodes | shared | set(report.bad_nodes)
+        return replace(report, bad_nodes=tuple(sorted(found)))
 
     async def _run_prefetch(self) -> None:
         """Read ahead what the ranks of this node will most likely restore; see `Prefetch`."""

@@ -104,6 +104,7 @@ class SharedReads:
         self._changed = asyncio.Event()
         self._space_wait_s = SPACE_WAIT_S
         self._is_closed = False
+        self.bad_nodes: set[str] = set()  # whose disks had bad bytes
         self.bytes_read = 0  # bytes that this agent has read from sources
         self.bytes_served = 0  # bytes that ranks got from this agent
 
@@ -241,6 +242,7 @@ class SharedReads:
             self._attempt, ticket.sources, credentials=ticket.credentials, remote=ticket.remote
         )
         reader.read([row.row for row in batch], lambda row: _Landed(parts[row_key(row)], row_key(row), good))
+        self.bad_nodes |= reader.bad_nodes
         for part in sorted(reader.parts, key=lambda part: part.size_bytes):
             self._origin[part.file] = (part.tier, part.where)
         self.bytes_read += sum(part.size_bytes for part in reader.parts)

@@ -126,7 +126,7 @@ class DrainSchedule:
     def ended(self, event: m.DrainEnded) -> Iterator[m.Effect]:
         """Note the end of one upload."""
         if event.is_damage:
-            self._maintenance.suspect(event.attempt, event.node_id)
+            self._maintenance.suspect(event.attempt, {event.node_id})
         if event.items:
             yield from self._items.ended(event)
             return

@@ -119,8 +119,12 @@ class Holders:
         """Return the number of the attempt's fragments that a node holds."""
         return len(self._fragments.get(attempt, {}).get(node, ()))
 
-    def stored(self, attempt: str, node_index: int, node: str) -> None:
-        """Add the copy of a save, unless a scrub has taken it away before this report of it came."""
+    def expect(self, attempt: str, node_index: int, node: str) -> None:
+        """Note that a node is to make a copy anew, with all bytes: a report of it counts again."""
+        self._taken.get(attempt, set()).discard((node_index, node))
+
+    def report(self, attempt: str, node_index: int, node: str) -> None:
+        """Add a copy that is reported, unless a scrub has taken it away before the report came."""
         if (node_index, node) not in self._taken.get(attempt, ()):
             self.add(attempt, node_index, node)
 

@@ -7,7 +7,7 @@ work is not urgent: it runs at most once in MAINTENANCE_S.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 
 from ray_ckpt import telemetry
@@ -22,7 +22,7 @@ from ray_ckpt.core.scrub import Scrubs
 from ray_ckpt.core.values import DiskSpace
 from ray_ckpt.format import records as r
 from ray_ckpt.format.names import PARITY_PREFIX
-from ray_ckpt.types import AttemptId, CheckpointInfo
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
 MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
 MAX_DAMAGED = 1000  # damaged copies that are remembered, so that their repair is counted
@@ -81,15 +81,17 @@ class Maintenance:
         context = self._context
         checkpoints = worth_copies(context.history.lineage())
         self._place_groups(checkpoints)
-        yield from self._coding.assign(
+        for code in self._coding.assign(
             checkpoints=checkpoints,
             holders=context.holders,
             domains=context.domains,
             draining=context.draining,
             budget=self._copying,
             now_s=context.now_s,
-        )
-        yield from self._repairs.assign(
+        ):
+            context.holders.expect(code.attempt.attempt, code.node_index, code.node_id)
+            yield code
+        for copy in self._repairs.assign(
             checkpoints=checkpoints,
             holders=context.holders,
             replicas=context.options.num_copies,
@@ -100,7 +102,9 @@ class Maintenance:
             now_s=context.now_s,
             spares=self._spares(),
             may_hold=context.may_hold,
-        )
+        ):
+            context.holders.expect(copy.attempt.attempt, copy.node_index, copy.holder)
+            yield copy
 
     def _spares(self) -> frozenset[str]:
         """Return the idle spares that have room for the newest checkpoint without evicting anything."""
@@ -210,13 +214,18 @@ class Maintenance:
     def coded(self, event: m.CodeEnded) -> None:
         self._coding.ended(event, self._context.now_s)
 
-    def suspect(self, attempt: AttemptId, node: str) -> None:
-        """Let a node's copies, one of which an upload or a restore found damaged, be read at once.
+    def suspect(self, attempt: AttemptId, nodes: Set[str], *, is_restored: bool = False) -> None:
+        """Let copies on nodes where an upload or a restore has found damage be read at once.
 
-        Else the next saves on that node would link the damaged bytes.
+        Else the next saves on these nodes would link the damaged bytes. The only copies of a checkpoint that
+        was restored all the same, with intact rows of several bad copies, are left to the next round.
         """
+        known = self._context.history.checkpoints.get(attempt.attempt)
+        is_sole = is_restored and known is not None and known.level < Level.DURABLE
         for index, names in self._context.holders.fragments(attempt.attempt).items():
-            if node in names:
+            if is_sole and names <= nodes:
+                continue
+            for node in sorted(names & nodes):
                 self._scrubs.suspect(m.Scrub(attempt=attempt, node_index=index, place=node))
                 self._next_s = 0.0
 
@@ -237,6 +246,9 @@ class Maintenance:
 
     def _found_on_node(self, attempt: AttemptId, node_index: int, node: str, damage: Sequence[str]) -> None:
         """Stop to count a damaged fragment, or parity file, on a node."""
+        known = self._context.history.checkpoints.get(attempt.attempt)
+        if known is not None and known.state != "live":
+            return  # its copies go anyway
         self._context.measure(telemetry.CORRUPT, place="node")
         coded = [file for file in damage if file.startswith(PARITY_PREFIX)]
         if coded:

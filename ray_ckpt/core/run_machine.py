@@ -417,10 +417,9 @@ class RunMachine:
     def _on_node_restored(self, event: m.NodeRestored) -> Iterator[m.Effect]:
         self._session_end.restored(event)
         yield from self._sessions.node_restored(event)
-        plan = self.plan
-        if self._sessions.is_training and plan is not None and plan.resume is not None:
-            for node in sorted({node for rank in self._sessions.restores for node in rank.bad_nodes}):
-                self._maintenance.suspect(plan.resume.checkpoint.id, node)
+        if (found := self._sessions.take_bad_nodes()) is not None:
+            attempt, nodes = found
+            self._maintenance.suspect(attempt, nodes, is_restored=self._sessions.is_training)
 
     def _on_node_stored(self, event: m.NodeStored) -> Iterator[m.Effect]:
         if not self._is_stale(event):

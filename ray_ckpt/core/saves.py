@@ -146,7 +146,7 @@ class Saves:
         is_new = event.node_index not in attempt.stored
         attempt.store(event, self._context.now_s)
         self._progress.took_part(attempt.nodes[event.node_index].ranks)
-        self._context.holders.stored(event.attempt.attempt, event.node_index, event.node_id)
+        self._context.holders.report(event.attempt.attempt, event.node_index, event.node_id)
         if is_new and (group := attempt.completed_group(event.node_index)) is not None:
             yield from self._code(attempt, group)
         if self._context.draining:
@@ -200,7 +200,7 @@ class Saves:
         if event.error is not None:
             self._context.holders.note_tried(name, event.holder)
         if has_arrived:
-            self._context.holders.add(name, event.node_index, event.holder)
+            self._context.holders.report(name, event.node_index, event.holder)
         if attempt is not None:
             if has_arrived:
                 attempt.arrive(event.node_index, event.holder)
@@ -230,6 +230,7 @@ class Saves:
         reached = {node for node in context.may_hold if context.links.works(source, node, context.now_s)}
         holder = attempt.replace(index, event.holder, reached)
         if holder is not None:
+            self._context.holders.expect(attempt.id.attempt, index, holder)
             yield m.Replicate(attempt=attempt.id, node_index=index, source=source, holder=holder)
 
     def _copy_elsewhere(self, attempt: Attempt, index: int) -> Iterator[m.Effect]:
@@ -241,6 +242,7 @@ class Saves:
             other = attempt.replace(index, holder, staying)
             assert other is not None
             source = attempt.nodes[index].node_id
+            self._context.holders.expect(attempt.id.attempt, index, other)
             yield m.Replicate(attempt=attempt.id, node_index=index, source=source, holder=other)
 
     # -- parity ----------------------------------------------------------------------------------------
@@ -274,7 +276,7 @@ class Saves:
         elif event.is_parity:
             holders.add_parity(name, event.group, event.node_index, event.node_id)
         else:
-            holders.add(name, event.node_index, event.node_id)
+            holders.report(name, event.node_index, event.node_id)
         if attempt is not None:
             if attempt.coding.get(event.node_index) == event.node_id:
                 del attempt.coding[event.node_index]

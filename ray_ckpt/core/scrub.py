@@ -107,7 +107,8 @@ class Scrubs:
     def ended(self, event: ScrubEnded) -> None:
         """Record that a copy was read; a late report of damage counts too."""
         scrub = Scrub(attempt=event.attempt, node_index=event.node_index, place=event.place)
-        if event.damage and self._round is not None and self._round.checkpoint.id == event.attempt:
+        bad = {event.attempt, *(attempt for attempt, _ in event.shared)} if event.damage else ()
+        if self._round is not None and self._round.checkpoint.id in bad:
             self._round.is_clean = False
         if scrub != self._running:
             return
@@ -132,8 +133,9 @@ class Scrubs:
         return self._running is not None
 
     def _failed(self, scrub: Scrub) -> None:
-        """Queue an unreadable copy again after the other copies, at most MAX_TRIES times in all."""
-        if self._round is None or self._round.checkpoint.id != scrub.attempt:
+        """Queue an unreadable copy of the round after the other copies, at most MAX_TRIES times in all."""
+        is_suspect = scrub in self._suspects  # it stays in its own queue
+        if is_suspect or self._round is None or self._round.checkpoint.id != scrub.attempt:
             return
         self._round.tries[scrub] += 1
         if self._round.tries[scrub] < MAX_TRIES:

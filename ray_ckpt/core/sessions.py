@@ -28,7 +28,7 @@ from ray_ckpt.errors import CheckpointError, ConfigError, RestoreError, RunInUse
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.texts import nearest_steps
-from ray_ckpt.types import UNKNOWN_LAUNCH, CheckpointInfo, FileEntry, RankRestore
+from ray_ckpt.types import UNKNOWN_LAUNCH, AttemptId, CheckpointInfo, FileEntry, RankRestore
 
 MAX_WAITING_SESSIONS = 8  # sessions begun while the store is away; each is a group that failed
 SLOW_RESTORE_S = 15.0  # after this time a restore that waits for ranks causes a warning
@@ -54,6 +54,7 @@ class Sessions:
         self.is_training = False  # the group has received `go`
         self._sent_go: SessionKey | None = None  # the last session that received `go`
         self.restores: tuple[RankRestore, ...] = ()
+        self._bad_nodes: tuple[AttemptId, frozenset[str]] | None = None
 
     # -- opening -------------------------------------------------------------------------------------
 
@@ -437,6 +438,9 @@ class Sessions:
         reports, self._restored = list(self._restored.values()), {}
         ranks = sorted((rank for e in reports for rank in e.ranks), key=lambda k: k.rank)
         damage = sorted({d for rank in ranks for d in rank.damage})
+        if plan.resume is not None:
+            bad_nodes = frozenset(node for rank in ranks for node in rank.bad_nodes)
+            self._bad_nodes = plan.resume.checkpoint.id, bad_nodes
         if not damage or plan.resume is None:
             is_new, self._sent_go = self._sent_go != plan.session_key, plan.session_key
             self.is_training, self.restores, self._inventories = True, tuple(ranks), {}
@@ -455,6 +459,11 @@ class Sessions:
         self._excluded.add(bad.id.attempt)
         yield m.Warn(text=f"Step {bad.step} cannot be restored: no intact copy of {'; '.join(damage[:5])}.")
         self._waiting, self._choosing = tuple(e.token for e in reports), True
+
+    def take_bad_nodes(self) -> tuple[AttemptId, frozenset[str]] | None:
+        """Return, once, the checkpoint that all ranks have read, and the nodes that had bad bytes of it."""
+        found, self._bad_nodes = self._bad_nodes, None
+        return found
 
     def ranks_restored(self, event: m.RanksRestored) -> Iterable[m.Effect]:
         """Record that some ranks of a node have restored and wait for other ranks, on any node."""

@@ -402,6 +402,21 @@ def test_a_save_that_lost_a_shared_file_before_its_report_came_is_no_checkpoint(
     assert outcome.error is not None and "a part of it is on no live node" in outcome.error.message
 
 
+def test_a_copy_that_lost_a_shared_file_counts_again_when_it_is_made_anew() -> None:
+    run = run_on("ab")
+    run.save(10)
+    first, second = run.attempt(10), run.attempt(20)
+    shared = ((second, 0),)
+    run.feed(
+        m.ScrubEnded(attempt=first, node_index=0, place="b", damage=("shard",), shared=shared, error=None)
+    )
+    run.save(20)  # its reports come after the scrub
+    assert run.machine.view.holders[second.attempt][0] == ("a",)
+    assert run.checkpoint(second).level is Level.LOCAL
+    carry_out(run, of(run.tick(MAINTENANCE_S), m.Replicate))
+    assert run.machine.view.holders[second.attempt][0] == ("a", "b")
+
+
 def test_a_drain_names_a_durable_checkpoint_once_and_not_after_damage() -> None:
     run = run_on("ab", remote_every=1)
     first = durable(run, 10)

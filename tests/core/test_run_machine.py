@@ -721,6 +721,27 @@ def test_a_copy_that_a_restore_finds_damaged_is_scrubbed_at_once() -> None:
     assert [(scrub.attempt.step, scrub.place) for scrub in scrubs] == [(10, "b")], "c has no copy"
 
 
+def test_the_only_copies_of_what_was_restored_are_left_to_the_next_round() -> None:
+    """The intact rows of two bad copies have made a whole one; a scrub now would take both away."""
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.feed(run.group("ab"))
+    run.feed(run.restored("a", bad_nodes=["a", "b"]))
+    assert not of([*run.feed(run.restored("b")), *run.tick(MAINTENANCE_S)], m.Scrub)
+
+
+def test_bad_copies_of_what_could_not_be_restored_are_scrubbed_in_the_next_session() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.save(20)
+    run.feed(run.group("ab"))
+    effects = [*run.feed(run.restored("a"), run.restored("b", damage=["x"], bad_nodes=["a", "b"]))]
+    effects += [*run.feed(run.restored("a")), *run.feed(run.restored("b")), *run.tick(MAINTENANCE_S)]
+    assert [(scrub.attempt.step, scrub.place) for scrub in of(effects, m.Scrub)][:1] == [(20, "a")]
+
+
 def test_the_branch_left_behind_by_damage_goes_when_the_new_one_has_its_level() -> None:
     run = Harness("ab")
     run.open("ab")

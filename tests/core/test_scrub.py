@@ -180,6 +180,22 @@ def test_a_suspect_that_cannot_be_read_is_tried_again_a_few_times() -> None:
     assert next_of(scrubs, [checkpoint(7)], holders, wall_s=0.0) == ""
 
 
+def test_a_suspect_that_cannot_be_read_spoils_no_round_and_one_that_shares_bad_bytes_does() -> None:
+    scrubs, holders = Scrubs(), holders_of("a", {7: ("a",), 8: ("a",)})
+    live = [checkpoint(7), checkpoint(8, verified_at_s=DUE_S)]
+    suspect = Scrub(attempt=checkpoint(8).id, node_index=0, place="a")
+    scrubs.suspect(suspect)
+    for _ in range(MAX_TRIES):
+        assert next_of(scrubs, live, holders) == "8.0 a"
+        scrubs.ended(ended("8.0 a", error="time-out"))
+    assert next_of(scrubs, live, holders) == "7.0 a"
+    scrubs.ended(ended("7.0 a"))
+    scrubs.suspect(suspect)
+    assert next_of(scrubs, live, holders) == "8.0 a"
+    scrubs.ended(replace(ended("8.0 a", "shard"), shared=((checkpoint(7).id, 0),)))
+    assert next_of(scrubs, live, holders) == "", "step 7 is not verified: its copy was taken away"
+
+
 def test_a_suspect_without_a_checkpoint_or_a_holder_is_forgotten() -> None:
     scrubs, holders = Scrubs(), holders_of("a", {7: ("a",)})
     scrubs.suspect(Scrub(attempt=checkpoint(7).id, node_index=0, place="b"))
