@@ -247,8 +247,8 @@ class Maintenance:
     def _found_on_node(self, attempt: AttemptId, node_index: int, node: str, damage: Sequence[str]) -> None:
         """Stop to count a damaged fragment, or parity file, on a node."""
         known = self._context.history.checkpoints.get(attempt.attempt)
-        if known is not None and known.state != "live":
-            return  # its copies go anyway
+        if known is not None and known.state == "collected":
+            return  # nothing of it counts any more
         self._context.measure(telemetry.CORRUPT, place="node")
         coded = [file for file in damage if file.startswith(PARITY_PREFIX)]
         if coded:
