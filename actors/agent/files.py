@@ -19,7 +19,9 @@ from ray_ckpt.actors.agent.still_files import has_remotely, like_here, store_sti
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import Inventory, ScrubResult, StoredFragment, StoredParity
 from ray_ckpt.errors import Unavailable
-from ray_ckpt.format.names import STILL, shard_file, shard_files, state_file
+from ray_ckpt.format.digest import digest
+from ray_ckpt.format.manifest import encode_fragment
+from ray_ckpt.format.names import STILL, fragment_file, is_still_name, shard_file, shard_files, state_file
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.storage.local.direct import Written, read_blocks_direct
 from ray_ckpt.storage.local.scrub import verify_fragment
@@ -30,7 +32,7 @@ from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.sending import Outgoing, send_files
 from ray_ckpt.transport.wire import FileName, PutRequest
-from ray_ckpt.types import AttemptId, FileEntry, ManifestRow
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow
 
 COPY_BLOCK_BYTES = 8 << 20  # bytes sent between two checks that the arena still holds the attempt
 DRAIN_SPREAD_S = 0.5  # longest random wait before an upload, so that nodes do not all retry at once
@@ -223,6 +225,20 @@ def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
             run.staging.quarantine(run.run_uid, other, file)
         run.staging.quarantine(run.run_uid, attempt.directory, file)
     return ScrubResult(damage=damaged, shared=tuple(sorted(shared, key=lambda pair: (pair[0].step, pair[1]))))
+
+
+def put_fragment(run: NodeRun, fragment: Fragment) -> FileEntry:
+    """Write the last file of a node's part of a save, and return its entry.
+
+    Unavailable if a scrub has meanwhile taken away a file that the save shares with an earlier checkpoint.
+    """
+    name, data = fragment_file(fragment.node_index, fragment.num_nodes), encode_fragment(fragment)
+    run.staging.put(run.run_uid, fragment.attempt.directory, name, [data])
+    entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
+    run.staging.known.add(entry.digest, fragment.metadata)  # correct, since this agent has encoded it
+    if any(is_still_name(file.name) for file in fragment.files):
+        holding(run, fragment.attempt, fragment.node_index)
+    return entry
 
 
 def holding(run: NodeRun, attempt: AttemptId, node_index: int) -> Holding:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from ray_ckpt.actors.agent.files import holding, peer_answers, send_copy, store_shard, store_step_state
+from ray_ckpt.actors.agent.files import peer_answers, put_fragment, send_copy, store_shard, store_step_state
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.priority import trim_heaps
 from ray_ckpt.actors.agent.restoring import NodeRestore, error_text
@@ -31,11 +30,8 @@ from ray_ckpt.engine.node_ports import (
     WorkEnded,
 )
 from ray_ckpt.errors import CheckpointError, Unavailable
-from ray_ckpt.format.digest import digest
-from ray_ckpt.format.manifest import encode_fragment
-from ray_ckpt.format.names import fragment_file, is_still_name
 from ray_ckpt.format.save_signal import SaveSignal
-from ray_ckpt.types import AttemptId, FileEntry, Fragment, SaveFacts
+from ray_ckpt.types import AttemptId, Fragment, SaveFacts
 
 if TYPE_CHECKING:
     from ray_ckpt.actors.agent.run import NodeRun
@@ -146,30 +142,15 @@ class RayNodePorts:
 
     async def _write_fragment(self, fragment: Fragment) -> None:
         run, pool = self._run, self._node.disk_io
-        name = fragment_file(fragment.node_index, fragment.num_nodes)
         try:
-            data = await in_thread(pool, encode_fragment, fragment)
-            put = partial(run.staging.put, run.run_uid, fragment.attempt.directory, name, [data])
-            await in_thread(pool, put)
+            entry = await in_thread(pool, put_fragment, run, fragment)
         except Exception as error:
             event: n.NodeEvent = n.SaveFailed(
                 attempt=fragment.attempt, rank=fragment.ranks[0], reason=error_text(error)
             )
         else:
-            entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
-            run.staging.known.add(entry.digest, fragment.metadata)  # correct, since this agent has encoded it
-            event = await self._fragment_written(fragment, entry)
+            event = n.FragmentWritten(attempt=fragment.attempt, entry=entry)
         run.host.handle(event)
-
-    async def _fragment_written(self, fragment: Fragment, entry: FileEntry) -> n.NodeEvent:
-        """Report a written fragment, unless a scrub has taken away a file that it shares in the meantime."""
-        if not any(is_still_name(file.name) for file in fragment.files):
-            return n.FragmentWritten(attempt=fragment.attempt, entry=entry)
-        try:
-            await in_thread(self._node.disk_io, holding, self._run, fragment.attempt, fragment.node_index)
-        except Exception as error:
-            return n.SaveFailed(attempt=fragment.attempt, rank=fragment.ranks[0], reason=error_text(error))
-        return n.FragmentWritten(attempt=fragment.attempt, entry=entry)
 
     async def _send_copy(self, work: n.SendCopy) -> None:
         node, run, error, is_unreachable = self._node, self._run, None, False

@@ -15,11 +15,12 @@ import pytest
 
 from ray_ckpt.actors.agent.restoring import NodeRestore
 from ray_ckpt.errors import Unavailable
-from ray_ckpt.format.names import fragment_file
+from ray_ckpt.format.names import fragment_file, shard_file
 from ray_ckpt.restore.manifest import MappedManifest
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.remote.tier import RemoteRef
+from ray_ckpt.types import RankRestore
 from tests.actors.test_restore_sources import digests, plan_of
 from tests.support.peer_nodes import A, Nodes, both, sample
 from tests.support.sample_run import SampleCheckpoint
@@ -156,6 +157,22 @@ def test_a_manifest_that_cannot_be_read_is_damage(
         whole = await restore.ticket(is_whole=True)
         assert whole.manifest is None and "No source has manifest-00001-of-00002" in whole.damage[0]
         assert replace(whole, damage=()).checkpoint == own.checkpoint
+        restore.close_shared()
+
+    run_in_loop(story())
+
+
+def test_bad_bytes_that_the_agent_reads_ahead_are_in_the_report_of_its_ranks(
+    stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint
+) -> None:
+    shard = nodes.folder(A, saved) / shard_file(0, 2)
+    shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
+
+    async def story() -> None:
+        restore = Stage(stack, nodes, saved, is_proven=True).restore()
+        assert restore._prefetching is not None
+        await restore._prefetching
+        assert restore.completed(RankRestore(rank=0, bad_nodes=("x",))).bad_nodes == tuple(sorted((A, "x")))
         restore.close_shared()
 
     run_in_loop(story())

@@ -332,3 +332,12 @@ def test_a_save_after_the_quarantine_writes_a_new_file(node: StillNode) -> None:
     flip(node.path(1))
     node.scrub(2)
     assert not node.save(3, BASE, head(3)).shared_bytes and node.scrub(3).damage == ()
+
+
+def test_a_save_whose_shared_file_a_scrub_takes_away_before_its_end_fails(node: StillNode) -> None:
+    node.save(1, BASE, head(1))
+    flip(node.path(1))
+    stored = node.capture(2, BASE, head(2))
+    assert stored.shared_bytes and node.scrub(1).damage == (STILL_FILE,)
+    with pytest.raises(Unavailable, match="step 2 is not on its node any more"):
+        node.complete(2, stored)

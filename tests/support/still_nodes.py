@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ray_ckpt.actors.agent.arena import RankArena, make_arena
-from ray_ckpt.actors.agent.files import StoredFiles, scrub, send_copy, store_shard, upload
+from ray_ckpt.actors.agent.files import StoredFiles, put_fragment, scrub, send_copy, store_shard, upload
 from ray_ckpt.actors.agent.memory import RankMemory
 from ray_ckpt.actors.agent.peer_files import PeerFiles
 from ray_ckpt.actors.agent.priority import ActiveCopies
@@ -23,8 +23,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import ScrubResult
 from ray_ckpt.format.digest import digest
-from ray_ckpt.format.manifest import encode_fragment
-from ray_ckpt.format.names import fragment_file, make_attempt, shard_file
+from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.trainer.link import SealedShard
@@ -76,9 +75,13 @@ class StillNode:
     def save(self, step: int, base: torch.Tensor, head: torch.Tensor) -> StoredFiles:
         """Capture all tensors, and store the node's fragment with its files."""
         stored = self.capture(step, base, head)
-        saved = attempt(step)
+        self.complete(step, stored)
+        return stored
+
+    def complete(self, step: int, stored: StoredFiles) -> None:
+        """Write the fragment, after the files that it lists."""
         fragment = Fragment(
-            attempt=saved,
+            attempt=attempt(step),
             node_index=0,
             num_nodes=1,
             world_size=1,
@@ -88,8 +91,7 @@ class StillNode:
             replicated=(),
             metrics=None,
         )
-        self.run.staging.put(UID, saved.directory, fragment_file(0, 1), [encode_fragment(fragment)])
-        return stored
+        put_fragment(self.run, fragment)
 
     def capture(self, step: int, base: torch.Tensor, head: torch.Tensor) -> StoredFiles:
         """Capture all tensors, and store the files without the fragment."""
