@@ -468,6 +468,9 @@ class Coordinators(StorageWork):
             return
         holders, disk = process.machine.view.holders, self.nodes[name].disk
         for attempt, index in copies:
+            known = process.machine.history.checkpoints.get(attempt.attempt)
+            if known is not None and known.state == "collected":
+                continue  # its last files are being deleted, and nothing reads them
             counts = name in holders.get(attempt.attempt, {}).get(index, ())
             text = f"fragment {index} of step {attempt.step} counts on {name}, which has lost it"
             must(not counts or disk.has((attempt.attempt, index)), "P2", text)
