@@ -54,6 +54,7 @@ class Scrubs:
         self._suspects: dict[Scrub, int] = {}  # with the tries to read it; only copies of live checkpoints
         self._round: _Round | None = None
         self._running: Scrub | None = None
+        self._is_of_round = False  # the running read; False for a suspect's
         self._started_s = 0.0
         self._not_before_s: dict[str, float] = {}  # by attempt: earliest time of the next round
 
@@ -81,7 +82,7 @@ class Scrubs:
         }
         if suspect := next(iter(self._suspects), None):
             self._suspects[suspect] += 1
-            self._running, self._started_s = suspect, now_s
+            self._running, self._is_of_round, self._started_s = suspect, False, now_s
             yield suspect
             return
         if self._round is not None and self._round.checkpoint.id not in known:
@@ -97,7 +98,7 @@ class Scrubs:
             self._not_before_s[checkpoint.id.attempt] = now_s + min(AGAIN_S, every_s)
             self._round = None
         elif budget.take(checkpoint.size_bytes / checkpoint.num_nodes, now_s):
-            self._running, self._started_s = self._round.todo.popleft(), now_s
+            self._running, self._is_of_round, self._started_s = self._round.todo.popleft(), True, now_s
             yield scrub
 
     def suspect(self, scrub: Scrub) -> None:
@@ -134,9 +135,8 @@ class Scrubs:
 
     def _failed(self, scrub: Scrub) -> None:
         """Queue an unreadable copy of the round after the other copies, at most MAX_TRIES times in all."""
-        is_suspect = scrub in self._suspects  # it stays in its own queue
-        if is_suspect or self._round is None or self._round.checkpoint.id != scrub.attempt:
-            return
+        if not self._is_of_round or self._round is None or self._round.checkpoint.id != scrub.attempt:
+            return  # a suspect stays in its own queue
         self._round.tries[scrub] += 1
         if self._round.tries[scrub] < MAX_TRIES:
             self._round.todo.append(scrub)

@@ -61,21 +61,9 @@ def read_table(
     return table.select(names)
 
 
-def metadata(data: bytes, key: bytes) -> bytes:
-    """Return the metadata under `key`; KeyError if there is none, errors of pyarrow for a bad file."""
-    found: bytes = open_metadata(data).metadata[key]
-    return found
-
-
 def open_metadata(data: bytes) -> pq.FileMetaData:
     """Return the footer of a file, parsed; errors of pyarrow for a bad file."""
     return pq.ParquetFile(pa.BufferReader(data), thrift_container_size_limit=MAX_THRIFT_ITEMS).metadata
-
-
-def column_names(data: bytes) -> list[str]:
-    """Return the names of the columns of a file; errors of pyarrow for a bad file."""
-    names: list[str] = open_metadata(data).schema.to_arrow_schema().names
-    return names
 
 
 def texts(array: pa.Array) -> list[str | None]:

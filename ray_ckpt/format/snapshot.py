@@ -312,12 +312,13 @@ def _map_array(columns: Columns, name: str) -> pa.MapArray:
 def _read_parquet(data: bytes) -> tuple[bytes, pa.Table]:
     """Return the metadata and the columns of a snapshot, of the right types, null only where allowed."""
     try:
-        metadata = parquet.metadata(data, METADATA_KEY)
+        footer = parquet.open_metadata(data)
+        metadata: bytes = footer.metadata[METADATA_KEY]
         jsontext.refuse_newer(metadata, what="The snapshot", max_bytes=MAX_SNAPSHOT_BYTES)
-        there = parquet.column_names(data)
+        there = footer.schema.to_arrow_schema().names
         present = [name for name in COLUMNS.names if name not in _LATER or name in there]
         _check_names(there, set(present), "The snapshot")
-        table = parquet.read_table(data, COLUMNS, max_rows=MAX_CHECKPOINTS)
+        table = parquet.read_table(data, COLUMNS, max_rows=MAX_CHECKPOINTS, file_metadata=footer)
         for name in present:
             if table.column(name).null_count and name not in _NULLABLE:
                 raise FormatError(f"{name} is null somewhere")

@@ -450,7 +450,7 @@ class Coordinators(StorageWork):
             if is_new and isinstance(message.record.op, r.Collected):
                 self._check_collected(self.coordinators[message.coordinator], message.record.op.attempt)
             if is_new:
-                self.oracle.logged(message.record, self)
+                self.oracle.logged(self)
             outcome = "unknown" if fate == "unanswered" else outcome
         if not message.is_late:
             service = self.oracle.history.service if outcome == "exists" else ""

@@ -20,10 +20,10 @@ from ray_ckpt.core.values import Salvage, SessionKey, SessionPlan
 from ray_ckpt.engine.launchers import OWNER_DEAD_S
 from ray_ckpt.errors import CheckpointError, FormatError
 from ray_ckpt.format import records as r
-from ray_ckpt.format.digest import digest, root_digest
+from ray_ckpt.format.digest import root_digest
 from ray_ckpt.format.manifest import choose_fragments
 from ray_ckpt.format.names import attempt_of, whole_directory
-from ray_ckpt.format.records import LogRecord, encode_record
+from ray_ckpt.format.records import LogRecord
 from ray_ckpt.storage.log_store import read_run
 from ray_ckpt.testing.parts import Launcher, Node, TakenInventory
 from ray_ckpt.testing.reports import KnownCopies
@@ -103,11 +103,12 @@ class Oracle:
 
     # -- the log -------------------------------------------------------------------------------------
 
-    def logged(self, record: LogRecord, world: Nodes) -> None:
-        """Check and apply a record that was created."""
+    def logged(self, world: Nodes) -> None:
+        """Check and apply the newest record in the store."""
+        record, record_digest = world.storage.records[-1]
         self._check_record(record, world)
         try:
-            self.history.apply(record, digest(encode_record(record)))
+            self.history.apply(record, record_digest)
         except FormatError as error:
             raise Violation(f"P3: {error}") from error
         self.stale = True

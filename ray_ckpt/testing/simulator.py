@@ -415,7 +415,7 @@ class World(Survivors):
         for name in sorted(set(log.objects) - known):
             data = log.objects[name]
             self.storage.records.append((decode_record(data), digest(data)))
-            self.oracle.logged(decode_record(data), self)
+            self.oracle.logged(self)
         self.oracle.check(self)
 
     def report_progress(self, launcher: Launcher) -> None:

@@ -196,6 +196,22 @@ def test_a_suspect_that_cannot_be_read_spoils_no_round_and_one_that_shares_bad_b
     assert next_of(scrubs, live, holders) == "", "step 7 is not verified: its copy was taken away"
 
 
+def test_a_round_reads_a_copy_again_that_became_a_suspect_while_its_read_failed() -> None:
+    scrubs, live, holders = Scrubs(), [checkpoint(7)], holders_of("ab", {7: ("ab",)})
+    assert next_of(scrubs, live, holders) == "7.0 a"
+    scrubs.suspect(Scrub(attempt=checkpoint(7).id, node_index=0, place="a"))
+    scrubs.ended(ended("7.0 a", error="time-out"))
+    for _ in range(MAX_TRIES):
+        assert next_of(scrubs, live, holders) == "7.0 a"
+        scrubs.ended(ended("7.0 a", error="time-out"))
+    assert next_of(scrubs, live, holders) == "7.0 b"
+    scrubs.ended(ended("7.0 b"))
+    for _ in range(MAX_TRIES - 1):
+        assert next_of(scrubs, live, holders) == "7.0 a"
+        scrubs.ended(ended("7.0 a", error="time-out"))
+    assert next_of(scrubs, live, holders) == "", "one copy was never read"
+
+
 def test_a_suspect_without_a_checkpoint_or_a_holder_is_forgotten() -> None:
     scrubs, holders = Scrubs(), holders_of("a", {7: ("a",)})
     scrubs.suspect(Scrub(attempt=checkpoint(7).id, node_index=0, place="b"))
