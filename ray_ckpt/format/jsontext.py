@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Container, Mapping
+from functools import cache
 from math import isfinite
 from typing import Any, TypeVar
 
@@ -34,12 +35,16 @@ T = TypeVar("T")
 def dumps(document: object, *, what: str, max_bytes: int, indent: int | None = None) -> bytes:
     """Return `document` as UTF-8 JSON with sorted keys and a final newline. Raise FormatError."""
     try:
-        text = json.dumps(document, ensure_ascii=False, allow_nan=False, sort_keys=True, indent=indent)
-        data = text.encode() + b"\n"
+        data = _encoder(indent).encode(document).encode() + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
         raise FormatError(f"{what} cannot be written as JSON: {error}.") from error
     check_size(data, what=what, max_bytes=max_bytes)
     return data
+
+
+@cache
+def _encoder(indent: int | None) -> json.JSONEncoder:
+    return json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True, indent=indent)
 
 
 def loads(

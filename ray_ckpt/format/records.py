@@ -294,7 +294,7 @@ def encode_record(record: LogRecord) -> bytes:
         **{name: _to_json(value) for name, value in _set_fields(record.op)},
     }
     data = jsontext.dumps_sealed(document, what=_WHAT, max_bytes=MAX_RECORD_BYTES)
-    decode_record(data)
+    _record(jsontext.loads(data, what=_WHAT, max_bytes=MAX_RECORD_BYTES))
     return data
 
 
@@ -316,7 +316,11 @@ def _set_fields(op: Op) -> Iterator[tuple[str, Any]]:
 
 def decode_record(data: bytes) -> LogRecord:
     """Return the record in `data`. Raise FormatError if any byte of `encode_record` was changed."""
-    document = jsontext.loads_if_sealed(data, what=_WHAT, max_bytes=MAX_RECORD_BYTES, known=_KNOWN)
+    return _record(jsontext.loads_if_sealed(data, what=_WHAT, max_bytes=MAX_RECORD_BYTES, known=_KNOWN))
+
+
+def _record(document: Mapping[str, Any]) -> LogRecord:
+    """Return the record in a JSON document. Raise FormatError."""
     seq = jsontext.integer(document.get("seq"), "seq", high=MAX_SEQ)
     return LogRecord(
         seq=seq,
