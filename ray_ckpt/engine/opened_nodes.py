@@ -125,7 +125,7 @@ class OpenedNodes:
     def find_group(self, node: str) -> None:
         """Read the inventory of a node again: its agent has a group, or copies although it is skipped."""
         is_read = self._host.is_without_group or node in self.skipped
-        if self.is_ready and node in self.live and is_read:
+        if self._host.machine.is_open and node in self.live and is_read:
             self._join(node)
 
     def ended_idle(self, nodes: set[str]) -> None:
@@ -219,6 +219,8 @@ class OpenedNodes:
     def _joined(self, node: str, inventory: Inventory | None, failure: Failure | None) -> None:
         """Add a node that joined, or got a new agent, in the middle of a session."""
         self._joining.discard(node)
+        if not self.is_ready and (inventory is None or inventory.plan is None):
+            return  # the run is opened on all nodes together, for a group
         if inventory is not None:
             self.skipped.discard(node)
             self.opened |= {node}

@@ -160,10 +160,11 @@ class Story:
         self._replace_host()
         self.host.handle(GroupFound(plan=plan))
 
-    def restart(self) -> None:
-        """Replace the host by that of a new coordinator, which finds no group."""
+    def restart(self, *, is_opened: bool = True) -> None:
+        """Replace the host by that of a new coordinator, which finds no group, and may open the run."""
         self._replace_host()
-        self.host.handle(RunOpened(token="opened", checks_storage=False))
+        if is_opened:
+            self.host.handle(RunOpened(token="opened", checks_storage=False))
 
     def _replace_host(self) -> None:
         self.harness.start_coordinator()

@@ -108,6 +108,23 @@ def test_a_group_that_the_coordinator_does_not_know_is_found_by_what_its_agents_
     assert [node for node, _ in story.sent(n.SessionStarted)] == ["a"], "b has it"
 
 
+def test_a_group_is_found_by_what_its_agents_send_to_a_coordinator_that_has_not_opened_the_run() -> None:
+    story = trained()
+    plan, stored = story.host.machine.plan, story.harness.stored(story.harness.attempt(3), "b")
+    assert plan is not None
+    story.restart(is_opened=False)
+    story.tick()
+    story.ports.calls.clear()
+    story.host.handle(stored)
+    assert not story.host.nodes.is_ready, "no agent has a plan, so the node alone is not counted as the run"
+    assert story.host.nodes.opened == set()
+    story.plans = {"b": plan}
+    story.ports.calls.clear()
+    story.host.handle(stored)
+    assert story.host.machine.plan == plan
+    assert [node for node, _ in story.sent(OpenOnNode)] == ["b", "a", "b"], "b joins, then the group is found"
+
+
 def test_a_group_that_a_rank_reports_is_found_unless_a_group_is_known_or_the_run_has_ended() -> None:
     story = trained()
     plan = story.host.machine.plan
