@@ -47,6 +47,7 @@ ROWS: Mapping[str, str] = {  # name -> module of this package, with a function `
     "retention": "history:retention_rows",
     "simulator": "coordinator:schedule_rows",
     "planes": "planes",
+    "parity": "parity",
     "dcp": "dcp",
     "ticket": "ticket",
     "fleet": "fleet",
