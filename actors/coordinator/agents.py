@@ -21,6 +21,7 @@ from ray_ckpt.actors.failures import reason
 from ray_ckpt.actors.messages import AgentCard, ServiceCard
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.transport.credentials import ServiceKeys
 
@@ -128,12 +129,13 @@ class Agents:
         answer: Awaitable[Any] = getattr(self._actors[node], method).remote(*args)
         return answer
 
-    async def is_alive(self, node: str) -> bool:
+    async def plans(self, node: str) -> dict[str, SessionPlan | None] | None:
+        """Return the plans of the runs of a node's agent, by run uid; None if the agent is dead."""
         try:
-            await asyncio.wait_for(self.call(node, "card"), AGENT_CALL_S)
+            found: ServiceCard = await asyncio.wait_for(self.call(node, "describe"), AGENT_CALL_S)
         except (ray.exceptions.RayError, TimeoutError, KeyError):
-            return False
-        return True
+            return None
+        return {run.run_uid: run.plan for run in found.runs}
 
     async def read_cards(self) -> None:
         """Read the cards again that lack staging folders, because no run was open when they were read."""

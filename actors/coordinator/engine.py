@@ -71,11 +71,16 @@ class Engine:
         return await in_thread(self.control_io, ray_cluster.is_alive, owner)
 
     async def restart_agent(self, node: str) -> None:
-        """Open the runs on a node with a new agent if the node's agent was reported dead, and is dead."""
+        """Open the runs on a node with a new agent if the node's agent was reported dead, and is dead.
+
+        The agent may also be new, as another run has started it, and lack a run or the session of its group.
+        """
         async with self.runs.turn(node):
-            if not await self.agents.is_alive(node):
+            plans = await self.agents.plans(node)
+            if plans is None:
                 self.agents.forget(node)
-                for run in self.runs:
+            for run in self.runs:
+                if plans is None or not run.host.nodes.is_known(node, plans):
                     run.host.handle(AgentDied(node=node))
 
     async def end_agent(self, node: str) -> None:

@@ -204,6 +204,8 @@ class RayPorts:
             value = await asyncio.wait_for(answer, None if math.isinf(call.bound_s) else call.bound_s)
             if value is None and isinstance(call.order, OpenOnNode | n.RunPutAway):
                 failure = Failure(text="its agent does not answer")
+        except TimeoutError:
+            failure = Failure(text=f"its agent has not answered within {call.bound_s:g} s")
         except Exception as error:
             failure = failure_of(error)
         self._end(call, value, failure)

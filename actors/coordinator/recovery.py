@@ -33,8 +33,8 @@ class Recovery:
         self._claimed: set[str] = set()  # keys of the runs that this coordinator tries to open
 
     async def ready(self) -> None:
-        """Wait until the agents of an earlier coordinator have been found."""
-        if self._found is None:
+        """Wait until the agents of an earlier coordinator have been found; after an error try again."""
+        if self._found is None or (self._found.done() and self._found.exception() is not None):
             self._found = asyncio.ensure_future(self._find_agents())
         await asyncio.shield(self._found)
 
@@ -90,7 +90,7 @@ class Recovery:
             except RunConflict as error:
                 log.error("%s The run is left alone.", error)
                 raise
-            except (CheckpointError, OSError) as error:
+            except (CheckpointError, OSError, ray.exceptions.RayError) as error:
                 log.warning("%s: cannot take over yet: %s", found.spec.name, error)
                 await asyncio.sleep(TAKE_OVER_AGAIN_S)
 

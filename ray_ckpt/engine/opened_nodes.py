@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -122,6 +123,12 @@ class OpenedNodes:
         if self.is_ready and node in self.live and self._host.machine.view.end_cause is None:
             self._join(node)
 
+    def is_known(self, node: str, plans: Mapping[str, SessionPlan | None]) -> bool:
+        """Return whether a node's agent, with these plans by run uid, has the run and its session at work."""
+        plan, uid = self._host.machine.plan, self._host.machine.history.run_uid
+        is_member = plan is not None and node in self._members_of(plan)
+        return uid in plans and not (is_member and plans[uid] is None)
+
     def find_group(self, node: str) -> None:
         """Read the inventory of a node again: its agent has a group, or copies although it is skipped."""
         is_read = self._host.is_without_group or node in self.skipped
@@ -237,6 +244,9 @@ class OpenedNodes:
             name = self._host.machine.history.run_name
             log.warning("node %s cannot hold checkpoints of %s: %s", node[:12], name, failure.error)
             self.skipped.add(node)
+            if node in self.opened:  # with a new agent, perhaps; the group at work there can still save
+                self.has_session(node, None)
+                self.renew()
 
     def _update_peers(self, node: str) -> None:
         """Send the address of a new agent to the nodes of the group."""

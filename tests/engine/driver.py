@@ -198,9 +198,9 @@ class Story:
         ]
 
 
-def trained() -> Story:
+def trained(nodes: str = "ab") -> Story:
     """Return a story with a group on the nodes a and b that trains."""
-    story = Story()
+    story = Story(nodes)
     story.request("1")
     story.restore("ab")
     return story

@@ -152,6 +152,26 @@ def test_a_node_with_a_new_agent_gets_the_session_and_its_peers_the_address() ->
     assert {node for node, _ in story.sent(UpdatePeer)} == {"a"}
 
 
+def test_a_member_gets_the_session_though_its_new_agent_does_not_find_the_storage_path() -> None:
+    story = trained()
+    story.failures = {"b": Failure(text="not there", error=StoragePathError("not there"))}
+    story.ports.calls.clear()
+    story.host.handle(AgentDied(node="b"))
+    story.failures = {}
+    assert [node for node, _ in story.sent(n.SessionStarted)] == ["b"]
+    story.host.handle(story.harness.stored(story.harness.attempt(3), "b"))
+    assert [node for node, _ in story.sent(OpenOnNode)] == ["b", "b"], "it is opened again at its next save"
+
+
+def test_an_agent_is_known_by_its_run_and_by_its_session_where_the_group_is() -> None:
+    story = trained("abc")
+    nodes, uid, plan = story.host.nodes, story.host.machine.history.run_uid, story.host.machine.plan
+    assert plan is not None and {node.node_id for node in plan.nodes} == {"a", "b"}
+    assert nodes.is_known("a", {uid: plan}) and nodes.is_known("c", {uid: None})
+    assert not nodes.is_known("a", {uid: None}), "a new agent there has no session"
+    assert not nodes.is_known("c", {}), "another run has started it"
+
+
 def test_a_node_that_does_not_answer_is_tried_again_and_one_with_an_error_is_not() -> None:
     story = trained()
     story.nodes |= {"c", "d"}
