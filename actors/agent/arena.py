@@ -9,6 +9,7 @@ rank.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -35,6 +36,7 @@ SINGLE_SHARE = 0.7  # `auto` takes one buffer up to this share, else a ring; lat
 STREAM_POLL_S = 0.001  # between checks for a block, which takes some milliseconds to fill
 STREAM_STALL_S = 60.0  # longest wait for a block of a stream; after it, the rank counts as dead or stuck
 SHM_FOLDER = Path("/dev/shm")
+MAX_SWEPT = 10  # files in a row that other agents remove before they are locked; one is rare
 ARENA_GIVEN_BYTES = 1 << 20  # beyond the requested size, for a header that grows a little
 _BESIDES_BYTES = ARENA_GIVEN_BYTES + ARENA_PAGE_BYTES  # bytes of a buffer besides the shard
 _MODES: Mapping[str, ArenaMode] = {"double": "double", "single": "single", "stream": "stream"}
@@ -368,16 +370,26 @@ def _memfd(rank: int, size: int) -> tuple[int, str]:
 def named_file(rank: int, size: int) -> tuple[int, str]:
     """Make a file in /dev/shm with all blocks allocated. OSError if there is too little room."""
     sweep_named_files()
-    path = SHM_FOLDER / f"ray_ckpt-{os.getuid()}-rank{rank}-{secrets.token_hex(8)}"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd, path = _locked_file(rank)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock is held as long as the agent lives
         os.posix_fallocate(fd, 0, size)
     except OSError:
         os.close(fd)
         path.unlink(missing_ok=True)
         raise
     return fd, str(path)
+
+
+def _locked_file(rank: int) -> tuple[int, Path]:
+    """Make an empty file; its lock is held as long as the agent lives, for the sweeps of other agents."""
+    for _ in range(MAX_SWEPT):
+        path = SHM_FOLDER / f"ray_ckpt-{os.getuid()}-rank{rank}-{secrets.token_hex(8)}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)  # a sweep that found the file before has the lock for a moment
+        if os.fstat(fd).st_nlink:
+            return fd, path
+        os.close(fd)
+    raise OSError(errno.EBUSY, f"other agents have removed {MAX_SWEPT} new files")
 
 
 def sweep_named_files() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,7 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_ckpt.actors.agent.arena import ArenaMemory, ShmRoom, choose_mode, make_arena, sweep_named_files
+from ray_ckpt.actors.agent.arena import (
+    ArenaMemory,
+    ShmRoom,
+    choose_mode,
+    make_arena,
+    named_file,
+    sweep_named_files,
+)
 from ray_ckpt.capture.arena import Ring
 from ray_ckpt.errors import InsufficientSpace, Unavailable
 from ray_ckpt.format.arena_page import RING_BLOCK_BYTES, RING_BLOCKS
@@ -113,6 +121,29 @@ def test_memory_is_put_behind_every_page(named: bool) -> None:
     paths = [buffer.path for buffer in arena.buffers]
     arena.close()
     assert not any(Path(path).exists() for path in paths)
+
+
+def test_another_agents_sweep_does_not_take_a_file_that_is_being_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sweep finds the file before it is locked."""
+    lock, num_sweeps = fcntl.flock, 0
+
+    def sweep_first(fd: int, operation: int) -> None:
+        nonlocal num_sweeps
+        if num_sweeps < 2:
+            num_sweeps += 1
+            sweep_named_files()
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
+    fd, path = named_file(0, 4096)
+    assert num_sweeps == 2 and os.fstat(fd).st_nlink == 1
+    sweep_named_files()
+    assert Path(path).exists(), "it is locked"
+    os.close(fd)
+    sweep_named_files()
+    assert not Path(path).exists()
 
 
 def open_memory() -> int:
