@@ -343,7 +343,7 @@ class NodeAgent(RelayEndpoints):
             size_bytes,
             mode=run.spec.options.memory,
             named=named,
-            is_current=lambda: run.require_plan().session == session,
+            is_current=lambda: run.machine.plan is not None and run.machine.plan.session == session,
             pool=self._node.disk_io,
         )
         return arena.grant()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena
 from ray_ckpt.actors.agent.coding import damaged_parity
@@ -35,6 +36,7 @@ from ray_ckpt.transport.wire import FileName, PutRequest
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow
 
 COPY_BLOCK_BYTES = 8 << 20  # bytes sent between two checks that the arena still holds the attempt
+_Reader: TypeAlias = Callable[[NodeRun, AttemptId, str], Iterator[memoryview]]  # of a file's bytes
 DRAIN_SPREAD_S = 0.5  # longest random wait before an upload, so that nodes do not all retry at once
 
 
@@ -144,7 +146,7 @@ def send_copy(
     held = holding(run, effect.attempt, effect.node_index)
     directory, endpoint = effect.attempt.directory, run.endpoints[effect.holder]
 
-    def outgoing(file: FileEntry) -> Outgoing:
+    def outgoing(file: FileEntry, read: _Reader) -> Outgoing:
         name = FileName(run_uid=run.run_uid, directory=directory, file=file.name)
         request = PutRequest(
             name=name,
@@ -153,18 +155,19 @@ def send_copy(
             epoch=effect.epoch,
             like=like_here(run, directory, file) if effect.may_link else "",
         )
-        return Outgoing(request=request, chunks=partial(_wanted_bytes, run, effect.attempt, file.name))
+        return Outgoing(request=request, chunks=partial(_wanted_bytes, run, effect.attempt, file.name, read))
 
     shared_bytes = 0
     for batch in (
         held.fragment.files,
         (held.entry,),
     ):  # a stored fragment implies that its files are stored too
-        files = [outgoing(file) for file in batch]
         with copies.one():
             try:
+                files = [outgoing(file, _stored_bytes) for file in batch]
                 shared_bytes += send_files(endpoint, credentials, files, limiter=run.limiter)
-            except _Recaptured:  # the second try reads the file from the disk
+            except _Recaptured:  # other ranks may capture next, so the second try reads no arena
+                files = [outgoing(file, _bytes_on_disk) for file in batch]
                 shared_bytes += send_files(endpoint, credentials, files, limiter=run.limiter)
     return sum(file.size_bytes for file in (*held.fragment.files, held.entry)) - shared_bytes, shared_bytes
 
@@ -289,9 +292,9 @@ class _Recaptured(Exception):
     """Raised if a rank captured into an arena while the arena was being sent."""
 
 
-def _wanted_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memoryview]:
+def _wanted_bytes(run: NodeRun, attempt: AttemptId, file: str, read: _Reader) -> Iterator[memoryview]:
     """Yield a file's bytes. Unavailable once its checkpoint is being deleted, to free the link."""
-    for block in _stored_bytes(run, attempt, file):
+    for block in read(run, attempt, file):
         if run.machine.is_deleted(attempt.attempt):
             raise Unavailable(f"step {attempt.step} is being deleted here")
         yield block
@@ -316,4 +319,8 @@ def _stored_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memor
             offset += COPY_BLOCK_BYTES
         if offset >= len(data):
             return
+    yield from _bytes_on_disk(run, attempt, file, offset)
+
+
+def _bytes_on_disk(run: NodeRun, attempt: AttemptId, file: str, offset: int = 0) -> Iterator[memoryview]:
     yield from read_blocks_direct(run.staging.path(run.run_uid, attempt.directory, file), offset)

@@ -17,6 +17,7 @@ from ray_ckpt.core.gauges import gauges
 from ray_ckpt.core.maintenance import Maintenance
 from ray_ckpt.core.missing_ranks import MissingRanks
 from ray_ckpt.core.progress import SessionProgress
+from ray_ckpt.core.retention import RetentionView, decide_at_end, pinned_by, policies_of
 from ray_ckpt.core.save_intervals import SaveIntervals
 from ray_ckpt.core.save_times import SaveTimes
 from ray_ckpt.core.saves import Saves
@@ -191,18 +192,32 @@ class MachineView:
         """Return the nodes that the group at work or a live checkpoint needs.
 
         These are the nodes on which the group runs or is being opened, the holders of its copies, and the
-        nodes that hold open attempts or checkpoints which are not durable. While no group is at work, of the
-        checkpoints only the one from which the next group would resume counts.
+        nodes that hold open attempts, uploads under way, or checkpoints which are not durable; while no group
+        is at work, only `_kept_alone` of the latter.
         """
         context = self._parts.context
         nodes = {
             n for node in (context.plan.nodes if context.plan else ()) for n in (node.node_id, *node.holders)
         }
         nodes |= self._parts.sessions.opening_nodes
-        kept = context.history.live() if context.plan else context.history.lineage()[-1:]
+        kept = context.history.live() if context.plan else self._kept_alone()
         alone = [c.id.attempt for c in kept if c.level < Level.DURABLE]
+        alone += [drain.attempt for drain in self.drains_underway]
         alone += self._parts.saves.open()
         return frozenset(nodes.union(*(context.holders.anywhere(attempt) for attempt in alone)))
+
+    def _kept_alone(self) -> Iterator[CheckpointInfo]:
+        """Yield the checkpoints that are kept while no group is at work.
+
+        These are the one from which the next group would resume, pinned ones, and once the run has finished
+        those that are to be uploaded before its nodes are emptied.
+        """
+        context, history = self._parts.context, self._parts.context.history
+        yield from history.lineage()[-1:]
+        yield from (c for c in history.live() if pinned_by(c, context.wall_s))
+        if self.end_cause == "finished":
+            view = RetentionView(live=history.live(), lineage=history.lineage(), now_s=context.wall_s)
+            yield from (d.checkpoint for d in decide_at_end(view, policies_of(context.options)) if d.kept)
 
     # -- metrics -----------------------------------------------------------------------------------
 

@@ -212,7 +212,9 @@ class NodeMachine:
     def _on_save_failed(self, event: n.SaveFailed) -> Iterator[n.NodeEffect]:
         name = event.attempt.attempt
         yield n.Release(attempt=event.attempt, rank=event.rank)
-        if name not in self.outcomes:
+        if name in self.outcomes:
+            yield from self._written_late(event.attempt)
+        else:
             yield n.ReportRefused(attempt=event.attempt, ranks=(event.rank,), reason=event.reason)
             yield from self._settle(event.attempt, None, Unavailable(event.reason))
 

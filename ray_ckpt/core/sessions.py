@@ -431,6 +431,9 @@ class Sessions:
         if plan is None or event.session_key != plan.session_key:
             yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
             return
+        if self._sent_go == plan.session_key:  # the node did not get the answer
+            yield m.Reply(token=event.token, value=None)
+            return
         self._restored[event.node_id] = event
         self._note_first()
         if len(self._restored) < len(plan.nodes):

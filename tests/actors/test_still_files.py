@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from ray_ckpt.actors.agent import files
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, shard_file
@@ -21,6 +23,7 @@ from ray_ckpt.storage.local import files as files_module
 from ray_ckpt.storage.log_store import Unsupported
 from ray_ckpt.storage.remote.file_store import PosixFiles
 from ray_ckpt.transport.client import PeerClient
+from ray_ckpt.transport.sending import send_files
 from tests.support.still_nodes import STILL_FILE, StillNode, attempt
 from tests.transport.peers import UID
 
@@ -171,6 +174,26 @@ def test_a_holder_links_what_it_has_and_gets_the_rest(make: Callable[..., StillN
     assert sent[0][1] == 0 and sent[0][0] > still_bytes
     assert sent[1][1] == still_bytes and sent[1][0] < 20_000
     assert b.inode(1) == b.inode(2) and b.steps() == [1, 2] and b.scrub(2).damage == ()
+
+
+def test_the_second_try_of_a_copy_reads_no_arena(
+    make: Callable[..., StillNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks capture a little after the one whose capture ended the first try."""
+    a, b = make("a"), make("b")
+    a.save(1, BASE, head(1))
+    send, tries = send_files, Counter[int]()
+
+    def recaptured_once(*arguments: Any, **options: Any) -> int:
+        tries[len(arguments[2])] += 1
+        if tries[len(arguments[2])] == 1:
+            raise files._Recaptured
+        return send(*arguments, **options)
+
+    monkeypatch.setattr(files, "send_files", recaptured_once)
+    monkeypatch.setattr(files, "_stored_bytes", lambda *_: pytest.fail("an arena is read"))
+    a.send(1, b)
+    assert b.steps() == [1] and b.scrub(1).damage == ()
 
 
 def test_a_holder_without_the_shard_gets_all_bytes(make: Callable[..., StillNode]) -> None:

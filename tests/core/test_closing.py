@@ -106,6 +106,26 @@ def test_what_a_pin_or_a_policy_keeps_is_drained_before_the_nodes_are_emptied() 
     assert of((*effects, *rest(run, GRACE_S)), m.PutAway)
 
 
+def test_nodes_are_needed_until_what_is_kept_was_uploaded() -> None:
+    """Agents end on nodes that are not needed, and the nodes may go with the only copies."""
+    run = finished(keep_best=("loss", "max", 1))
+    assert run.machine.view.needed_nodes() == frozenset("ab")
+    effects = run.tick(GRACE_S)
+    assert {drain.attempt.step for drain in of(effects, m.Drain)} == {10}
+    assert run.machine.view.needed_nodes() == frozenset("ab")
+    carry_out(run, effects)
+    assert run.machine.view.needed_nodes() == frozenset()
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_the_holders_of_what_is_pinned_are_needed_after_the_end(has_failed: bool) -> None:
+    run = finished(has_failed=has_failed)
+    assert run.machine.view.needed_nodes() == frozenset()
+    (second,) = [c for c in run.machine.history.live() if c.step == 20]
+    run.feed(m.PinRequested(token="pin", attempt=second.id.attempt, owner="paper", expires_at_s=None))
+    assert run.machine.view.needed_nodes() == frozenset("ab")
+
+
 def test_what_is_needed_and_cannot_be_drained_stays_where_it_is() -> None:
     run = finished()
     (second,) = [c for c in run.machine.history.live() if c.step == 20]

@@ -16,7 +16,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Metric, Sample
 from ray_ckpt.types import SaveFacts
-from tests.core.driver import START_S, Harness
+from tests.core.driver import START_S, Harness, one
 
 
 def reported(run: Harness, step: int, *, saved: int = -1, since_s: float = 0.0, stall_s: float = 0.0) -> None:
@@ -348,3 +348,13 @@ def test_a_session_that_made_no_step_after_another_runs_ends_where_it_began() ->
     (ended,) = ends(run)
     assert (ended.step, ended.first_at_s, ended.last_at_s) == (50_000, None, None)
     assert run.plan.resume is None, "the next one begins as this one did"
+
+
+def test_a_node_that_did_not_get_the_answer_to_its_restore_is_answered_again() -> None:
+    """The other nodes do not report once more."""
+    run = Harness("ab")
+    run.feed(run.group("ab"))
+    run.feed(run.restored("a"), run.restored("b"))
+    effects = run.feed(run.restored("a"))
+    assert one(effects, m.Reply).token == "restored-a"
+    assert run.machine.view.is_training
