@@ -248,7 +248,7 @@ class RayLink:
                 raise error
             try:
                 self._handle = ray.get_actor(names.agent_name(self._node), namespace=names.NAMESPACE)
-            except ValueError:
+            except (ValueError, ray.exceptions.RayError):
                 raise Unavailable(f"Node {self._node[:12]} has no agent at the moment.") from None
         return self._handle
 
@@ -364,7 +364,7 @@ class RayLink:
 
     def recover(self) -> None:
         self._handle = None
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, ray.exceptions.RayError):
             handle = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
             self._recovery = _future_of(handle.restart_agent.remote(self._node, self._group))
 

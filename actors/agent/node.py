@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import ray
@@ -118,9 +119,10 @@ class Node:
         """Call the coordinator without a relay."""
         for _ in range(2):  # the second try has a new handle, for a coordinator that was restarted
             if self._coordinator is None:
+                find = partial(ray.get_actor, names.COORDINATOR, namespace=names.NAMESPACE)
                 try:
-                    self._coordinator = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
-                except ValueError:
+                    self._coordinator = await asyncio.to_thread(find)  # for a minute, if Ray does not answer
+                except (ValueError, ray.exceptions.RayError):
                     break
             try:
                 return await getattr(self._coordinator, method).remote(*args)

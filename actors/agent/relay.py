@@ -74,7 +74,7 @@ class OtherAgents:
 def _look_up(nodes: Iterable[str]) -> dict[str, Any]:
     found = {}
     for node in nodes:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, ray.exceptions.RayError):
             found[node] = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
     return found
 

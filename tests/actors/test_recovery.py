@@ -1,4 +1,4 @@
-"""What a coordinator does after calls to agents or to Ray have failed, or an agent has been replaced."""
+"""What services and ranks do after calls to agents or to Ray have failed, or an agent has been replaced."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any, cast
 import pytest
 import ray
 
+from ray_ckpt.actors.agent.node import Node
+from ray_ckpt.actors.agent.relay import OtherAgents
+from ray_ckpt.actors.client import RayLink
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.opening import RunOpener
 from ray_ckpt.actors.coordinator.ports import RayPorts
 from ray_ckpt.actors.coordinator.recovery import Recovery
-from ray_ckpt.actors.messages import OpenedRun, RunSpec, ServiceCard
+from ray_ckpt.actors.messages import Joined, OpenedRun, RunSpec, ServiceCard
 from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.engine.ports import AgentDied, Answered, Call, OpenOnNode
+from ray_ckpt.errors import Unavailable
 from tests.actors.test_shutdown import SPEC, make_engine, training
 
 
@@ -118,3 +122,21 @@ def test_a_run_is_taken_over_after_an_error_of_ray(monkeypatch: pytest.MonkeyPat
         return opened
 
     assert asyncio.run(take_over()) == ["gpt", "gpt"]
+
+
+def test_what_ray_does_not_find_is_unavailable_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other error would end work of an agent in the background, or the training."""
+
+    def no_answer(name: str, namespace: str) -> None:
+        raise ray.exceptions.RaySystemError(f"no answer about {name}")
+
+    engine = make_engine()
+    monkeypatch.setattr(ray, "get_actor", no_answer)
+    monkeypatch.setattr(RayLink, "_named", lambda link: False)
+    with pytest.raises(Unavailable):
+        asyncio.run(Node("a", engine.agents.keys)._request("overview"))
+    assert asyncio.run(OtherAgents().find(["a"])) == {}
+    link = RayLink(Joined(run_uid="0" * 32, spec=SPEC, world_size=1, nodes={0: "a"}, origin=None), 0)
+    link.recover()
+    with pytest.raises(Unavailable):
+        link.ticket()
