@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from jobs.bench.context import Context
-from jobs.bench.row import Reference, Row
+from jobs.bench.row import Reference, Row, core_rates
 from ray_ckpt.format.galois import Bytes, StripeSum, solve
 from ray_ckpt.restore.parity import WINDOW_BYTES
 
@@ -36,7 +35,7 @@ def rows(context: Context) -> Iterator[Row]:
         name="parity-code",
         what=f"GB/s of a core, bytes of {MEMBERS} members into P and Q",
         unit="GB/s",
-        samples=_rates(code, MEMBERS, times, context.repeat),
+        samples=core_rates(code, MEMBERS * WINDOW_BYTES, times, context.repeat),
         reference=Reference(name="limit", samples=(GB_PER_S,)),
         reach=">= 1",
     )
@@ -44,7 +43,7 @@ def rows(context: Context) -> Iterator[Row]:
         name="parity-compute",
         what="GB/s of a core, bytes of two lost members from P, Q and the other four",
         unit="GB/s",
-        samples=_rates(compute, len(LOST), times, context.repeat),
+        samples=core_rates(compute, len(LOST) * WINDOW_BYTES, times, context.repeat),
     )
 
 
@@ -56,15 +55,3 @@ def _sum(members: list[Bytes] | list[Bytes | None], index: int) -> Bytes:
         if member is not None:
             found.add(0, member.data)
     return found.finish()
-
-
-def _rates(work: Callable[[], object], num_members: int, times: int, repeat: int) -> tuple[float, ...]:
-    """Return GB/s of this thread's CPU time, `repeat` samples of `times` windows."""
-    work()
-    found = []
-    for _ in range(repeat):
-        start_s = time.thread_time()
-        for _ in range(times):
-            work()
-        found.append(num_members * WINDOW_BYTES * times / (time.thread_time() - start_s) / 1e9)
-    return tuple(found)

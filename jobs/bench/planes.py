@@ -7,7 +7,6 @@ the CPU time of one thread.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import zstandard
 
 from jobs.bench.context import Context
-from jobs.bench.row import Reference, Row
+from jobs.bench.row import Reference, Row, core_rates
 from jobs.model.gpt import GPT, next_byte_loss
 from jobs.model.text import cut_blocks, read_text
 from ray_ckpt.format import zstd
@@ -86,7 +85,7 @@ def _rows(name: str, raw: bytes, context: Context) -> Iterator[Row]:
         ),
     )
     for side, least, own, other in sides:
-        found = [_rates(work, len(raw), times, context.repeat) for work in (own, other)]
+        found = [core_rates(work, len(raw), times, context.repeat) for work in (own, other)]
         yield Row(
             name=f"planes-{name}-{side}",
             what=f"GB/s of a core {'into' if side == 'up' else 'out of'} byte planes, {name}",
@@ -105,15 +104,3 @@ def _rows(name: str, raw: bytes, context: Context) -> Iterator[Row]:
 
 def _starts(raw: bytes) -> range:
     return range(0, len(raw), zstd.FRAME_BYTES)
-
-
-def _rates(work: Callable[[], object], size_bytes: int, times: int, repeat: int) -> tuple[float, ...]:
-    """Return GB/s of this thread's CPU time, `repeat` samples of `times` calls."""
-    work()
-    found = []
-    for _ in range(repeat):
-        start_s = time.thread_time()
-        for _ in range(times):
-            work()
-        found.append(size_bytes * times / (time.thread_time() - start_s) / 1e9)
-    return tuple(found)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -142,3 +143,15 @@ def spread(samples: tuple[float, ...]) -> float | None:
     """Return the largest sample less the smallest, over the median; None for a single sample."""
     middle = median(samples) if len(samples) > 1 else 0.0
     return (max(samples) - min(samples)) / middle if middle else None
+
+
+def core_rates(work: Callable[[], object], size_bytes: int, times: int, repeat: int) -> tuple[float, ...]:
+    """Return GB/s of this thread's CPU time, `repeat` samples of `times` calls for `size_bytes` each."""
+    work()
+    found = []
+    for _ in range(repeat):
+        start_s = time.thread_time()
+        for _ in range(times):
+            work()
+        found.append(size_bytes * times / (time.thread_time() - start_s) / 1e9)
+    return tuple(found)
