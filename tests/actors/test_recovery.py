@@ -1,4 +1,4 @@
-"""What services and ranks do after calls to agents or to Ray have failed, or an agent has been replaced."""
+"""Services and ranks go on after failed calls to agents or to Ray, and after an agent was replaced."""
 
 from __future__ import annotations
 
