@@ -109,7 +109,7 @@ class TestCreates:
         log, creates = new_log(kind, strict), two_for_each_name(names, seed=1)
         fault = strict.add_fault(Fault(match=CREATES, action=DropAfter(), every=2))
         outcomes = race(log, creates)
-        assert strict.faults_fired()[fault] >= 1.8 * names
+        assert strict.faults_fired()[fault] >= len(creates) // 2  # each create is at least one request
         strict.clear_faults()
         assert set(outcomes) == {CreateResult.OK, CreateResult.EXISTS}
         assert outcomes.count(CreateResult.OK) == names
