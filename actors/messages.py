@@ -233,7 +233,7 @@ class RunView:
 
     `state` is "opening" until the log of the run is claimed, then "restoring" until all ranks have their
     state, then "training"; "gone" if the launcher died without ending the run; "finished", or "failed" if the
-    launcher gave the run up; "idle" without a group.
+    launcher gave the run up or has been dead for about a minute; "idle" without a group.
     """
 
     name: str

@@ -8,6 +8,7 @@ from the queue.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Literal
@@ -59,15 +60,18 @@ class _Task:
     requested_s: float  # monotonic time; so is `begun_s`
     begun_s: float | None = None
     todo: set[int]
-    waiting: set[int]  # fragments of `todo` that no node uploads now
+    waiting: set[int]  # fragments of `todo` to be uploaded as soon as the drain has its turn and a source
+    paused: list[tuple[float, int]] = field(default_factory=list)  # heap of next try (monotonic), fragment
     running: dict[int, str] = field(default_factory=dict)  # node_index -> node that uploads the fragment
+    unchecked: set[int]  # fragments of `waiting` and `paused` that may have no source
+    removals: int  # `Holders.removals` when all fragments were last checked
     tries: dict[int, int] = field(default_factory=dict)
     like: str | None = None  # folder of a durable checkpoint that may have the same shards; None: not chosen
     most_tries: int = 0  # the maximum of `tries`, stored because each event reads it
-    not_before_s: dict[int, float] = field(default_factory=dict)
     damaged: dict[int, dict[str, str]] = field(default_factory=dict)  # node_index -> node -> the node's error
     descriptions: int = 0  # tries of writing the description
     describe_at_s: float | None = None  # None: fragments are missing, or the description is being written
+    is_other: bool = False  # all items are uploaded, but not from the fragments that were committed
 
     @property
     def is_started(self) -> bool:
@@ -77,12 +81,17 @@ class _Task:
     def is_stuck(self) -> bool:
         return max(self.descriptions, self.most_tries) > PATIENT_TRIES
 
-    @property
-    def is_other(self) -> bool:
-        """True if all items are uploaded, but not from the fragments that were committed."""
-        sources = [part.source for part in self.parts.values()]
-        is_whole = bool(self.items) and not self.todo
-        return is_whole and root_digest(sources) != self.checkpoint.root_digest
+    def resume(self, now_s: float) -> None:
+        """Let the fragments wait whose pause is over."""
+        while self.paused and self.paused[0][0] <= now_s:
+            self.waiting.add(heapq.heappop(self.paused)[1])
+
+    def uploads_ended(self, now_s: float) -> None:
+        """Note that all fragments are uploaded; call when the last one is."""
+        self.describe_at_s = now_s
+        if self.items:
+            sources = root_digest(part.source for part in self.parts.values())
+            self.is_other = sources != self.checkpoint.root_digest
 
     def exported(self) -> Exported | None:
         """Return the record of a complete upload of items; None for a drain."""
@@ -173,9 +182,14 @@ class Drains:
         if name in self._tasks:
             return
         parts = range(checkpoint.num_nodes)
-        items = self._context.options.exported_items if self._are_of_items else ""
         self._tasks[name] = _Task(
-            checkpoint=checkpoint, items=items, requested_s=now_s, todo=set(parts), waiting=set(parts)
+            checkpoint=checkpoint,
+            items=self._context.options.exported_items if self._are_of_items else "",
+            requested_s=now_s,
+            todo=set(parts),
+            waiting=set(parts),
+            unchecked=set(parts),
+            removals=self._context.holders.removals(name),
         )
         if len(self._tasks) > self._max_tasks:
             del self._tasks[min(self._tasks, key=self._worth)]
@@ -190,10 +204,11 @@ class Drains:
         now_s = self._context.now_s
         for task in sorted(self._tasks.values(), key=self._turn)[: self._max_active]:
             given = set[int]()
+            task.resume(now_s)
             for index in sorted(task.waiting):
                 nodes = self._sources(task, index)
                 tries = task.tries.get(index, 0)
-                if nodes and now_s >= task.not_before_s.get(index, 0.0):
+                if nodes:
                     task.tries[index] = tries + 1
                     task.most_tries = max(task.most_tries, tries + 1)
                     task.begun_s = now_s if task.begun_s is None else task.begun_s
@@ -248,8 +263,8 @@ class Drains:
                 self._put_off(name)
                 yield task.checkpoint, "a node has another version of a fragment than the one committed"
                 continue
-            lacking = next((index for index in task.waiting if not self._sources(task, index)), None)
-            if lacking is None or self._is_computed(task, lacking):
+            lacking = self._lacking(task)
+            if lacking is None:
                 continue
             del self._tasks[name]
             reason = "no live node holds all of it"
@@ -259,10 +274,21 @@ class Drains:
                 reason = f"fragment {lacking} is damaged on every node that has it, {nodes}: {errors}"
             yield task.checkpoint, reason
 
+    def _lacking(self, task: _Task) -> int | None:
+        """Return a fragment without a source now or later, or None; look only where a source may be gone."""
+        removals = self._context.holders.removals(task.checkpoint.id.attempt)
+        if removals != task.removals:
+            task.removals, task.unchecked = removals, task.todo - task.running.keys()
+        lacking = {index for index in task.unchecked if not self._sources(task, index)}
+        task.unchecked = {index for index in lacking if self._is_computed(task, index)}
+        return min(lacking - task.unchecked, default=None)
+
     def _is_computed(self, task: _Task, index: int) -> bool:
-        """Return True if repair will compute a fragment, which no node holds, from its parity group."""
+        """Return True if repair, which a group needs, will compute a fragment from its parity group."""
         holders, name = self._context.holders, task.checkpoint.id.attempt
-        return not holders.of(name, index) and index in computed_members(holders.places(name))
+        if self._context.plan is None or holders.of(name, index):
+            return False
+        return index in computed_members(holders.places(name))
 
     def _put_off(self, name: str) -> None:
         now_s = self._context.now_s
@@ -280,13 +306,14 @@ class Drains:
                 task.parts[index] = event.part
             task.todo.discard(index)
             if not task.todo:
-                task.describe_at_s = self._context.now_s
+                task.uploads_ended(self._context.now_s)
             return
-        task.waiting.add(index)
+        task.unchecked.add(index)
         if event.is_damage:
             task.damaged.setdefault(index, {})[event.node_id] = event.error
+            task.waiting.add(index)
         else:
-            task.not_before_s[index] = self._context.now_s + _pause_s(task.tries[index])
+            heapq.heappush(task.paused, (self._context.now_s + _pause_s(task.tries[index]), index))
 
     def described(self, event: DescriptionWritten) -> None:
         """Note the result of a description: after success or damage end its drain, else try again later."""
@@ -305,12 +332,14 @@ class Drains:
     def lost(self, nodes: Set[str]) -> None:
         """End the uploads of dead nodes without counting a try, because the store did not fail."""
         for task in self._tasks.values():
-            for index, node in list(task.running.items()):
-                if node in nodes:
-                    del task.running[index]
-                    task.waiting.add(index)
-                    task.tries[index] -= 1
-                    task.most_tries = max(task.tries.values())
+            ended = {index for index, node in task.running.items() if node in nodes}
+            for index in ended:
+                del task.running[index]
+                task.tries[index] -= 1
+            if ended:
+                task.waiting |= ended
+                task.unchecked |= ended
+                task.most_tries = max(task.tries.values())
 
 
 def _pause_s(tries: int) -> float:

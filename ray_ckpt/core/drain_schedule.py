@@ -79,7 +79,7 @@ class DrainSchedule:
     def rescue(self) -> Iterator[m.Effect]:
         """Drain the newest checkpoint if all live nodes will leave soon, as only the storage path remains."""
         context, lineage = self._context, self._context.history.lineage()
-        if context.holders.live - context.draining or not lineage:
+        if not context.holders.live <= context.draining or not lineage:
             return
         ends = [at_s for node, at_s in context.leaves_at_s.items() if node in context.holders.live]
         fits = not ends or context.now_s + self._intervals.drain_s <= max(ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Set
 
 from ray_ckpt.core.parity_files import ParityFiles, computed_members, fatal_nodes, lost_members, tolerance
@@ -21,6 +22,7 @@ class Holders:
         self.bad_remote: set[str] = set()  # live attempts whose copy on the storage path is damaged
         self._nodes: dict[str, dict[int, set[str]]] = {}  # attempt -> fragment -> nodes
         self._fragments: dict[str, dict[str, set[int]]] = {}  # the same as attempt -> node -> fragments
+        self._removals = Counter[str]()  # by attempt
         self._tried: dict[str, set[str]] = {}  # attempt -> nodes that may have files of a failed copy
         self._taken: dict[str, set[tuple[int, str]]] = {}  # attempt -> damaged copies that were removed
         self._disks: dict[str, str] = {}  # disk -> the node on which the disk was last found
@@ -128,8 +130,13 @@ class Holders:
         if (node_index, node) not in self._taken.get(attempt, ()):
             self.add(attempt, node_index, node)
 
+    def removals(self, attempt: str) -> int:
+        """Return a count that grows whenever copies of an attempt are removed from the registry."""
+        return self._removals[attempt]
+
     def remove(self, attempt: str, node_index: int, node: str) -> None:
         """Remove a copy from the registry, because the copy is damaged."""
+        self._removals[attempt] += 1
         self._taken.setdefault(attempt, set()).add((node_index, node))
         held = self._fragments.get(attempt, {})
         if node_index in held.get(node, ()):
@@ -140,6 +147,7 @@ class Holders:
 
     def remove_all(self, attempt: str, node: str) -> None:
         """Remove the copies of an attempt on a node from the registry, because they are evicted."""
+        self._removals[attempt] += 1
         for node_index in self._fragments.get(attempt, {}).pop(node, ()):
             self._nodes[attempt][node_index].discard(node)
         self.parity.remove_all(attempt, node)
@@ -147,6 +155,7 @@ class Holders:
     def forget(self, attempt: str) -> None:
         self._nodes.pop(attempt, None)
         self._fragments.pop(attempt, None)
+        self._removals.pop(attempt, None)
         self._tried.pop(attempt, None)
         self._taken.pop(attempt, None)
         self.parity.forget(attempt)

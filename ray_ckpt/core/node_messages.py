@@ -196,7 +196,7 @@ class SalvageOrdered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReleased:
-    """The launcher has ended the run; this session and all earlier sessions are over. Checkpoints stay."""
+    """The launcher has ended the run or is dead; this session and all earlier ones are over. Files stay."""
 
     session_key: SessionKey
     is_finished: bool  # the launcher has not given the run up, so the run will be put away

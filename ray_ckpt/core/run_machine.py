@@ -374,11 +374,20 @@ class RunMachine:
         yield from self._sessions.opened(event)
         yield from self._saves.recover(event.inventories)
 
-    def _on_owner_died(self, event: m.OwnerDied) -> Iterable[m.Effect]:
+    def _on_owner_died(self, event: m.OwnerDied) -> Iterator[m.Effect]:
+        """Record the end of a dead launcher's session; when told again after its saves, end its group.
+
+        Its newest checkpoint is drained, as that of a run that failed is.
+        """
         is_at_work = event.owner == self._sessions.owner and not self._finishing.ends_group
-        if is_at_work and self._ledger.is_settled:
-            self._session_end.end("launcher", live=self._context.holders.live)
-        return ()
+        if not is_at_work or not self._ledger.is_settled:
+            return
+        if self._session_end.end("launcher", live=self._context.holders.live) or self._attempts:
+            return
+        self._finishing.ended("launcher")
+        yield from self._sessions.end(RunSuperseded("The launcher has died."))
+        if (lineage := self.history.lineage()) and lineage[-1].level < Level.DURABLE:
+            yield from self._drain_schedule.bring(lineage[-1])
 
     def _on_inventory_taken(self, event: m.InventoryTaken) -> Iterator[m.Effect]:
         if self._sessions.inventory_taken(event):

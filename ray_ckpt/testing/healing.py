@@ -52,6 +52,7 @@ class Healing:
         self._check_zombies()
         for name in list(world.launchers):
             world.kill_launcher(name)
+        self._check_dead_owner()
         last = world.launchers["last"] = Launcher("last", HOME)
         attempt = self._train(last)
         self._finish(last)
@@ -60,6 +61,21 @@ class Healing:
             last.error, attempt = None, self._save_twice(last)
             self._finish(last)
         self._check_end(last, attempt)
+
+    def _check_dead_owner(self) -> None:
+        """Check in some schedules that the group of a dead launcher ends, so that nodes free its memory."""
+        world, owner = self._world, self._owner()
+        if owner and not world.launchers[owner].is_job and self._schedule.chance.random() < 0.5:
+            for _ in range(ROUNDS):
+                self._rest(LONG_S)
+                if not self._owner():
+                    return
+            raise Violation(f"P7: the group of {owner}, which is dead, does not end")
+
+    def _owner(self) -> str:
+        """Return the launcher that has the run in the home cluster; "" if there is none."""
+        process = self._world.process_of(HOME)
+        return process.machine.view.owner if process is not None else ""
 
     def _finish(self, launcher: Launcher) -> None:
         """Request the last checkpoint on the storage path, and wait for the answer."""

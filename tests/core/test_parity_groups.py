@@ -224,6 +224,25 @@ def test_a_lost_member_is_made_again_before_its_parity() -> None:
     assert run.machine.view.exposure()
 
 
+def test_a_drain_waits_for_a_computed_member_only_while_a_group_computes_it() -> None:
+    run = harness("abcdef", remote_every=1)
+    codes, drains = [], []
+    for step in (10, 20):
+        effects = run.save(step)
+        codes += of(effects, m.Code)
+        drains += of(run.feed(*map(coded, of(effects, m.Code))), m.Drain)
+    for drain in drains:
+        if (drain.attempt.step, drain.node_index) != (10, 1):
+            written = of(run.drained(drain), m.WriteDescription)
+    run.lose("b")
+    run.feed(*(m.DescriptionWritten(attempt=write.checkpoint.id, error=None) for write in written))
+    assert [drain.step for drain in run.machine.view.drains_underway] == [10]
+    run.feed(m.FinishRequested(token="end", ends_group=True))
+    run.tick(1.0)
+    assert not run.machine.view.drains_underway
+    assert any("Step 10 did not reach the storage path" in w.text for w in of(run.transcript, m.Warn))
+
+
 def test_a_checkpoint_that_was_saved_without_parity_gets_it() -> None:
     run = Harness(NODES, remote_every=1000, replicas=0)
     run.open(NODES)

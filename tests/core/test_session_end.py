@@ -16,7 +16,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Metric, Sample
 from ray_ckpt.types import SaveFacts
-from tests.core.driver import START_S, Harness, one
+from tests.core.driver import START_S, Harness, of, one
 
 
 def reported(run: Harness, step: int, *, saved: int = -1, since_s: float = 0.0, stall_s: float = 0.0) -> None:
@@ -119,6 +119,27 @@ def test_a_dead_launcher_keeps_no_repair_waiting_for_the_log() -> None:
     run.confirm()
     run.feed(m.OwnerDied(owner=run.plan.owner))
     assert [ended.cause for ended in ends(run)] == ["launcher"]
+
+
+def test_a_dead_launchers_group_ends_once_its_saves_have() -> None:
+    """Its nodes are no longer needed, and agents free the memory of its captures."""
+    run = Harness("ab", attempt_timeout_s=60.0, remote_every=1000)
+    run.open("ab")
+    run.save(10)
+    run.feed(run.stored(run.attempt(20), "a"))
+    owner = run.plan.owner
+    for _ in range(2):
+        run.feed(m.OwnerDied(owner=owner))
+        assert run.machine.view.owner == owner, "one node has stored the step, and the other may"
+    assert not of(run.transcript, m.Drain)
+    run.tick(61.0)
+    effects = run.feed(m.OwnerDied(owner=owner))
+    assert not run.machine.view.owner and run.machine.view.end_cause == "launcher"
+    assert {drain.attempt.step for drain in of(effects, m.Drain)} == {10}, "as a run that failed does"
+    run.drain_all(effects)
+    assert not run.machine.view.needed_nodes() and not run.machine.is_closing
+    run.open("ab")
+    assert run.machine.view.end_cause is None
 
 
 @pytest.mark.parametrize("node", ["", "b"])

@@ -331,6 +331,20 @@ def a_session_ends_with_its_job(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LauncherWatch, "seen", seen)
 
 
+def a_dead_launchers_group_stays(patch: pytest.MonkeyPatch) -> None:
+    """The machine hears of a launcher's death once, which ends the session but not its group."""
+    real, told = RunMachine.handle, set[tuple[int, str]]()
+
+    def handle(self: RunMachine, event: m.Event) -> tuple[m.Effect, ...]:
+        if isinstance(event, m.OwnerDied):
+            if (id(self), event.owner) in told:
+                return ()
+            told.add((id(self), event.owner))
+        return real(self, event)
+
+    patch.setattr(RunMachine, "handle", handle)
+
+
 def parts_in_the_order_in_which_they_come(patch: pytest.MonkeyPatch) -> None:
     """The ranks of a group are not in the order of its parts."""
     real = Groups.join
@@ -602,6 +616,7 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (nobody_looks_for_the_other_launcher, "P7"),
     (a_session_ends_with_its_launcher, "P7"),
     (a_session_ends_with_its_job, "P7"),
+    (a_dead_launchers_group_stays, "P7"),
     (parts_in_the_order_in_which_they_come, "P7"),
     (a_part_keeps_the_nodes_of_its_first_try, "P7"),
     (nodes_of_a_group_count_as_idle, "P7"),
