@@ -243,7 +243,7 @@ class NodeAgent(RelayEndpoints):
 
         `like` is as in the order `Drain`.
 
-        CorruptionError if a file on this node is damaged, OSError if the store or the disk fails.
+        CorruptionError if a file on this node is damaged or missing, OSError if the store or the disk fails.
         """
         run = self._runs.get(run_uid)
         await run.obey(n.EpochSeen(epoch=epoch))
@@ -255,7 +255,7 @@ class NodeAgent(RelayEndpoints):
     ) -> ItemsPart:
         """Upload some items of one fragment from this node, in files of their own.
 
-        CorruptionError if a file on this node is damaged, OSError if the store or the disk fails.
+        CorruptionError if a file on this node is damaged or missing, OSError if the store or the disk fails.
         """
         run, copies = self._runs.get(run_uid), self._node.copies
         await run.obey(n.EpochSeen(epoch=epoch))

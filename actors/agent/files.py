@@ -19,7 +19,7 @@ from ray_ckpt.actors.agent.run import NodeRun, require
 from ray_ckpt.actors.agent.still_files import has_remotely, like_here, store_still
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import Inventory, ScrubResult, StoredFragment, StoredParity
-from ray_ckpt.errors import Unavailable
+from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import STILL, fragment_file, is_still_name, shard_file, shard_files, state_file
@@ -215,7 +215,7 @@ def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
     """
     try:
         num_nodes = holding(run, attempt, node_index).fragment.num_nodes
-    except Unavailable:
+    except CheckpointError:
         return ScrubResult(damage=(f"fragment {node_index} is not complete here",))
     path = partial(run.staging.path, run.run_uid, attempt.directory)
     damaged = verify_fragment(path, node_index, num_nodes) + damaged_parity(run, attempt, node_index)
@@ -233,7 +233,7 @@ def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
 def put_fragment(run: NodeRun, fragment: Fragment) -> FileEntry:
     """Write the last file of a node's part of a save, and return its entry.
 
-    Unavailable if a scrub has meanwhile taken away a file that the save shares with an earlier checkpoint.
+    CorruptionError if a scrub has meanwhile taken away a file that the save shares with an earlier one.
     """
     name, data = fragment_file(fragment.node_index, fragment.num_nodes), encode_fragment(fragment)
     run.staging.put(run.run_uid, fragment.attempt.directory, name, [data])
@@ -245,11 +245,16 @@ def put_fragment(run: NodeRun, fragment: Fragment) -> FileEntry:
 
 
 def holding(run: NodeRun, attempt: AttemptId, node_index: int) -> Holding:
-    """Return a complete fragment on this node, else raise Unavailable."""
+    """Return a complete fragment on this node.
+
+    CorruptionError if the fragment or a file that it lists is missing, Unavailable if it is being deleted.
+    """
     for held in run.staging.holdings(run.run_uid, directory=attempt.directory):
         if held.fragment.attempt == attempt and held.fragment.node_index == node_index:
             return held
-    raise Unavailable(f"fragment {node_index} of step {attempt.step} is not on its node any more")
+    text = f"fragment {node_index} of step {attempt.step} is not on its node any more"
+    # A deletion is noted before it removes the first file.
+    raise Unavailable(text) if run.machine.is_deleted(attempt.attempt) else CorruptionError(text)
 
 
 def inventory(run: NodeRun) -> Inventory:

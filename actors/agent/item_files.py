@@ -43,7 +43,7 @@ def upload_items(
     """Upload these items of a fragment on this node, the fragment that lists them last.
 
     Equal fragments and items give equal files, so any holder may do this, also twice. CorruptionError if a
-    file on this node is damaged, OSError if the store or the disk fails.
+    file on this node is damaged or missing, OSError if the store or the disk fails.
     """
     time.sleep(random.uniform(0.0, DRAIN_SPREAD_S))
     held = holding(run, attempt, node_index)

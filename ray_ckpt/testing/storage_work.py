@@ -44,8 +44,10 @@ class StorageWork(Nodes):
         bad = node.disk.bad_still_files(copy) if is_here else []
         bad = [file for file in bad if not self.storage.has_like(drain.like, attempt.directory, file)]
         if not is_here or bad or copy in node.disk.rotten:
-            text = "it is damaged" if is_here else "not here"
-            return None, Failure(text=text, is_damage=is_here, is_dead=node.agent is None)
+            if node.agent is None:
+                return None, Failure(text="the agent died", is_dead=True)
+            is_damage = is_here or not node.agent.machine.is_deleted(attempt.attempt)
+            return None, Failure(text="it is damaged" if is_here else "not here", is_damage=is_damage)
         if fate == "lost":
             self.storage.leave_upload(attempt, index, drain.items, self.now_s)
             return None, Failure(text="the agent died")

@@ -239,6 +239,16 @@ def test_other_fragments_on_the_storage_path_are_not_described(
     assert not (folder(run) / "checkpoint.json").exists()
 
 
+def test_an_upload_of_a_fragment_that_lacks_a_file_finds_damage(
+    run: SampleRun, disks: list[Disks], tier: RemoteTier
+) -> None:
+    saved = run.checkpoints[STEP]
+    disks[0].path(saved.attempt.run_uid, saved.attempt.directory, names.state_file(0, 4)).unlink()
+    with pytest.raises(CorruptionError, match="fragment 0 of step 20 is not on its node any more"):
+        upload_parts(saved, disks, tier)
+    assert not folder(run).exists()
+
+
 def test_an_upload_stops_when_its_checkpoint_is_deleted(
     run: SampleRun, disks: list[Disks], tier: RemoteTier
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ray_ckpt.actors.agent import files
-from ray_ckpt.errors import Unavailable
+from ray_ckpt.errors import CorruptionError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, shard_file
 from ray_ckpt.storage.local import files as files_module
@@ -357,10 +357,30 @@ def test_a_save_after_the_quarantine_writes_a_new_file(node: StillNode) -> None:
     assert not node.save(3, BASE, head(3)).shared_bytes and node.scrub(3).damage == ()
 
 
+@pytest.mark.parametrize("file", [MOVING, STILL_FILE, fragment_file(0, 1)])
+def test_an_upload_of_a_copy_that_lacks_a_file_finds_damage(node: StillNode, file: str) -> None:
+    node.save(1, BASE, head(1))
+    node.path(1, file).unlink()
+    with pytest.raises(CorruptionError, match="fragment 0 of step 1 is not on its node any more"):
+        node.upload(1)
+    assert node.scrub(1).damage, "the coordinator has the copy read, and counts it no more"
+
+
+def test_an_upload_of_a_copy_that_is_being_deleted_finds_no_damage(node: StillNode) -> None:
+    for step in (1, 2):
+        node.save(step, BASE, head(step))
+    node.run.machine.is_deleted = {attempt(1).attempt, attempt(2).attempt}.__contains__
+    node.run.staging.delete(UID, attempt(1).directory)
+    with pytest.raises(Unavailable, match="fragment 0 of step 1 is not on its node any more"):
+        node.upload(1)
+    with pytest.raises(Unavailable, match="step 2 is being deleted here"):
+        node.upload(2)
+
+
 def test_a_save_whose_shared_file_a_scrub_takes_away_before_its_end_fails(node: StillNode) -> None:
     node.save(1, BASE, head(1))
     flip(node.path(1))
     stored = node.capture(2, BASE, head(2))
     assert stored.shared_bytes and node.scrub(1).damage == (STILL_FILE,)
-    with pytest.raises(Unavailable, match="step 2 is not on its node any more"):
+    with pytest.raises(CorruptionError, match="step 2 is not on its node any more"):
         node.complete(2, stored)
