@@ -76,9 +76,9 @@ class Closing:
                 yield m.Evict(attempt=checkpoint.id, node_id=node)
 
     def _is_safe(self, checkpoint: CheckpointInfo) -> bool:
-        """Return True if a checkpoint is on the storage path and no damage is known there."""
-        is_bad = checkpoint.id.attempt in self._context.holders.bad_remote
-        return checkpoint.level >= Level.DURABLE and not is_bad
+        """Return True if a checkpoint is on the storage path and no damage is known or suspected there."""
+        is_unsafe = checkpoint.id.attempt in self._context.holders.unsafe_remote
+        return checkpoint.level >= Level.DURABLE and not is_unsafe
 
     def begin(self) -> m.PutAway:
         """Order all nodes to forget the run; call only if nothing is under way and no record waits."""

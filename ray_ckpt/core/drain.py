@@ -231,15 +231,17 @@ class Drains:
                 yield WriteDescription(checkpoint=checkpoint, exported=task.exported())
 
     def _like(self, task: _Task) -> str:
-        """Return the folder of the newest durable checkpoint; "" for a drain that replaces a damaged copy."""
-        bad = self._context.holders.bad_remote
+        """Return the folder of the newest durable checkpoint; "" if the drained one may be damaged there."""
+        unsafe = self._context.holders.unsafe_remote
+        if task.checkpoint.id.attempt in unsafe:
+            return ""
         if task.like is None:
             durable = (
                 c.id
                 for c in reversed(self._context.history.live())
-                if c.level is Level.DURABLE and c.id.attempt not in bad and c.id != task.checkpoint.id
+                if c.level is Level.DURABLE and c.id.attempt not in unsafe and c.id != task.checkpoint.id
             )
-            found = None if task.checkpoint.id.attempt in bad else next(durable, None)
+            found = next(durable, None)
             task.like = "" if found is None else found.directory
         return task.like
 

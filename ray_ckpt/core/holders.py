@@ -20,6 +20,7 @@ class Holders:
         self.live: frozenset[str] = frozenset()
         self.parity = ParityFiles()
         self.bad_remote: set[str] = set()  # live attempts whose copy on the storage path is damaged
+        self.suspect_remote: set[str] = set()  # live attempts that may share damaged files there
         self._nodes: dict[str, dict[int, set[str]]] = {}  # attempt -> fragment -> nodes
         self._fragments: dict[str, dict[str, set[int]]] = {}  # the same as attempt -> node -> fragments
         self._removals = Counter[str]()  # by attempt
@@ -116,6 +117,11 @@ class Holders:
         """Return True if every part of a checkpoint can be read from a live node or the storage path."""
         is_remote = checkpoint.level >= Level.DURABLE and checkpoint.id.attempt not in self.bad_remote
         return is_remote or self.has_all(checkpoint)
+
+    @property
+    def unsafe_remote(self) -> set[str]:
+        """Attempts whose copy on the storage path is damaged or may be; their copies on nodes stay."""
+        return self.bad_remote | self.suspect_remote
 
     def count(self, attempt: str, node: str) -> int:
         """Return the number of the attempt's fragments that a node holds."""

@@ -192,8 +192,8 @@ class MachineView:
         """Return the nodes that the group at work or a live checkpoint needs.
 
         These are the nodes on which the group runs or is being opened, the holders of its copies, and the
-        nodes that hold open attempts, uploads under way, or checkpoints which are not durable; while no group
-        is at work, only `_kept_alone` of the latter.
+        nodes that hold open attempts, uploads under way, or checkpoints which are not durable or may be
+        damaged on the storage path; while no group is at work, only `_kept_alone` of the latter.
         """
         context = self._parts.context
         nodes = {
@@ -201,7 +201,8 @@ class MachineView:
         }
         nodes |= self._parts.sessions.opening_nodes
         kept = context.history.live() if context.plan else self._kept_alone()
-        alone = [c.id.attempt for c in kept if c.level < Level.DURABLE]
+        unsafe = context.holders.unsafe_remote
+        alone = [c.id.attempt for c in kept if c.level < Level.DURABLE or c.id.attempt in unsafe]
         alone += [drain.attempt for drain in self.drains_underway]
         alone += self._parts.saves.open()
         return frozenset(nodes.union(*(context.holders.anywhere(attempt) for attempt in alone)))

@@ -21,7 +21,7 @@ from ray_ckpt.core.retention import RetentionView, choose_evictions, choose_evic
 from ray_ckpt.core.scrub import Scrubs
 from ray_ckpt.core.values import DiskSpace
 from ray_ckpt.format import records as r
-from ray_ckpt.format.names import PARITY_PREFIX
+from ray_ckpt.format.names import PARITY_PREFIX, is_still_name
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
 MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
@@ -149,12 +149,13 @@ class Maintenance:
                 context.ledger.append(step)
             else:
                 yield step
+        context.holders.suspect_remote = set(self._scrubs.suspect_remote)
 
     def _evict(self, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
         """Evict durable checkpoints from nodes: all but the last `keep_local`, and more if a disk is full."""
         context, options = self._context, self._context.options
         history = context.history
-        stay = {*busy, *context.holders.bad_remote}
+        stay = {*busy, *context.holders.unsafe_remote}
         view = RetentionView(live=history.live(), lineage=history.lineage(), now_s=wall_s, busy=stay)
         for attempt in choose_evictions(view, keep_local=options.keep_local):
             for node in sorted(context.holders.anywhere(attempt)):
@@ -231,18 +232,20 @@ class Maintenance:
 
     def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
         """Note the end of a scrub; warn of a damaged copy and do not count this copy any more."""
+        was_suspect = event.node_index in self._scrubs.suspect_remote.get(event.attempt.attempt, ())
         self._scrubs.ended(event)
         where = "the storage path" if event.place == m.REMOTE else f"node {event.place[:12]}"
         if event.damage:
             files = ", ".join(event.damage[:5])
             yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} is damaged: {files}.")
             if event.place == m.REMOTE:
-                self._found_remote(event)
+                self._found_remote(event, was_suspect)
             else:
                 self._found_on_node(event.attempt, event.node_index, event.place, event.damage)
                 for attempt, node_index in event.shared:
                     yield m.Warn(text=f"Step {attempt.step}: the copy on {where} is damaged: {files}.")
                     self._found_on_node(attempt, node_index, event.place, event.damage)
+        self._context.holders.suspect_remote = set(self._scrubs.suspect_remote)
 
     def _found_on_node(self, attempt: AttemptId, node_index: int, node: str, damage: Sequence[str]) -> None:
         """Stop to count a damaged fragment, or parity file, on a node."""
@@ -258,7 +261,7 @@ class Maintenance:
             self._context.holders.remove(attempt.attempt, node_index, node)
         self._next_s = 0.0  # the repair is due at once
 
-    def _found_remote(self, event: m.ScrubEnded) -> None:
+    def _found_remote(self, event: m.ScrubEnded, was_suspect: bool) -> None:
         bad = self._context.holders.bad_remote
         bad.add(event.attempt.attempt)
         self._bad_remote = {attempt: parts for attempt, parts in self._bad_remote.items() if attempt in bad}
@@ -266,6 +269,23 @@ class Maintenance:
         if event.node_index not in parts:  # count each damaged fragment once
             parts.add(event.node_index)
             self._context.measure(telemetry.CORRUPT, place=m.REMOTE)
+            if not was_suspect:  # else all that may share its files are suspects too, or were read since
+                self._suspect_sharers(event)
+
+    def _suspect_sharers(self, event: m.ScrubEnded) -> None:
+        """Let all fragments be read that may share a damaged still file on the storage path.
+
+        Uploads that are under way are included, since they may have been ordered to share this file.
+        """
+        history, bad = self._context.history, self._context.holders.bad_remote
+        known = history.checkpoints.get(event.attempt.attempt)
+        if known is None or not any(map(is_still_name, event.damage)):
+            return
+        for other in history.live():
+            if other.num_nodes == known.num_nodes and other.id.attempt not in bad:
+                scrub = m.Scrub(attempt=other.id, node_index=event.node_index, place=m.REMOTE)
+                self._scrubs.suspect(scrub)
+        self._next_s = 0.0
 
     def uploaded(self, attempt: str) -> None:
         """Note that a checkpoint is complete and undamaged on the storage path."""

@@ -7,7 +7,8 @@ never verified. The run machine appends the `Verified` that ends a good round; f
 coordinator computes which checkpoints are due. If a coordinator dies during a round, the next coordinator
 begins the round anew.
 
-A copy that an upload or a restore found damaged is read at once, before all rounds and without a budget.
+A copy that an upload or a restore found damaged is read at once, before all rounds and without a budget. So
+are fragments on the storage path that may share a damaged still file there (`suspect_remote`), after them.
 
 A node puts a damaged copy into quarantine. The run machine removes the node from the holders, so that repair
 makes a new copy; after damage on the storage path, the machine drains the checkpoint again. The round
@@ -18,14 +19,14 @@ continues, to find all damage at once, but does not verify the checkpoint. The c
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.messages import REMOTE, Scrub, ScrubEnded
 from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.format.records import Verified
-from ray_ckpt.types import CheckpointInfo, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
 SCRUB_TIMEOUT_S = 1800.0  # after this time a read counts as failed: 60 GB at 33 MB/s, from a busy disk
 MAX_TRIES = 3  # failed reads of one copy; after these a round cannot verify the checkpoint
@@ -78,9 +79,11 @@ class Scrubs:
         self._suspects = {
             scrub: tries
             for scrub, tries in self._suspects.items()
-            if scrub.attempt in known and _is_there(scrub, holders) and tries < MAX_TRIES
+            if scrub.attempt in known and _is_there(scrub, holders)
+            if tries < MAX_TRIES or scrub.place == REMOTE
         }
-        if suspect := next(iter(self._suspects), None):
+        durable = {c.id for c in live if c.level >= Level.DURABLE}
+        if suspect := self._next_suspect(durable):
             self._suspects[suspect] += 1
             self._running, self._is_of_round, self._started_s = suspect, False, now_s
             yield suspect
@@ -102,8 +105,29 @@ class Scrubs:
             yield scrub
 
     def suspect(self, scrub: Scrub) -> None:
-        """Read this copy next."""
+        """Read this copy next; on the storage path, once its checkpoint is durable.
+
+        A copy on the storage path stays a suspect until it has been read, if need be in a round.
+        """
         self._suspects[scrub] = 0
+
+    @property
+    def suspect_remote(self) -> dict[str, set[int]]:
+        """Fragments that are to be read on the storage path, by attempt; some are still on the way there."""
+        found: dict[str, set[int]] = {}
+        for scrub in self._suspects:
+            if scrub.place == REMOTE:
+                found.setdefault(scrub.attempt.attempt, set()).add(scrub.node_index)
+        return found
+
+    def _next_suspect(self, durable: Set[AttemptId]) -> Scrub | None:
+        """Return a suspect to read now, one on a node first: the next save there would link its bytes."""
+        ready = (
+            scrub
+            for scrub, tries in self._suspects.items()
+            if tries < MAX_TRIES and (scrub.place != REMOTE or scrub.attempt in durable)
+        )
+        return min(ready, key=lambda scrub: scrub.place == REMOTE, default=None)
 
     def ended(self, event: ScrubEnded) -> None:
         """Record that a copy was read; a late report of damage counts too."""
@@ -148,12 +172,13 @@ class Scrubs:
     ) -> _Round | None:
         """Return a round for the due checkpoint verified longest ago that has a source, or None."""
         self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}
+        suspects = self.suspect_remote
         due = [
             c
             for c in live
             if abs(wall_s - _last_s(c)) >= every_s  # a time in the far future came from a wrong clock
-            and c.id.attempt not in self._not_before_s
-            and holders.can_serve(c)
+            or (c.level >= Level.DURABLE and c.id.attempt in suspects)
+            if c.id.attempt not in self._not_before_s and holders.can_serve(c)
         ]
         if not due:
             return None

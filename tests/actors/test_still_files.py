@@ -9,6 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ray_ckpt.errors import CorruptionError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, shard_file
 from ray_ckpt.storage.local import files as files_module
+from ray_ckpt.storage.local.scrub import verify_stored
 from ray_ckpt.storage.log_store import Unsupported
 from ray_ckpt.storage.remote.file_store import PosixFiles
 from ray_ckpt.transport.client import PeerClient
@@ -339,6 +341,28 @@ def test_a_flip_in_a_shared_file_is_found_in_every_checkpoint_and_repaired(
         a.send(step, b, may_link=False)
     assert b.steps() == [1, 2, 3] and len({b.inode(step) for step in (1, 2, 3)}) == 3
     assert all(b.scrub(step).damage == () for step in (1, 2, 3))
+
+
+def test_a_flip_on_the_storage_path_is_in_every_link_and_an_upload_without_links_replaces_it(
+    node: StillNode,
+) -> None:
+    for step, like in ((1, None), (2, 1), (3, None)):
+        node.save(step, BASE, head(step))
+        node.upload(step, like)
+    folder = Path(node.run.remote.files.where) / "checkpoints"
+    stored = {step: folder / attempt(step).directory / STILL_FILE for step in (1, 2, 3)}
+    assert stored[1].samefile(stored[2]) and not stored[1].samefile(stored[3])
+    flip(stored[1])
+
+    def damaged() -> list[int]:
+        blocks = {step: partial(node.run.remote.blocks, attempt(step).directory) for step in stored}
+        return [step for step, read in blocks.items() if verify_stored(read, 0, 1)]
+
+    assert damaged() == [1, 2]
+    node.upload(1)
+    assert damaged() == [2], "the other link has the old bytes"
+    node.upload(2, like=3)
+    assert damaged() == [] and stored[2].samefile(stored[3])
 
 
 def test_damage_to_a_file_of_its_own_concerns_one_checkpoint(node: StillNode) -> None:

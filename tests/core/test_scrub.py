@@ -212,6 +212,21 @@ def test_a_round_reads_a_copy_again_that_became_a_suspect_while_its_read_failed(
     assert next_of(scrubs, live, holders) == "", "one copy was never read"
 
 
+def test_a_suspect_on_the_storage_path_is_read_after_those_on_nodes_and_once_it_is_durable() -> None:
+    scrubs, holders = Scrubs(), holders_of("a", {7: ("a",), 8: ("a",)})
+    live = [checkpoint(7, level=Level.DURABLE), checkpoint(8)]
+    for step, place in ((8, REMOTE), (7, REMOTE), (8, "a")):
+        scrubs.suspect(Scrub(attempt=checkpoint(step).id, node_index=0, place=place))
+    for name in ("8.0 a", "7.0 remote"):
+        assert next_of(scrubs, live, holders, wall_s=0.0) == name
+        scrubs.ended(ended(name))
+    assert next_of(scrubs, live, holders, wall_s=0.0) == "" and len(scrubs.suspect_remote) == 1
+    live[1] = checkpoint(8, level=Level.DURABLE)
+    assert next_of(scrubs, live, holders, wall_s=0.0) == "8.0 remote"
+    scrubs.ended(ended("8.0 remote", "shard"))
+    assert not scrubs.suspect_remote
+
+
 def test_a_suspect_without_a_checkpoint_or_a_holder_is_forgotten() -> None:
     scrubs, holders = Scrubs(), holders_of("a", {7: ("a",)})
     scrubs.suspect(Scrub(attempt=checkpoint(7).id, node_index=0, place="b"))
