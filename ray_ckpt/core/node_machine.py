@@ -82,14 +82,15 @@ class NodeMachine:
     def outcome(self, attempt: AttemptId, level: Level) -> n.SaveOutcome | None:
         """Return the outcome of an attempt that has reached `level` or is dropped, else None.
 
-        An attempt of a session that is over has no other outcome. It may still reach a level above LOCAL.
+        An attempt of a session that is over has no other outcome. It may still reach a level above LOCAL, but
+        no caller waits for that once the run is released.
         """
         known, is_unknown = self.outcomes.get(attempt.attempt), attempt.attempt not in self._saves
-        is_over = self.is_over((attempt.epoch, attempt.session))
-        if known is None and is_unknown and is_over and level is Level.LOCAL:
+        is_settled = known is not None and (known.error is not None or (known.level or 0) >= level)
+        is_lost = self.is_released or (known is None and is_unknown and level is Level.LOCAL)
+        if not is_settled and is_lost and self.is_over((attempt.epoch, attempt.session)):
             error = RunSuperseded(f"Step {attempt.step} is of a session that has ended.")
             return n.SaveOutcome(level=None, error=error)
-        is_settled = known is not None and (known.error is not None or (known.level or 0) >= level)
         return known if is_settled else None
 
     def is_over(self, session_key: SessionKey) -> bool:
@@ -135,6 +136,8 @@ class NodeMachine:
         if self.plan is None or self.plan.session_key <= event.session_key:
             self._ended = max(self._ended, event.session_key)
             self.is_released, self.is_finished = True, event.is_finished
+            error = RunSuperseded("The launcher has ended the run.")
+            yield n.EndSession(session=event.session_key[1], error=error)
             yield n.FreeMemory()
 
     def _on_run_put_away(self, event: n.RunPutAway) -> Iterator[n.NodeEffect]:

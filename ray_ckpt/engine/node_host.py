@@ -233,6 +233,7 @@ class NodeHost:
                     self.session.fail(error)
                     self.session = None
                 self._end_session(session, error)
+                self._reply_outcomes(*self._outcomes)
             case n.FreeMemory():
                 ports.free()
             case n.RefuseOrder(epoch=epoch):

@@ -499,7 +499,7 @@ def _note_order(agent: Agent, order: n.Order) -> None:
     match order:
         case n.SessionStarted(plan=plan):
             agent.began = max(agent.began, plan.session_key)
-        case n.SessionEnded(session_key=key):
+        case n.SessionEnded(session_key=key) | n.RunReleased(session_key=key):
             agent.ended = max(agent.ended, key)
         case n.RunPutAway():
             agent.ended = max(agent.ended, agent.began)

@@ -255,6 +255,9 @@ class Nodes:
                 case n.SessionStarted(plan=plan), EndAwaited(session=session):
                     is_for = call.plan.session_key < plan.session_key and session < plan.session
                     text = f"the end of session {session}"
+                case n.RunReleased(session_key=key), waiting if node.agent.machine.is_released:
+                    is_for = call.plan.session_key <= key
+                    text = f"the end of the run, for which {type(waiting).__name__} waits"
                 case _:
                     continue
             must(not is_for, "P7", f"ranks on {node.name} are not sent {text}")

@@ -385,7 +385,8 @@ def test_a_run_is_released_only_after_its_last_session() -> None:
     late = n.RunReleased(session_key=(0, 1), is_finished=True, epoch=1)
     assert machine.handle(late) == () and not machine.is_released
     released = replace(late, session_key=(0, 2))
-    assert machine.handle(released) == (n.FreeMemory(),)
+    end, free = machine.handle(released)
+    assert isinstance(end, n.EndSession) and (end.session, free) == (2, n.FreeMemory())
     assert (machine.is_released, machine.is_finished, machine.plan) == (True, True, plan(2))
     assert machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1)) == (), "a repeated order"
     assert machine.is_released

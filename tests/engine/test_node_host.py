@@ -13,8 +13,10 @@ from ray_ckpt.core.progress import PROGRESS_GATHER_S, fresh_s, progress_period_s
 from ray_ckpt.core.values import RankProgress
 from ray_ckpt.engine.node_host import PROBE_EVERY_S, PROBE_FOR_S
 from ray_ckpt.engine.node_ports import (
+    AskAwaited,
     CallerLeft,
     EndAwaited,
+    NodeHostEvent,
     OutcomeAwaited,
     PeerProbed,
     ProbePeer,
@@ -22,6 +24,7 @@ from ray_ckpt.engine.node_ports import (
     RankProgressed,
     RankRestored,
     SessionAwaited,
+    SurvivorCame,
 )
 from ray_ckpt.engine.node_session import (
     BARRIER_GATHER_S,
@@ -209,6 +212,74 @@ def test_ranks_wait_for_the_first_session_and_a_new_one_frees_the_memory_of_the_
     story.start()
     story.start(1)
     assert story.ports.memory == ["begin 1", "show nothing"], "once"
+
+
+# -- the end of a run --------------------------------------------------------------------------------
+
+RELEASED = n.RunReleased(session_key=(0, 1), is_finished=False, epoch=1)
+CALLS: dict[str, NodeHostEvent] = {
+    "end": EndAwaited(token="end", session=1),
+    "question": AskAwaited(token="question", session=1),
+    "offer": SurvivorCame(token="offer", session=1, rank=0, step=3),
+    "barrier": met("barrier", 0),
+    "restore": restored("restore", 0),
+    "save": OutcomeAwaited(token="save", attempt=attempt(10), level=Level.LOCAL),
+    "level": OutcomeAwaited(token="level", attempt=attempt(20), level=Level.REPLICATED),
+    "lost save": OutcomeAwaited(token="lost save", attempt=attempt(30), level=Level.LOCAL),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_waits_ends_when_the_run_is_released(call: str) -> None:
+    """The ranks of a run that has failed are dead, and Ray would keep their calls for good."""
+    story = started()
+    story.host.handle(sealed(attempt(10), 0))  # and never by rank 1
+    story.order("committed", published(attempt(20), Level.LOCAL))
+    story.host.handle(CALLS[call])
+    assert went(story, call) == ["waits"]
+    late = n.RunReleased(session_key=(0, 0), is_finished=False, epoch=1)
+    assert story.order("late", late) is None and went(story, call) == ["waits"], "another session is at work"
+    assert story.order("over", RELEASED) is None
+    answer = story.ports.replies[call]
+    if isinstance(answer, n.SaveOutcome):
+        assert answer.level is None
+        answer = answer.error
+    assert answer is False if call == "question" else isinstance(answer, RunSuperseded)
+    story.order("again", RELEASED)
+    story.start(2)  # no call is answered twice
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_after_the_release_of_its_run_does_not_wait(call: str) -> None:
+    story = started()
+    story.host.handle(sealed(attempt(10), 0))
+    story.order("over", RELEASED)
+    story.host.handle(CALLS[call])
+    assert went(story, call) != ["waits"]
+
+
+def test_a_released_run_has_no_timers_and_reports_nothing() -> None:
+    story = started()
+    story.host.handle(restored("restore", 0), met("barrier", 0))
+    story.host.handle(RankProgressed(session=1, rank=0, progress=RankProgress(step=1, saved_step=-1)))
+    story.order("over", RELEASED)
+    story.wait(max(RESTORED_AGAIN_S, BARRIER_GATHER_S, PROGRESS_GATHER_S))
+    assert not story.ports.timers and not story.ports.reports
+
+
+def test_the_release_of_a_run_ends_no_save_and_lets_the_next_session_begin() -> None:
+    """A save that is being written may still be complete, and the next group then continues from it."""
+    story, at = started(), attempt(10)
+    story.host.handle(sealed(at, 0), sealed(at, 1))
+    story.order("over", RELEASED)
+    assert story.ports.memory == ["free"]
+    story.host.handle(written(at, 0), written(at, 1))
+    story.host.handle(n.FragmentWritten(attempt=at, entry=MANIFEST))
+    (stored,) = story.ports.reports
+    assert isinstance(stored, m.NodeStored)
+    story.host.handle(SessionAwaited(token="early"), EndAwaited(token="next", session=2))
+    story.start(2)
+    assert went(story, "early", "next") == [None, "waits"]
 
 
 # -- reports -----------------------------------------------------------------------------------------

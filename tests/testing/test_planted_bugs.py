@@ -536,6 +536,16 @@ def the_end_of_a_session_wakes_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NodeHost, "_reply_ends", reply)
 
 
+def the_end_of_a_run_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
+    """The ranks of a run that has ended wait for good."""
+
+    def change(machine: NodeMachine, event: Any, effect: Any) -> Iterator[Any]:
+        if not isinstance(event, n.RunReleased) or not isinstance(effect, n.EndSession):
+            yield effect
+
+    plant_effects(patch, NodeMachine, change)
+
+
 def a_node_comes_to_a_barrier_with_its_first_rank(patch: pytest.MonkeyPatch) -> None:
     """A node reports all its ranks at a barrier when one of them comes."""
     real = NodeSession._came
@@ -638,6 +648,7 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (an_outcome_wakes_nobody, "P7"),
     (the_end_of_a_session_wakes_nobody, "P7"),
     (the_end_of_a_session_wakes_all, "P7"),
+    (the_end_of_a_run_wakes_nobody, "P7"),
     (a_node_comes_to_a_barrier_with_its_first_rank, "P9"),
     (a_node_answers_its_ranks_at_a_barrier_itself, "P9"),
     (ranks_train_when_those_of_their_node_have_restored, "P3|P7"),
