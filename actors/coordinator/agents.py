@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Mapping, Set
 from concurrent.futures import Executor
@@ -43,6 +44,7 @@ class Agents:
         self.keys = keys
         self.service = uuid.uuid4().hex
         self.cards: dict[str, AgentCard] = {}  # by node, of agents that have answered
+        self.silent: dict[str, float] = {}  # nodes whose agents `ask` has not reached -> when (monotonic)
         self.cluster = NodeList(control_io)
         self.num_changes = 0  # of addresses
         self._actors: dict[str, Any] = {}
@@ -69,17 +71,26 @@ class Agents:
         prefix = names.AGENT_PREFIX
         nodes = {a["name"].removeprefix(prefix) for a in actors if a["name"].startswith(prefix)}
         live = sorted(nodes.intersection(await self.live_nodes()))
-        found = [card for card in await asyncio.gather(*map(self._find, live)) if card is not None]
+        found = [card for card in await asyncio.gather(*map(self.ask, live)) if card is not None]
         for card in found:
             self.keys, self.service = card.keys, card.service
         return tuple(found)
 
-    async def _find(self, node: str) -> ServiceCard | None:
+    async def ask(self, node: str) -> ServiceCard | None:
+        """Return the service and the runs of an agent that was started by an earlier coordinator.
+
+        None if the agent is dead; also if it does not answer, and then its node is in `silent`.
+        """
+        self.silent.pop(node, None)
+        find = partial(ray.get_actor, names.agent_name(node), namespace=names.NAMESPACE)
         try:
-            agent = ray.get_actor(names.agent_name(node), namespace=names.NAMESPACE)
+            agent = await in_thread(self._control_io, find)
             found: ServiceCard = await asyncio.wait_for(agent.describe.remote(), AGENT_CALL_S)
-            self._add(await agent.card.remote())
-        except (ray.exceptions.RayError, ValueError, TimeoutError):
+            self._add(await asyncio.wait_for(agent.card.remote(), AGENT_CALL_S))
+        except (ray.exceptions.ActorDiedError, ray.exceptions.RayTaskError, ValueError):
+            return None
+        except (ray.exceptions.RayError, TimeoutError):
+            self.silent[node] = time.monotonic()
             return None
         self._actors[node] = agent
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from dataclasses import replace
 
 import ray
@@ -18,12 +19,15 @@ from ray_ckpt.errors import CheckpointError, RunConflict, RunSuperseded
 log = logging.getLogger("ray_ckpt.coordinator")
 
 TAKE_OVER_AGAIN_S = 5.0  # until a restarted coordinator again tries to open a log
+ASK_AGAIN_S = 60.0  # until an agent that has not answered is asked again for its runs
+MAX_ASKED = 64  # agents that are asked again at a time; each answer may have a plan of 0.6 MB
 
 
 class Recovery:
     """Recovery of a restarted coordinator; the first call of `ready` begins the recovery.
 
-    A coordinator finds the groups at work by the agents, or by a rank if all agents of a group are lost.
+    A coordinator finds the groups at work by the agents, or by a rank if all agents of a group are lost. It
+    asks agents that do not answer again.
     """
 
     def __init__(self, engine: Engine, opener: RunOpener) -> None:
@@ -48,6 +52,41 @@ class Recovery:
                 runs[run.spec.key] = replace(newest, epoch=epoch)
         for run in runs.values():
             self._engine.spawn(self._take_up(run))
+        if self._engine.agents.silent:
+            self._engine.spawn(self._ask_silent())
+
+    async def _ask_silent(self) -> None:
+        """Ask the agents that have not answered again, until each of them has answered or is dead."""
+        silent = self._engine.agents.silent
+        while silent and not self._engine.runs.is_ending:
+            now_s = time.monotonic()
+            due = [node for node, asked_s in silent.items() if now_s - asked_s >= ASK_AGAIN_S]
+            await asyncio.gather(*map(self._ask, due[:MAX_ASKED]))
+            if not due:
+                await asyncio.sleep(ASK_AGAIN_S - (now_s - min(silent.values())))
+
+    async def _ask(self, node: str) -> None:
+        """Ask an agent again, and continue with its runs if it answers."""
+        runs, agents = self._engine.runs, self._engine.agents
+        card = await agents.ask(node)
+        if card is None:
+            return
+        if not (runs.open or runs.past or agents.nodes - {node}):
+            agents.keys, agents.service = card.keys, card.service
+        if card.service != agents.service:
+            log.error("node %s: its agent is of another service, and its runs are left alone", node[:12])
+            return
+        log.warning("node %s: its agent has answered late, with %d run(s)", node[:12], len(card.runs))
+        for run in card.runs:
+            self._engine.spawn(self._take_late(GroupCard(service=card.service, run=run)))
+
+    async def _take_late(self, card: GroupCard) -> None:
+        """Continue with a run of an agent that has answered late, when no attempt to open the run goes on."""
+        key = card.run.spec.key
+        while key in self._claimed or self._engine.runs.turn(key).locked():
+            await asyncio.sleep(TAKE_OVER_AGAIN_S)
+        with contextlib.suppress(RunConflict):
+            await self.find_group(card)
 
     async def find_group(self, card: GroupCard) -> None:
         """Continue with the group of a rank, unless the run has a group or has ended.

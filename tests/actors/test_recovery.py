@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import ray
 
+from ray_ckpt.actors import names
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.relay import OtherAgents
 from ray_ckpt.actors.client import RayLink
@@ -16,10 +20,12 @@ from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.opening import RunOpener
 from ray_ckpt.actors.coordinator.ports import RayPorts
 from ray_ckpt.actors.coordinator.recovery import Recovery
-from ray_ckpt.actors.messages import Joined, OpenedRun, RunSpec, ServiceCard
+from ray_ckpt.actors.messages import AgentCard, Joined, OpenedRun, RunSpec, ServiceCard
 from ray_ckpt.core.values import SessionPlan
-from ray_ckpt.engine.ports import AgentDied, Answered, Call, OpenOnNode
+from ray_ckpt.engine.ports import AgentDied, Answered, Call, GroupFound, OpenOnNode
 from ray_ckpt.errors import Unavailable
+from ray_ckpt.transport.credentials import ServiceKeys
+from tests.actors.test_overview import trained
 from tests.actors.test_shutdown import SPEC, make_engine, training
 
 
@@ -104,6 +110,164 @@ def test_agents_are_looked_for_again_after_an_error_of_ray(monkeypatch: pytest.M
         return tries
 
     assert asyncio.run(look()) == 2
+
+
+ASK_AGAIN_S = 0.2
+
+
+class Restart:
+    """A restarted coordinator that finds agents; they answer as `answer` says, by default with a group."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: str = "a") -> None:
+        keys = ServiceKeys.make(datetime.now(UTC), encrypt=False)
+        plan = trained().machine.plan
+        assert plan is not None
+        self.plan = plan
+        run = OpenedRun(spec=SPEC, run_uid="uid", plan=plan, epoch=1)
+        self.card = ServiceCard(keys=keys, service="old", runs=(run,))
+        self.answer: Callable[[str], ServiceCard] = lambda node: self.card
+        self.asked: list[tuple[str, float]] = []  # node, time (monotonic)
+        self.opened: list[SessionPlan | None] = []  # groups with which runs were opened
+        self.engine = make_engine()
+        self.recovery = Recovery(self.engine, cast(RunOpener, SimpleNamespace(open=self._open)))
+
+        async def live_nodes() -> tuple[str, ...]:
+            return tuple(nodes)
+
+        named = [{"name": names.agent_name(node)} for node in nodes]
+        monkeypatch.setattr("ray.util.list_named_actors", lambda all_namespaces: named)
+        monkeypatch.setattr("ray.get_actor", lambda name, namespace: self._agent(name[-1]))
+        monkeypatch.setattr(self.engine.agents, "live_nodes", live_nodes)
+        monkeypatch.setattr("ray_ckpt.actors.coordinator.recovery.ASK_AGAIN_S", ASK_AGAIN_S)
+        monkeypatch.setattr("ray_ckpt.actors.coordinator.recovery.TAKE_OVER_AGAIN_S", 0.01)
+
+    def nodes_asked(self) -> list[str]:
+        return [node for node, _ in self.asked]
+
+    def _agent(self, node: str) -> Any:
+        async def describe() -> ServiceCard:
+            self.asked.append((node, time.monotonic()))
+            return self.answer(node)
+
+        async def card() -> AgentCard:
+            return AgentCard(node_id=node, endpoint=f"grpc+tls://{node}:1", staging="")
+
+        return SimpleNamespace(describe=SimpleNamespace(remote=describe), card=SimpleNamespace(remote=card))
+
+    async def _open(self, spec: RunSpec, *, found: SessionPlan | None, **_: Any) -> str:
+        self.opened.append(found)
+        return "uid"
+
+
+def no_answer(node: str) -> ServiceCard:
+    raise TimeoutError
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_an_agent_that_does_not_answer_is_asked_again_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that is saved by time alone sends no report by which it could be found."""
+    restart = Restart(monkeypatch)
+
+    async def restarted() -> None:
+        restart.answer = lambda node: restart.card if len(restart.asked) == 3 else no_answer(node)
+        await restart.recovery.ready()
+        await until(lambda: restart.opened)
+        await asyncio.sleep(2 * ASK_AGAIN_S)
+
+    asyncio.run(restarted())
+    assert restart.opened == [restart.plan]
+    first, second, third = (asked_s for _, asked_s in restart.asked)
+    assert min(second - first, third - second) >= ASK_AGAIN_S
+    agents = restart.engine.agents
+    assert (agents.keys, agents.service, set(agents.nodes)) == (restart.card.keys, "old", {"a"})
+
+
+@pytest.mark.parametrize("error", [ray.exceptions.ActorDiedError(), ValueError("no such actor")])
+def test_an_agent_that_has_died_is_not_asked_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    restart = Restart(monkeypatch, "ab")
+
+    def dead(node: str) -> ServiceCard:
+        raise error if node == "a" or len(restart.asked) > 2 else TimeoutError
+
+    async def restarted() -> None:
+        restart.answer = dead
+        await restart.recovery.ready()
+        await until(lambda: len(restart.asked) == 3)
+        await asyncio.sleep(2 * ASK_AGAIN_S)
+
+    asyncio.run(restarted())
+    assert sorted(restart.nodes_asked()) == ["a", "b", "b"]
+    assert not restart.engine.agents.silent and not restart.opened
+
+
+def test_agents_that_do_not_answer_are_asked_again_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    restart = Restart(monkeypatch, "abcde")
+    monkeypatch.setattr("ray_ckpt.actors.coordinator.recovery.MAX_ASKED", 2)
+    ask, asking, most = restart.engine.agents.ask, 0, 0
+
+    async def count(node: str) -> ServiceCard | None:
+        nonlocal asking, most
+        asking += 1
+        most = max(most, asking)
+        await asyncio.sleep(0.01)
+        asking -= 1
+        return await ask(node)
+
+    async def restarted() -> None:
+        restart.answer = no_answer
+        await restart.recovery.ready()
+        monkeypatch.setattr(restart.engine.agents, "ask", count)
+        await until(lambda: len(restart.asked) >= 10)
+
+    asyncio.run(restarted())
+    assert most == 2
+    assert sorted(restart.nodes_asked()[5:10]) == sorted("abcde"), "each in turn"
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "being opened"])
+def test_a_group_that_is_found_late_goes_to_the_run_that_is_open(
+    is_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another agent may have reported the run without its group, or a launcher may have opened it."""
+    restart = Restart(monkeypatch)
+
+    async def restarted() -> list[Any]:
+        restart.answer = no_answer
+        await restart.recovery.ready()
+        restart.engine.agents._actors["b"], restart.engine.agents.service = SimpleNamespace(), "old"
+        restart.answer = lambda node: restart.card
+        async with restart.engine.runs.turn(SPEC.key):
+            if not is_open:
+                await until(lambda: len(restart.asked) == 2)
+                await asyncio.sleep(0.1)
+            training(restart.engine)
+            events = record_events(restart.engine, monkeypatch)
+        await until(lambda: events)
+        return events
+
+    assert asyncio.run(restarted()) == [GroupFound(plan=restart.plan)]
+    assert not restart.opened
+
+
+def test_a_late_agent_of_another_service_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its group would otherwise be ended, as by another cluster."""
+    restart = Restart(monkeypatch)
+
+    async def restarted() -> None:
+        restart.answer = no_answer
+        await restart.recovery.ready()
+        restart.engine.agents._actors["b"] = SimpleNamespace()
+        restart.answer = lambda node: restart.card
+        await until(lambda: "a" in restart.engine.agents.nodes)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(restarted())
+    assert not restart.opened and restart.engine.agents.service != "old"
 
 
 def test_a_run_is_taken_over_after_an_error_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
