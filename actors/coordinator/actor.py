@@ -16,6 +16,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+import ray
+
 from ray_ckpt.actors import names
 from ray_ckpt.actors.agent.priority import collect_seldom, settle_heap
 from ray_ckpt.actors.coordinator.engine import Engine
@@ -81,6 +83,8 @@ class Coordinator:
         self._opener = RunOpener(self.engine, self._watch.start)
         self._recovery = Recovery(self.engine, self._opener)
         self._status = StatusReader(self.engine)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self.engine.spawn(self._recovery.ready())  # agents of a finished run do not call
 
     async def hello(self) -> int:
         """Return the protocol version, once this coordinator is ready."""

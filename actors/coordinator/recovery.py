@@ -24,7 +24,7 @@ MAX_ASKED = 64  # agents that are asked again at a time; each answer may have a 
 
 
 class Recovery:
-    """Recovery of a restarted coordinator; the first call of `ready` begins the recovery.
+    """Recovery of a coordinator, which begins with a restart of its process or the first call of `ready`.
 
     A coordinator finds the groups at work by the agents, or by a rank if all agents of a group are lost. It
     asks agents that do not answer again.
