@@ -62,12 +62,16 @@ class Attempt:
     copies: dict[int, set[str]] = field(default_factory=dict)  # node_index -> other nodes that hold a copy
     versions: dict[int, set[FileEntry]] = field(default_factory=dict)  # node_index -> as nodes list it
     groups: tuple[ParityGroup, ...] = ()  # the parity groups of its nodes
+    _group_of: dict[int, ParityGroup] = field(init=False)  # node_index -> the node's parity group
     coding: dict[int, str] = field(default_factory=dict)  # node_index -> node that makes its parity file
     failed: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes whose copy failed
     stored_s: float = 0.0  # time at which the last node had stored its own files
     commit_s: float = 0.0  # time at which the commit record was decided
     is_salvage: bool = False  # survivors save the step: ranks that do not take part are not missing
     story: list[str] = field(default_factory=list)  # the changes of `state`
+
+    def __post_init__(self) -> None:
+        self._group_of = {member: group for group in self.groups for member in group.members}
 
     def change(self, event: AttemptEvent) -> None:
         """Go to the next state; raise RuntimeError and change nothing if TRANSITIONS has no such pair."""
@@ -104,18 +108,15 @@ class Attempt:
         self.failed.setdefault(node_index, set()).add(holder)
         self._ended(node_index, holder)
         self.copies.setdefault(node_index, set()).discard(holder)
-        others = self.others(node_index, live)
-        if not others:
-            return None
-        self.awaited.setdefault(node_index, set()).add(others[0])
-        return others[0]
+        other = min(self.others(node_index, live), default=None)
+        if other is not None:
+            self.awaited.setdefault(node_index, set()).add(other)
+        return other
 
-    def others(self, node_index: int, live: Set[str]) -> list[str]:
+    def others(self, node_index: int, live: Set[str]) -> Set[str]:
         """Return the nodes of `live` that hold no copy, await no copy and have not failed to take one."""
         taken = (self.failed, self.awaited, self.copies)
-        return sorted(
-            live - {self.nodes[node_index].node_id}.union(*(t.get(node_index, set()) for t in taken))
-        )
+        return live - {self.nodes[node_index].node_id}.union(*(t.get(node_index, set()) for t in taken))
 
     def arrive(self, node_index: int, holder: str) -> None:
         """Note that `holder` has fsynced a copy."""
@@ -144,10 +145,8 @@ class Attempt:
 
     def completed_group(self, node_index: int) -> ParityGroup | None:
         """Return the node's parity group if all of its nodes have stored their files, else None."""
-        for group in self.groups:
-            if node_index in group.members and self.stored.keys() >= set(group.members):
-                return group
-        return None
+        group = self._group_of.get(node_index)
+        return group if group is not None and self.stored.keys() >= set(group.members) else None
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ray_ckpt.core.context import Context, names_of
 from ray_ckpt.core.messages import DescriptionWritten, Drain, DrainEnded, WriteDescription
-from ray_ckpt.core.parity_files import computed_members
+from ray_ckpt.core.parity_files import lost_members
 from ray_ckpt.core.values import ItemsPart
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.format.records import Exported
@@ -290,7 +290,8 @@ class Drains:
         holders, name = self._context.holders, task.checkpoint.id.attempt
         if self._context.plan is None or holders.of(name, index):
             return False
-        return index in computed_members(holders.places(name))
+        places = holders.places_of(name, index)
+        return places is not None and index not in lost_members(places)
 
     def _put_off(self, name: str) -> None:
         now_s = self._context.now_s

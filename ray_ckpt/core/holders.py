@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Set
+from itertools import chain
 
 from ray_ckpt.core.parity_files import ParityFiles, computed_members, fatal_nodes, lost_members, tolerance
 from ray_ckpt.core.values import GroupPlaces, Inventory
@@ -25,6 +26,7 @@ class Holders:
         self._fragments: dict[str, dict[str, set[int]]] = {}  # the same as attempt -> node -> fragments
         self._removals = Counter[str]()  # by attempt
         self._tried: dict[str, set[str]] = {}  # attempt -> nodes that may have files of a failed copy
+        self._lacking: dict[str, int] = {}  # attempt -> fragment with too few copies for the last `tolerates`
         self._taken: dict[str, set[tuple[int, str]]] = {}  # attempt -> damaged copies that were removed
         self._disks: dict[str, str] = {}  # disk -> the node on which the disk was last found
         self._left: set[str] = set()  # nodes whose disk is on another node now: ignore their late reports
@@ -75,15 +77,38 @@ class Holders:
         found += [len(fragments.get(index, ())) - 1 for index in range(num_nodes) if index not in coded]
         return min(found)
 
+    def tolerates(self, attempt: str, num_nodes: int, losses: int) -> bool:
+        """Return True if `num_copies` is at least `losses`.
+
+        The search starts at the fragment that had too few copies in the last one, because it is called for
+        each copy that arrives.
+        """
+        first = self._lacking.get(attempt, 0)
+        for index in chain(range(first, num_nodes), range(first)):
+            group = self.parity.group_of(attempt, index)
+            if group is None:
+                is_enough = len(self.of(attempt, index)) > losses
+            else:  # the first member stands for its group
+                is_enough = index != group.members[0] or tolerance(self._places(attempt, group)) >= losses
+            if not is_enough:
+                self._lacking[attempt] = index
+                return False
+        return True
+
     def places(self, attempt: str) -> tuple[GroupPlaces, ...]:
         """Return the nodes that hold the files of each parity group of an attempt."""
-        return tuple(
-            GroupPlaces(
-                group=group,
-                fragments=tuple(tuple(sorted(self.of(attempt, member))) for member in group.members),
-                parities=tuple(tuple(sorted(self.parity.of(attempt, member))) for member in group.members),
-            )
-            for group in self.parity.groups(attempt)
+        return tuple(self._places(attempt, group) for group in self.parity.groups(attempt))
+
+    def places_of(self, attempt: str, member: int) -> GroupPlaces | None:
+        """Return the nodes that hold the files of a member's parity group; None if it is in no group."""
+        group = self.parity.group_of(attempt, member)
+        return None if group is None else self._places(attempt, group)
+
+    def _places(self, attempt: str, group: ParityGroup) -> GroupPlaces:
+        return GroupPlaces(
+            group=group,
+            fragments=tuple(tuple(sorted(self.of(attempt, member))) for member in group.members),
+            parities=tuple(tuple(sorted(self.parity.of(attempt, member))) for member in group.members),
         )
 
     def has_all(self, checkpoint: CheckpointInfo) -> bool:
@@ -163,6 +188,7 @@ class Holders:
         self._fragments.pop(attempt, None)
         self._removals.pop(attempt, None)
         self._tried.pop(attempt, None)
+        self._lacking.pop(attempt, None)
         self._taken.pop(attempt, None)
         self.parity.forget(attempt)
 

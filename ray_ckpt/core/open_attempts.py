@@ -213,12 +213,14 @@ class OpenAttempts:
 
     def promote_copies(self, checkpoint: CheckpointInfo) -> None:
         """Record copies that arrived after the commit."""
-        context, name = self._context, checkpoint.id.attempt
-        copies = min(context.holders.num_copies(name, checkpoint.num_nodes), context.options.max_losses)
-        if copies > checkpoint.replicas and checkpoint.level < Level.DURABLE:
-            op = r.Promote(attempt=name, level=Level.REPLICATED, replicas=copies)
-            if op not in context.ledger.pending:
-                context.ledger.append(op)
+        context, name, num_nodes = self._context, checkpoint.id.attempt, checkpoint.num_nodes
+        pending = (op for op in context.ledger.pending if isinstance(op, r.Promote) and op.attempt == name)
+        recorded = max([checkpoint.replicas, *(op.replicas for op in pending)])
+        if checkpoint.level >= Level.DURABLE or recorded >= context.options.max_losses:
+            return
+        if context.holders.tolerates(name, num_nodes, recorded + 1):
+            copies = min(context.holders.num_copies(name, num_nodes), context.options.max_losses)
+            context.ledger.append(r.Promote(attempt=name, level=Level.REPLICATED, replicas=copies))
 
     def reconsider(self, attempt: Attempt) -> Iterator[m.Effect]:
         """After the death of a node, correct a waiting commit: a record must be true when it is sent."""

@@ -38,6 +38,9 @@ class ParityFiles:
     def groups(self, attempt: str) -> Sequence[ParityGroup]:
         return self._groups.get(attempt, ())
 
+    def group_of(self, attempt: str, member: int) -> ParityGroup | None:
+        return self._group_of.get(attempt, {}).get(member)
+
     def of(self, attempt: str, member: int) -> Set[str]:
         return self._nodes.get(attempt, {}).get(member, frozenset())
 

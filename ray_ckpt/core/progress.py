@@ -23,7 +23,7 @@ FRESH_S = 10.0  # of a small group, whose nodes report once a second; older repo
 FRESH_PERIODS = 3  # of a large group: a report comes after a period, for most of which a relay may keep it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # ranks share a report: compare by identity, which is fast
 class RankReport:
     """The last report of a rank, and the monotonic time of its arrival."""
 
@@ -91,6 +91,7 @@ class SessionProgress:
     def _begin(self, session_key: SessionKey) -> None:
         self._session_key = session_key
         self._reports: dict[int, RankReport] = {}
+        self._distinct: tuple[RankReport, ...] | None = None  # of `_reports`; None: not listed yet
         self._saved_before: set[int] = set()  # ranks that have taken part in a save
         plan = self._context.plan
         self._fresh_s = fresh_s(len(plan.nodes) if plan is not None else 0)
@@ -114,6 +115,7 @@ class SessionProgress:
         if plan is None or event.session_key != plan.session_key:
             return False
         made = {id(progress): RankReport(progress, now_s) for progress in event.distinct}
+        self._distinct = None
         self._reports |= {rank: made[id(progress)] for rank, progress in event.ranks.items()}
         self._last_step = max([self._last_step, *(progress.step for progress in event.distinct)])
         captured = [found for found in event.captured if may_open(found.attempt)]
@@ -168,6 +170,13 @@ class SessionProgress:
         """Return the last report of each rank."""
         self._enter()
         return self._reports
+
+    def distinct(self) -> tuple[RankReport, ...]:
+        """Return the last reports without duplicates of objects that ranks share, as in a relay's report."""
+        self._enter()
+        if self._distinct is None:
+            self._distinct = tuple(dict.fromkeys(self._reports.values()))
+        return self._distinct
 
     def by_rank(self) -> dict[int, RankProgress]:
         """Return the progress of each rank by its last report."""

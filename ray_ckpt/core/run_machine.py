@@ -542,7 +542,11 @@ _DECISIONS = (  # taken in this order, after each event, while no record is pend
     _Decision(lambda run: run._requests, lambda run: run._requests.decide(run._attempts)),
     _Decision(lambda run: run._retirement.is_due, lambda run: run._retirement.decide()),
     _Decision(lambda run: run._maintenance.is_due and run._sessions.owner_has_run, RunMachine._maintain),
-    _Decision(lambda run: run._context.draining, lambda run: run._drain_schedule.rescue(), appends=False),
+    _Decision(
+        lambda run: run._context.draining and run._context.draining >= run._context.holders.live,
+        lambda run: run._drain_schedule.rescue(),
+        appends=False,
+    ),
     _Decision(lambda run: True, lambda run: run._sweeps.order_listing(run._context.wall_s), appends=False),
     _Decision(lambda run: run._finishing and not run._attempts, RunMachine._finish),
     _Decision(lambda run: run._snapshots.is_due, lambda run: run._snapshots.write()),

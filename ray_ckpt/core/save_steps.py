@@ -155,8 +155,7 @@ class SaveSteps:
     def _is_written(self, announced: _Announced) -> bool:
         """Return True if ranks have captured the step, but no node has written it, so no attempt is open."""
         step, limit_s = announced.signal.step, self._context.options.attempt_timeout_s
-        reports = self._progress.reports().values()
-        is_captured = any(report.progress.saved_step >= step for report in reports)
+        is_captured = any(report.progress.saved_step >= step for report in self._progress.distinct())
         is_in_time = self._context.now_s <= announced.settled_by_s + limit_s
         return is_captured and is_in_time and self._progress.ended_step < step
 
@@ -171,7 +170,7 @@ class SaveSteps:
 
     def _step_ahead(self, *, urgent: bool) -> int:
         """Return the first step that no rank will have completed when the signal has reached every node."""
-        now_s, reports = self._context.now_s, self._progress.reports().values()
+        now_s, reports = self._context.now_s, self._progress.distinct()
         margin_s = REPORT_DELAY_S + self._reach_s
         ahead = [
             math.floor(report.progress.step + _steps(report, now_s - report.at_s + margin_s)) + 1
@@ -182,7 +181,7 @@ class SaveSteps:
 
     def _time_to(self, step: int) -> float:
         """Return the seconds from now until the slowest rank has completed that step."""
-        now_s, reports = self._context.now_s, self._progress.reports().values()
+        now_s, reports = self._context.now_s, self._progress.distinct()
         return max((_left_s(report, step, now_s - report.at_s) for report in reports), default=0.0)
 
 

@@ -235,8 +235,9 @@ class Saves:
 
     def _copy_elsewhere(self, attempt: Attempt, index: int) -> Iterator[m.Effect]:
         """Replace holders that are about to leave, if there are nodes that stay."""
-        staying = self._context.may_hold
-        for holder in sorted(attempt.awaited.get(index, set()) & self._context.draining):
+        leaving = sorted(attempt.awaited.get(index, set()) & self._context.draining)
+        staying = self._context.may_hold if leaving else frozenset()
+        for holder in leaving:
             if not attempt.others(index, staying):
                 return
             other = attempt.replace(index, holder, staying)
@@ -250,7 +251,8 @@ class Saves:
     def _code(self, attempt: Attempt, group: ParityGroup) -> Iterator[m.Code]:
         """Let the nodes of a group make their parity files, which some may have made before."""
         holders, name = self._context.holders, attempt.id.attempt
-        places = next(places for places in holders.places(name) if places.group == group)
+        places = holders.places_of(name, group.members[0])
+        assert places is not None  # the groups are known since the attempt was opened
         for member in group.members:
             node = attempt.nodes[member].node_id
             if node in holders.live and node not in holders.parity.of(name, member):

@@ -162,6 +162,24 @@ def test_without_an_answer_the_commit_is_made_in_time_and_promoted_later() -> No
     assert (found.level, found.replicas) == (Level.REPLICATED, 2)
 
 
+def test_a_late_report_does_not_count_the_copies_of_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = "".join(map(chr, range(ord("A"), ord("A") + 40)))
+    run = Harness(nodes, parity=(2, 2), remote_every=1000)
+    run.open(nodes)
+    codes = of(run.save(10), m.Code)
+    run.tick(run.options.goal_timeout_s + 1)
+    counted = Counter[ParityGroup]()
+
+    def count(places: GroupPlaces) -> int:
+        counted[places.group] += 1
+        return tolerance(places)
+
+    monkeypatch.setattr("ray_ckpt.core.holders.tolerance", count)
+    run.feed(*map(coded, codes))
+    assert run.checkpoint(run.attempt(10)).replicas == 2
+    assert len(counted) == 10 and counted.total() < 3 * len(codes)
+
+
 def test_a_restarted_coordinator_orders_only_what_is_missing() -> None:
     run = harness()
     codes = of(run.save(10), m.Code)
@@ -297,6 +315,33 @@ def test_what_a_group_tolerates() -> None:
     assert tolerance(_places(group, ["a", "", "", ""], ["a", "", "", ""])) == -1
     assert tolerance(_places(group, ["abe"] * 4, [""] * 4)) == 2, "copies count too"
     assert tolerance(_places(group, ["ab"] * 4, [""] * 4)) == 1
+
+
+@given(
+    changes=st.lists(
+        st.tuples(
+            st.sampled_from(["copy", "copy", "parity", "lose"]), st.integers(0, 4), st.sampled_from("abcdef")
+        )
+    )
+)
+def test_a_search_for_too_few_copies_agrees_with_their_number(changes: list[tuple[str, int, str]]) -> None:
+    holders, group = Holders(), ParityGroup(members=(0, 2, 3), parity=1)
+    holders.seen(frozenset("abcdef"))
+    holders.parity.know("x", [group])
+    for kind, index, node in [("copy", at, node) for at, node in enumerate("abcde")] + changes:
+        if kind == "copy":
+            holders.add("x", index, node)
+        elif kind == "lose":
+            holders.lose(frozenset(node))
+        elif index in group.members:
+            holders.add_parity("x", group, index, node)
+        copies = holders.num_copies("x", 5)
+        assert [holders.tolerates("x", 5, losses) for losses in range(4)] == [
+            losses <= copies for losses in range(4)
+        ]
+        (places,) = holders.places("x")
+        found = [holders.places_of("x", member) for member in range(5)]
+        assert found == [places if member in group.members else None for member in range(5)]
 
 
 def test_late_reports_of_a_dead_node_do_not_count() -> None:
