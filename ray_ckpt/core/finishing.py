@@ -71,10 +71,11 @@ class Finishing:
             yield from self._end_group()
 
     def fail(self, error: CheckpointError) -> Iterator[m.Effect]:
-        """Fail all requests; end the group nevertheless if a request ends it."""
+        """Fail all requests; end the group nevertheless if a request ends it, as that of a failed run."""
         ends_group = self.ends_group
         if ends_group:
             self._end_session()
+            self.ended("process")
         requests, self._requests = self._requests, []
         for event in requests:
             yield m.Fail(token=event.token, error=error)
