@@ -93,7 +93,8 @@ def has_remotely(run: NodeRun, directory: str, node_index: int, num_nodes: int, 
     """Return whether a checkpoint on the storage path lists the same still shard in this fragment."""
     if not is_still_name(file.name):
         return False
-    if has_same(run, directory, file):
+    here = (h.fragment for h in run.staging.holdings(run.run_uid, directory=directory))
+    if any(f.node_index == node_index and f.num_nodes == num_nodes and file in f.files for f in here):
         return True
     try:
         name = fragment_file(node_index, num_nodes)

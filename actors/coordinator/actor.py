@@ -83,8 +83,8 @@ class Coordinator:
         self._opener = RunOpener(self.engine, self._watch.start)
         self._recovery = Recovery(self.engine, self._opener)
         self._status = StatusReader(self.engine)
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            self.engine.spawn(self._recovery.ready())  # agents of a finished run do not call
+        if ray.get_runtime_context().get_actor_id() is not None:
+            self.engine.spawn(self._recovery.begin())
 
     async def hello(self) -> int:
         """Return the protocol version, once this coordinator is ready."""

@@ -24,7 +24,7 @@ MAX_ASKED = 64  # agents that are asked again at a time; each answer may have a 
 
 
 class Recovery:
-    """Recovery of a coordinator, which begins with a restart of its process or the first call of `ready`.
+    """Recovery of a coordinator, which begins with its process.
 
     A coordinator finds the groups at work by the agents, or by a rank if all agents of a group are lost. It
     asks agents that do not answer again.
@@ -35,6 +35,16 @@ class Recovery:
         self._opener = opener
         self._found: asyncio.Task[None] | None = None
         self._claimed: set[str] = set()  # keys of the runs that this coordinator tries to open
+
+    async def begin(self) -> None:
+        """Recover without a call, because agents of a finished run do not call; try again after errors."""
+        while not self._engine.runs.is_ending:
+            try:
+                await self.ready()
+                break
+            except ray.exceptions.RayError as error:
+                log.warning("the agents of an earlier coordinator are not found: %s", error)
+                await asyncio.sleep(TAKE_OVER_AGAIN_S)
 
     async def ready(self) -> None:
         """Wait until the agents of an earlier coordinator have been found; after an error try again."""

@@ -19,7 +19,7 @@ from ray_ckpt.core.parity_files import lost_members
 from ray_ckpt.core.values import ItemsPart
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.format.records import Exported
-from ray_ckpt.types import CheckpointInfo, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
 RETRY_S = 2.0  # pause before the second try of a fragment; doubled before each further try
 MAX_RETRY_S = 60.0  # longest pause between tries, so that a store that is back is used within a minute
@@ -28,6 +28,7 @@ MAX_ACTIVE = 2  # drains that upload at the same time
 MAX_QUEUED = 4  # drains that wait for their turn; retention keeps each one, and new drains displace old ones
 MAX_ACTIVE_ITEMS = MAX_QUEUED_ITEMS = 1  # the same for uploads of some items alone
 PATIENT_TRIES = 5  # failed tries, about a minute; then the drain keeps no checkpoint if a disk is full
+COMPUTED_S = 300.0  # wait for repair, which reads a parity group; no repair comes if no group trains
 DAMAGED_AGAIN_S = 3600.0  # pause after a drain that found no intact copy: time for scrub and repair
 
 
@@ -64,9 +65,9 @@ class _Task:
     paused: list[tuple[float, int]] = field(default_factory=list)  # heap of next try (monotonic), fragment
     running: dict[int, str] = field(default_factory=dict)  # node_index -> node that uploads the fragment
     unchecked: set[int]  # fragments of `waiting` and `paused` that may have no source
-    removals: int  # `Holders.removals` when all fragments were last checked
+    computed_s: float | None = None  # since when repair is to compute a fragment; None: not now
     tries: dict[int, int] = field(default_factory=dict)
-    like: str | None = None  # folder of a durable checkpoint that may have the same shards; None: not chosen
+    like: AttemptId | None = None  # a durable checkpoint that may have the same shards
     most_tries: int = 0  # the maximum of `tries`, stored because each event reads it
     damaged: dict[int, dict[str, str]] = field(default_factory=dict)  # node_index -> node -> the node's error
     descriptions: int = 0  # tries of writing the description
@@ -140,6 +141,7 @@ class Drains:
         self._max_active = MAX_ACTIVE_ITEMS if are_of_items else MAX_ACTIVE
         self._max_tasks = self._max_active + (MAX_QUEUED_ITEMS if are_of_items else MAX_QUEUED)
         self._tasks: dict[str, _Task] = {}
+        self._removed = context.holders.watch()  # attempts whose copies may have no source any more
         self._urgent = ""  # the attempt for which the end of the run waits
         self._not_before_s: dict[str, float] = {}  # attempt whose drain found no intact copy -> next drain
 
@@ -189,7 +191,6 @@ class Drains:
             todo=set(parts),
             waiting=set(parts),
             unchecked=set(parts),
-            removals=self._context.holders.removals(name),
         )
         if len(self._tasks) > self._max_tasks:
             del self._tasks[min(self._tasks, key=self._worth)]
@@ -235,15 +236,14 @@ class Drains:
         unsafe = self._context.holders.unsafe_remote
         if task.checkpoint.id.attempt in unsafe:
             return ""
-        if task.like is None:
+        if task.like is None or task.like.attempt in unsafe:
             durable = (
                 c.id
                 for c in reversed(self._context.history.live())
                 if c.level is Level.DURABLE and c.id.attempt not in unsafe and c.id != task.checkpoint.id
             )
-            found = next(durable, None)
-            task.like = "" if found is None else found.directory
-        return task.like
+            task.like = next(durable, None)
+        return "" if task.like is None else task.like.directory
 
     def _turn(self, task: _Task) -> tuple[bool, bool, bool]:
         """Return the sort key: the urgent drain first, then begun, then new drains; failing drains last."""
@@ -265,6 +265,8 @@ class Drains:
                 self._put_off(name)
                 yield task.checkpoint, "a node has another version of a fragment than the one committed"
                 continue
+            if name in self._removed:
+                self._check_all(task)
             lacking = self._lacking(task)
             if lacking is None:
                 continue
@@ -275,20 +277,32 @@ class Drains:
                 nodes, errors = names_of(damaged), "; ".join(sorted(set(damaged.values())))
                 reason = f"fragment {lacking} is damaged on every node that has it, {nodes}: {errors}"
             yield task.checkpoint, reason
+        self._removed.clear()
+
+    def _check_all(self, task: _Task) -> None:
+        """Check all fragments; a node whose damaged copy was removed may get a new one."""
+        task.unchecked = task.todo - task.running.keys()
+        for index, errors in task.damaged.items():
+            here = self._context.holders.of(task.checkpoint.id.attempt, index)
+            task.damaged[index] = {node: error for node, error in errors.items() if node in here}
 
     def _lacking(self, task: _Task) -> int | None:
         """Return a fragment without a source now or later, or None; look only where a source may be gone."""
-        removals = self._context.holders.removals(task.checkpoint.id.attempt)
-        if removals != task.removals:
-            task.removals, task.unchecked = removals, task.todo - task.running.keys()
+        now_s = self._context.now_s
         lacking = {index for index in task.unchecked if not self._sources(task, index)}
         task.unchecked = {index for index in lacking if self._is_computed(task, index)}
+        if not task.unchecked:
+            task.computed_s = None
+        elif task.computed_s is None:
+            task.computed_s = now_s
+        elif now_s - task.computed_s > COMPUTED_S:
+            return min(lacking)
         return min(lacking - task.unchecked, default=None)
 
     def _is_computed(self, task: _Task, index: int) -> bool:
-        """Return True if repair, which a group needs, will compute a fragment from its parity group."""
+        """Return True if repair may compute a fragment, which no node holds, from its parity group."""
         holders, name = self._context.holders, task.checkpoint.id.attempt
-        if self._context.plan is None or holders.of(name, index):
+        if holders.of(name, index):
             return False
         places = holders.places_of(name, index)
         return places is not None and index not in lost_members(places)

@@ -67,8 +67,7 @@ class DrainSchedule:
         yield from self._drains.assign()
 
     def ticked(self) -> Iterator[m.Effect]:
-        if self._drains:
-            yield from self.assign()
+        yield from self.assign()
         yield from self._items.assign()
 
     def bring(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:

@@ -74,7 +74,7 @@ class Finishing:
         """Fail all requests; end the group nevertheless if a request ends it, as that of a failed run."""
         ends_group = self.ends_group
         if ends_group:
-            self._end_session()
+            self._session_end.end("process", live=self._context.holders.live)
             self.ended("process")
         requests, self._requests = self._requests, []
         for event in requests:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Set
 from itertools import chain
 
@@ -24,7 +23,7 @@ class Holders:
         self.suspect_remote: set[str] = set()  # live attempts that may share damaged files there
         self._nodes: dict[str, dict[int, set[str]]] = {}  # attempt -> fragment -> nodes
         self._fragments: dict[str, dict[str, set[int]]] = {}  # the same as attempt -> node -> fragments
-        self._removals = Counter[str]()  # by attempt
+        self._watches: list[set[str]] = []
         self._tried: dict[str, set[str]] = {}  # attempt -> nodes that may have files of a failed copy
         self._lacking: dict[str, int] = {}  # attempt -> fragment with too few copies for the last `tolerates`
         self._taken: dict[str, set[tuple[int, str]]] = {}  # attempt -> damaged copies that were removed
@@ -80,8 +79,8 @@ class Holders:
     def tolerates(self, attempt: str, num_nodes: int, losses: int) -> bool:
         """Return True if `num_copies` is at least `losses`.
 
-        The search starts at the fragment that had too few copies in the last one, because it is called for
-        each copy that arrives.
+        The search starts at the fragment that had too few copies in the last search, because each copy that
+        arrives causes a search.
         """
         first = self._lacking.get(attempt, 0)
         for index in chain(range(first, num_nodes), range(first)):
@@ -91,7 +90,8 @@ class Holders:
             else:  # the first member stands for its group
                 is_enough = index != group.members[0] or tolerance(self._places(attempt, group)) >= losses
             if not is_enough:
-                self._lacking[attempt] = index
+                if index != first:  # an entry of 0 would make two states of one in `testing.exhaustive`
+                    self._lacking[attempt] = index
                 return False
         return True
 
@@ -161,13 +161,18 @@ class Holders:
         if (node_index, node) not in self._taken.get(attempt, ()):
             self.add(attempt, node_index, node)
 
-    def removals(self, attempt: str) -> int:
-        """Return a count that grows whenever copies of an attempt are removed from the registry."""
-        return self._removals[attempt]
+    def watch(self) -> set[str]:
+        """Return a set to which attempts are added whose copies are removed; the caller takes them out."""
+        self._watches.append(set())
+        return self._watches[-1]
+
+    def _removed(self, attempt: str) -> None:
+        for attempts in self._watches:
+            attempts.add(attempt)
 
     def remove(self, attempt: str, node_index: int, node: str) -> None:
         """Remove a copy from the registry, because the copy is damaged."""
-        self._removals[attempt] += 1
+        self._removed(attempt)
         self._taken.setdefault(attempt, set()).add((node_index, node))
         held = self._fragments.get(attempt, {})
         if node_index in held.get(node, ()):
@@ -178,7 +183,7 @@ class Holders:
 
     def remove_all(self, attempt: str, node: str) -> None:
         """Remove the copies of an attempt on a node from the registry, because they are evicted."""
-        self._removals[attempt] += 1
+        self._removed(attempt)
         for node_index in self._fragments.get(attempt, {}).pop(node, ()):
             self._nodes[attempt][node_index].discard(node)
         self.parity.remove_all(attempt, node)
@@ -186,7 +191,6 @@ class Holders:
     def forget(self, attempt: str) -> None:
         self._nodes.pop(attempt, None)
         self._fragments.pop(attempt, None)
-        self._removals.pop(attempt, None)
         self._tried.pop(attempt, None)
         self._lacking.pop(attempt, None)
         self._taken.pop(attempt, None)

@@ -384,6 +384,9 @@ class RunMachine:
             return
         if self._session_end.end("launcher", live=self._context.holders.live) or self._attempts:
             return
+        is_written = self._session_end.since_s() < self.options.attempt_timeout_s
+        if is_written and self._saves.underway():  # nodes still write what ranks have captured
+            return
         self._finishing.ended("launcher")
         yield from self._sessions.end(RunSuperseded("The launcher has died."))
         if (lineage := self.history.lineage()) and lineage[-1].level < Level.DURABLE:

@@ -252,7 +252,7 @@ class Saves:
         """Let the nodes of a group make their parity files, which some may have made before."""
         holders, name = self._context.holders, attempt.id.attempt
         places = holders.places_of(name, group.members[0])
-        assert places is not None  # the groups are known since the attempt was opened
+        assert places is not None  # `OpenAttempts.find` has noted the groups
         for member in group.members:
             node = attempt.nodes[member].node_id
             if node in holders.live and node not in holders.parity.of(name, member):

@@ -6,6 +6,7 @@ within the delay of a message. Reports to a coordinator that died are lost for t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from ray_ckpt import telemetry
@@ -35,7 +36,7 @@ class SessionEnd:
         self._stalled_s = 0.0  # sum of the stalls of earlier saves
         self._lost: set[str] = set()
         self._draining: set[str] = set()  # nodes that were draining; some may have stayed
-        self._is_ended = False
+        self._ended_s: float | None = None  # monotonic time of the call of `end`
 
     def _first_step(self, plan: SessionPlan | None) -> int:
         """Return the step from which the session continues, in a checkpoint of this or another run."""
@@ -55,7 +56,12 @@ class SessionEnd:
     def is_over(self) -> bool:
         """Return True if `end` was called for the current session."""
         plan = self._context.plan
-        return plan is not None and plan.session_key == self._session_key and self._is_ended
+        is_current = plan is not None and plan.session_key == self._session_key
+        return is_current and self._ended_s is not None
+
+    def since_s(self) -> float:
+        """Return the seconds since the end of the current session; infinity before it and without one."""
+        return self._context.now_s - self._ended_s if self._ended_s is not None and self.is_over else math.inf
 
     def restored(self, event: m.NodeRestored) -> None:
         """Record the step of another run's checkpoint that ranks restored, before their first step."""
@@ -108,9 +114,9 @@ class SessionEnd:
         """
         self._enter()
         plan = self._context.plan
-        if plan is None or self._is_ended:
+        if plan is None or self._ended_s is not None:
             return False
-        self._is_ended = True
+        self._ended_s = self._context.now_s
         if self._has_successor(plan):
             return False
         known = self._context.history.sessions.get(plan.session)

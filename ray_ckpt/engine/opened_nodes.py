@@ -119,8 +119,10 @@ class OpenedNodes:
                     self._join(node)
 
     def agent_died(self, node: str) -> None:
-        """Open the run on a node whose agent has died."""
-        if self.is_ready and node in self.live and self._host.machine.view.end_cause is None:
+        """Open the run on a node whose agent has died; after the end of the run, only to upload from it."""
+        if not self.is_ready or node not in self.live:
+            return
+        if self._host.machine.view.end_cause is None or node in self._host.needed_nodes():
             self._join(node)
 
     def is_known(self, node: str, plans: Mapping[str, SessionPlan | None]) -> bool:

@@ -112,6 +112,25 @@ def test_agents_are_looked_for_again_after_an_error_of_ray(monkeypatch: pytest.M
     assert asyncio.run(look()) == 2
 
 
+def test_recovery_begins_by_itself_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No agent of a finished run calls its restarted coordinator, which has to put the run away."""
+    monkeypatch.setattr("ray_ckpt.actors.coordinator.recovery.TAKE_OVER_AGAIN_S", 0.0)
+
+    async def look() -> int:
+        engine, errors = make_engine(), [ray.exceptions.RaySystemError("no answer") for _ in range(2)]
+
+        async def find() -> tuple[ServiceCard, ...]:
+            if errors:
+                raise errors.pop()
+            return ()
+
+        monkeypatch.setattr(engine.agents, "find", find)
+        await asyncio.wait_for(Recovery(engine, RunOpener(engine, lambda: None)).begin(), 10.0)
+        return len(errors)
+
+    assert asyncio.run(look()) == 0
+
+
 ASK_AGAIN_S = 0.2
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from ray_ckpt.actors.agent import files
+from ray_ckpt.actors.agent.still_files import has_remotely
 from ray_ckpt.errors import CorruptionError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, shard_file
@@ -282,6 +283,18 @@ def test_an_upload_copies_only_what_the_other_lists_alike(make: Callable[..., St
     a.save(2, BASE + 1, head(2))
     a.upload(1)
     assert a.upload(2, like=1)[1] == 0
+
+
+def test_an_upload_shares_files_with_the_same_fragment_only(make: Callable[..., StillNode]) -> None:
+    """Damage that is found in a file makes suspects of those fragments."""
+    a = make("a")
+    a.save(1, BASE, head(1))
+    directory, file = attempt(1).directory, a.entry(1)
+    (held,) = a.run.staging.holdings(UID, directory=directory)
+    index, num_nodes = held.fragment.node_index, held.fragment.num_nodes
+    assert has_remotely(a.run, directory, index, num_nodes, file)
+    assert not has_remotely(a.run, directory, index + 1, num_nodes, file)
+    assert not has_remotely(a.run, directory, index, num_nodes + 1, file)
 
 
 def test_a_compressed_shard_is_copied_as_it_is(make: Callable[..., StillNode]) -> None:

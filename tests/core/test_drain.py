@@ -253,6 +253,22 @@ def test_a_drain_without_an_intact_copy_is_given_up_by_name() -> None:
     assert any(warn.text == text for warn in of(effects, m.Warn))
 
 
+def test_a_copy_that_is_made_anew_counts_although_the_one_before_was_damaged() -> None:
+    run = run_on("ab")
+    drains = of(run.save(10), m.Drain)
+    (first,) = [drain for drain in drains if drain.node_index == 0]
+    second = one(run.drained(first, error="damaged", is_damage=True), m.Drain)
+    scrub = one(run.transcript, m.Scrub)
+    assert (scrub.node_index, scrub.place) == (0, first.node_id)
+    run.feed(m.ScrubEnded(attempt=scrub.attempt, node_index=0, place=scrub.place, damage=("x",), error=None))
+    source, holder = second.node_id, first.node_id
+    run.feed(m.ReplicaEnded(attempt=scrub.attempt, node_index=0, source=source, holder=holder, error=None))
+    run.drained(second, error="the store is away")
+    run.lose(second.node_id)
+    assert not [w for w in of(run.transcript, m.Warn) if "did not reach" in w.text]
+    assert {drain.node_id for drain in of(run.tick(MAX_RETRY_S), m.Drain)} == {first.node_id}
+
+
 def test_what_was_found_damaged_everywhere_is_drained_again_later_or_when_the_run_ends() -> None:
     run = run_on("a")
     (drain,) = of(run.save(10), m.Drain)

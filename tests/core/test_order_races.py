@@ -109,6 +109,8 @@ def test_a_group_whose_finish_failed_frees_the_run_all_the_same() -> None:
     assert "end" in [f.token for f in of(run.transcript, m.Fail)]
     assert run.machine.view.objection("another driver", "") is None
     assert run.machine.view.end_cause == "process", "else no node frees the memory of the run"
+    ended = [op.cause for op in run.records if isinstance(op, r.Ended)]
+    assert ended == ["node"], "the next coordinator would put away a run that has finished"
 
 
 def test_good_copies_stay_while_the_one_on_the_storage_path_is_known_to_be_damaged() -> None:

@@ -121,6 +121,21 @@ def test_a_dead_launcher_keeps_no_repair_waiting_for_the_log() -> None:
     assert [ended.cause for ended in ends(run)] == ["launcher"]
 
 
+def test_a_dead_launchers_group_stays_while_nodes_may_still_write_a_save() -> None:
+    run = Harness("ab", attempt_timeout_s=60.0)
+    run.open("ab")
+    reported(run, 10, saved=10)
+    owner = run.plan.owner
+    run.feed(m.OwnerDied(owner=owner))
+    for seconds in (0.0, 50.0):
+        run.tick(seconds)
+        run.feed(m.OwnerDied(owner=owner))
+        assert run.machine.view.owner == owner
+    run.tick(11.0)
+    run.feed(m.OwnerDied(owner=owner))
+    assert not run.machine.view.owner, "its ranks died in mid-save"
+
+
 def test_a_dead_launchers_group_ends_once_its_saves_have() -> None:
     """Its nodes are no longer needed, and agents free the memory of its captures."""
     run = Harness("ab", attempt_timeout_s=60.0, remote_every=1000)

@@ -9,7 +9,7 @@ import pytest
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.maintenance import MAINTENANCE_S
 from ray_ckpt.core.scrub import AGAIN_S, MAX_TRIES
-from ray_ckpt.format.names import shard_file, state_file
+from ray_ckpt.format.names import fragment_file, shard_file, state_file
 from ray_ckpt.types import AttemptId, Level
 from tests.core.driver import Harness, of, one
 
@@ -141,6 +141,17 @@ def test_damage_that_cannot_be_repaired_makes_suspects_once() -> None:
         run.drained(drain, error="no space")
     effects = (*read(run, run.attempt(20), STILL), *run.tick(MAINTENANCE_S))
     assert not of(effects, m.Scrub)
+
+
+def test_an_upload_that_is_ordered_again_shares_no_file_of_what_was_found_damaged_since() -> None:
+    run = Harness("abc", inventory_wait_s=0.0, remote_every=1, keep_last=9)
+    run.open("abc")
+    run.drain_all(run.save(10))
+    old = run.attempt(10)
+    assert likes(run.save(20)) == {old.directory}
+    read(run, old, fragment_file(0, 3))
+    again = [drain for drain in of(run.lose("c"), m.Drain) if drain.attempt == run.attempt(20)]
+    assert again and likes(tuple(again)) == {""}
 
 
 @pytest.mark.parametrize("file", [shard_file(0, 2), state_file(0, 2)])

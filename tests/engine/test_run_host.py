@@ -152,6 +152,20 @@ def test_a_node_with_a_new_agent_gets_the_session_and_its_peers_the_address() ->
     assert {node for node, _ in story.sent(UpdatePeer)} == {"a"}
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_after_the_end_a_run_is_opened_only_where_an_upload_needs_an_agent(saves: bool) -> None:
+    story = trained()
+    if saves:
+        story.commit(3)
+    for _ in range(2):
+        story.host.handle(m.OwnerDied(owner="me"))
+    story.tick(1.0)
+    assert story.host.machine.view.end_cause == "launcher" and story.sent(n.RunReleased)
+    story.ports.calls.clear()
+    story.host.handle(AgentDied(node="b"))
+    assert bool(story.sent(OpenOnNode)) == saves
+
+
 def test_a_member_gets_the_session_though_its_new_agent_does_not_find_the_storage_path() -> None:
     story = trained()
     story.failures = {"b": Failure(text="not there", error=StoragePathError("not there"))}
