@@ -140,7 +140,8 @@ class RunOptions:
     overhead_budget: float = 0.01
     """Largest fraction of training time for which saves may stall training, with every_s="auto"."""
     remote_every: int = 10
-    """Drain one of this many commits to the storage path; the last one of a run is always drained."""
+    """Drain one of this many commits to the storage path. With Ray Train the last one of a run that finishes
+    is drained too; with `connect`, call `ckpt.wait("durable")` before `ckpt.close()`."""
     remote_every_s: float | Literal["auto"] | None = None
     """Also drain a commit when the last drained one was committed this many seconds ago or more. auto:
     computed from the duration of drains and the rate of failures that lose the copies on nodes, within

@@ -142,8 +142,8 @@ def test_the_blocks_that_need_ray_run(no_cluster: None, tmp_path: Path) -> None:
     with LocalCluster(tmp_path / "nodes", ["node-a", "node-b"], cpus=2) as cluster:
         given = {"build": partial(build, parallel=True), "train_step": train_step}
         here = {
-            "    train_loop,\n    scaling_config=...": "    train_loop,\n    train_loop_config={'steps': 200}"
-            ",\n    scaling_config=ray.train.ScalingConfig(num_workers=2)",
+            '{"steps": 10_000}': '{"steps": 200}',
+            "num_workers=8, use_gpu=True": "num_workers=2",
             "keep_last=3": "keep_last=3, remote_every=1",
             "/shared/runs": storage,
             ', staging="/mnt/nvme/ray_ckpt"': "",  # each node of this machine has its own
