@@ -28,7 +28,7 @@ MAX_ACTIVE = 2  # drains that upload at the same time
 MAX_QUEUED = 4  # drains that wait for their turn; retention keeps each one, and new drains displace old ones
 MAX_ACTIVE_ITEMS = MAX_QUEUED_ITEMS = 1  # the same for uploads of some items alone
 PATIENT_TRIES = 5  # failed tries, about a minute; then the drain keeps no checkpoint if a disk is full
-COMPUTED_S = 300.0  # wait for repair, which reads a parity group; no repair comes if no group trains
+COMPUTED_S = 3600.0  # wait for repair, which reads parity groups one by one, and not for every checkpoint
 DAMAGED_AGAIN_S = 3600.0  # pause after a drain that found no intact copy: time for scrub and repair
 
 
@@ -246,8 +246,9 @@ class Drains:
         return "" if task.like is None else task.like.directory
 
     def _turn(self, task: _Task) -> tuple[bool, bool, bool]:
-        """Return the sort key: the urgent drain first, then begun, then new drains; failing drains last."""
-        return task.checkpoint.id.attempt != self._urgent, task.is_stuck, not task.is_started
+        """Return the sort key: urgent, begun and new drains, then those that fail or only wait for repair."""
+        is_held_up = task.is_stuck or (bool(task.todo) and task.unchecked == task.todo)
+        return task.checkpoint.id.attempt != self._urgent, is_held_up, not task.is_started
 
     def _sources(self, task: _Task, index: int) -> list[str]:
         """Return the live holders of a fragment whose copy is not known to be damaged."""

@@ -259,6 +259,29 @@ def test_a_drain_waits_a_while_for_a_member_that_may_be_computed() -> None:
     assert any("Step 10 did not reach the storage path" in w.text for w in of(run.transcript, m.Warn))
 
 
+def test_drains_that_only_wait_for_repair_let_others_pass() -> None:
+    """Two places are all there is, and repair does not come to checkpoints that are off the lineage."""
+    run = harness("abcdef", inventory_wait_s=0.0, keep_last=10)
+    for step in (10, 20, 30):
+        save(run, step)
+    pinned = [run.attempt(step) for step in (20, 30)]
+    for attempt in pinned:
+        run.feed(m.PinRequested(token="pin", attempt=attempt.attempt, owner="me", expires_at_s=None))
+    run.open("abcd", resume="step:10")
+    run.lose("b")
+    run.open("acde")
+    for attempt in pinned:
+        for drain in of(run.feed(m.DrainRequested(token="want", attempt=attempt.attempt)), m.Drain):
+            run.drained(drain)
+    assert [drain.fragments_done for drain in run.machine.view.drains_underway] == [3, 3]
+    save(run, 40)
+    last = run.attempt(40)
+    effects = run.feed(m.DrainRequested(token="want", attempt=last.attempt))
+    assert {(drain.attempt, drain.node_index) for drain in of(effects, m.Drain)} == {
+        (last, index) for index in range(4)
+    }
+
+
 def test_a_checkpoint_that_was_saved_without_parity_gets_it() -> None:
     run = Harness(NODES, remote_every=1000, replicas=0)
     run.open(NODES)
