@@ -83,7 +83,7 @@ class Coordinator:
         self._opener = RunOpener(self.engine, self._watch.start)
         self._recovery = Recovery(self.engine, self._opener)
         self._status = StatusReader(self.engine)
-        if ray.get_runtime_context().get_actor_id() is not None:
+        if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
             self.engine.spawn(self._recovery.begin())
 
     async def hello(self) -> int:

@@ -46,6 +46,7 @@ class NodeMachine:
         self.here: SessionNode | None = None
         self.is_released = False  # the launcher has ended the run
         self.is_finished = False  # the launcher has not given the run up, so the run will be put away
+        self._frees = False  # the run is released, and its memory is freed once no shard is written from it
         self._ended: SessionKey = (0, 0)  # the newest session known to be over
         self._saves: dict[str, _Save] = {}
         self.epoch = epoch
@@ -119,7 +120,7 @@ class NodeMachine:
         self.plan = event.plan
         self.here = next((n for n in event.plan.nodes if n.node_id == event.node_id), None)
         if last is None or last.session_key < event.plan.session_key:  # else the order is repeated
-            self.is_released = self.is_finished = False
+            self.is_released = self.is_finished = self._frees = False
             self._kept, self._offers = {}, {}
             yield n.BeginSession(plan=event.plan, replaced=last.session if last is not None else None)
 
@@ -138,6 +139,13 @@ class NodeMachine:
             self.is_released, self.is_finished = True, event.is_finished
             error = RunSuperseded("The launcher has ended the run.")
             yield n.EndSession(session=event.session_key[1], error=error)
+            self._frees = True
+            yield from self._free()
+
+    def _free(self) -> Iterator[n.FreeMemory]:
+        """Free the memory of a released run, unless a shard is being written from it."""
+        if self._frees and all(len(save.written) == len(save.sealed) for save in self._saves.values()):
+            self._frees = False
             yield n.FreeMemory()
 
     def _on_run_put_away(self, event: n.RunPutAway) -> Iterator[n.NodeEffect]:
@@ -195,6 +203,7 @@ class NodeMachine:
             yield from self._written_late(event.attempt)
             return
         save.written[event.rank] = event
+        yield from self._free()
         here = save.here
         if len(save.written) == len(here.ranks):
             written = [save.written[rank] for rank in here.ranks]
@@ -220,6 +229,7 @@ class NodeMachine:
         else:
             yield n.ReportRefused(attempt=event.attempt, ranks=(event.rank,), reason=event.reason)
             yield from self._settle(event.attempt, None, Unavailable(event.reason))
+            yield from self._free()
 
     def _on_fragment_written(self, event: n.FragmentWritten) -> Iterator[n.NodeEffect]:
         save = self._saves.get(event.attempt.attempt)

@@ -7,6 +7,7 @@ Train's controller does, and prints threads, descriptors and memory of each proc
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -78,10 +79,11 @@ def look(cluster: LocalCluster, ranks: Mapping[str, int]) -> Look:
 def staged(cluster: LocalCluster, run_uid: str = "") -> Iterator[Path]:
     """Return the files in the staging folders, of one run or of all, without the agents' own files."""
     for node in cluster.nodes.values():
-        for path in node.staging.rglob("*"):
-            parts = path.relative_to(node.staging).parts
-            if parts[0] not in OWN_FILES and run_uid in ("", parts[0]):
-                yield path
+        for folder, _, files in os.walk(node.staging):  # it passes over folders that are deleted meanwhile
+            for path in (Path(folder), *(Path(folder) / file for file in files)):
+                parts = path.relative_to(node.staging).parts
+                if parts and parts[0] not in OWN_FILES and run_uid in ("", parts[0]):
+                    yield path
 
 
 def open_runs(*wanted: str) -> list[str]:

@@ -379,6 +379,21 @@ def test_a_late_start_of_a_session_that_is_over_begins_nothing() -> None:
     assert begin == n.BeginSession(plan=plan(3), replaced=None)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_released_run_keeps_its_memory_until_shards_are_written_from_it(fails: bool) -> None:
+    """The last save of a run that has failed would be lost otherwise."""
+    machine, at = started(), attempt(10)
+    for rank in (0, 1):
+        machine.handle(sealed(at, rank))
+    released = n.RunReleased(session_key=(0, 1), is_finished=False, epoch=1)
+    assert not [effect for effect in machine.handle(released) if isinstance(effect, n.FreeMemory)]
+    assert n.FreeMemory() not in machine.handle(written(at, 0))
+    failed = n.SaveFailed(attempt=at, rank=1, reason="no space")
+    effects = machine.handle(failed if fails else written(at, 1))
+    assert effects.count(n.FreeMemory()) == 1
+    assert any(isinstance(effect, n.WriteFragment) for effect in effects) != fails
+
+
 def test_a_run_is_released_only_after_its_last_session() -> None:
     machine = started()
     machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))

@@ -272,8 +272,9 @@ def test_the_release_of_a_run_ends_no_save_and_lets_the_next_session_begin() -> 
     story, at = started(), attempt(10)
     story.host.handle(sealed(at, 0), sealed(at, 1))
     story.order("over", RELEASED)
-    assert story.ports.memory == ["free"]
+    assert not story.ports.memory, "shards are written from it"
     story.host.handle(written(at, 0), written(at, 1))
+    assert story.ports.memory == ["release 0", "release 1", "free"]
     story.host.handle(n.FragmentWritten(attempt=at, entry=MANIFEST))
     (stored,) = story.ports.reports
     assert isinstance(stored, m.NodeStored)
