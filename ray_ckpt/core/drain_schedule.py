@@ -76,9 +76,9 @@ class DrainSchedule:
         yield from self.assign()
 
     def rescue(self) -> Iterator[m.Effect]:
-        """Drain the newest checkpoint if all live nodes will leave soon, as only the storage path remains."""
+        """Drain the newest checkpoint; call if all live nodes will leave soon, and their copies with them."""
         context, lineage = self._context, self._context.history.lineage()
-        if not context.holders.live <= context.draining or not lineage:
+        if not lineage:
             return
         ends = [at_s for node, at_s in context.leaves_at_s.items() if node in context.holders.live]
         fits = not ends or context.now_s + self._intervals.drain_s <= max(ends)

@@ -375,9 +375,9 @@ class RunMachine:
         yield from self._saves.recover(event.inventories)
 
     def _on_owner_died(self, event: m.OwnerDied) -> Iterator[m.Effect]:
-        """Record the end of a dead launcher's session; when told again after its saves, end its group.
+        """Record the end of a dead launcher's session, and end its group once no save is under way.
 
-        Its newest checkpoint is drained, as that of a run that failed is.
+        The event comes every few seconds. The newest checkpoint is drained, as after a run that failed.
         """
         is_at_work = event.owner == self._sessions.owner and not self._finishing.ends_group
         if not is_at_work or not self._ledger.is_settled:

@@ -332,14 +332,14 @@ def a_session_ends_with_its_job(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_dead_launchers_group_stays(patch: pytest.MonkeyPatch) -> None:
-    """The machine hears of a launcher's death once, which ends the session but not its group."""
-    real, told = RunMachine.handle, set[tuple[int, str]]()
+    """The machine gets only the first event of a launcher's death: the session ends, its group does not."""
+    real, reported = RunMachine.handle, set[tuple[int, str]]()
 
     def handle(self: RunMachine, event: m.Event) -> tuple[m.Effect, ...]:
         if isinstance(event, m.OwnerDied):
-            if (id(self), event.owner) in told:
+            if (id(self), event.owner) in reported:
                 return ()
-            told.add((id(self), event.owner))
+            reported.add((id(self), event.owner))
         return real(self, event)
 
     patch.setattr(RunMachine, "handle", handle)
