@@ -139,8 +139,11 @@ def _shard_rows(file: str, part: ShardLayout, written: Written) -> Iterator[Mani
 
 def send_copy(
     run: NodeRun, effect: n.SendCopy, credentials: Credentials, copies: ActiveCopies
-) -> tuple[int, int]:
-    """Copy a fragment and its files to a peer; return the bytes sent, and those that the peer had."""
+) -> tuple[FileEntry, int, int]:
+    """Copy a fragment and its files to a peer.
+
+    Return the fragment's entry as it was sent, the bytes sent, and the bytes that the peer had.
+    """
     if not run.machine.reaches(effect.holder):  # another copy may have failed while this copy was queued
         raise Unavailable("it has not answered since an earlier copy.", unreachable=True)
     held = holding(run, effect.attempt, effect.node_index)
@@ -169,7 +172,8 @@ def send_copy(
             except _Recaptured:  # other ranks may capture next, so the second try reads no arena
                 files = [outgoing(file, _bytes_on_disk) for file in batch]
                 shared_bytes += send_files(endpoint, credentials, files, limiter=run.limiter)
-    return sum(file.size_bytes for file in (*held.fragment.files, held.entry)) - shared_bytes, shared_bytes
+    num_bytes = sum(file.size_bytes for file in (*held.fragment.files, held.entry))
+    return held.entry, num_bytes - shared_bytes, shared_bytes
 
 
 def peer_answers(run: NodeRun, peer: str, credentials: Credentials, within_s: float) -> bool:

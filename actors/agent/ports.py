@@ -31,7 +31,7 @@ from ray_ckpt.engine.node_ports import (
 )
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.format.save_signal import SaveSignal
-from ray_ckpt.types import AttemptId, Fragment, SaveFacts
+from ray_ckpt.types import AttemptId, FileEntry, Fragment, SaveFacts
 
 if TYPE_CHECKING:
     from ray_ckpt.actors.agent.run import NodeRun
@@ -154,9 +154,10 @@ class RayNodePorts:
 
     async def _send_copy(self, work: n.SendCopy) -> None:
         node, run, error, is_unreachable = self._node, self._run, None, False
+        fragment: FileEntry | None = None
         try:
             credentials = node.credentials(run.run_uid)
-            sent = await in_thread(node.peer_io, send_copy, run, work, credentials, node.copies)
+            fragment, *sent = await in_thread(node.peer_io, send_copy, run, work, credentials, node.copies)
             node.count_bytes(run.spec.name, "peer", *sent)
         except Exception as failure:  # after any error, the coordinator must get a report
             error = error_text(failure)
@@ -168,6 +169,7 @@ class RayNodePorts:
                 holder=work.holder,
                 epoch=work.epoch,
                 error=error,
+                fragment=fragment,
                 is_unreachable=is_unreachable,
             )
         )

@@ -127,7 +127,13 @@ class Fleet:
         )
         reports_stored: list[m.Event] = [stored(attempt, node, plan) for node in plan.nodes]
         copied: list[m.Event] = [
-            m.ReplicaEnded(attempt=attempt, node_index=node.node_index, holder=holder, error=None)
+            m.ReplicaEnded(
+                attempt=attempt,
+                node_index=node.node_index,
+                holder=holder,
+                error=None,
+                fragment=_fragment(attempt, node.node_index, len(plan.nodes)),
+            )
             for node in plan.nodes
             for holder in node.holders
         ]

@@ -240,7 +240,7 @@ class Crowd:
             member.held[attempt.directory] = (attempt, (here, *self._holds[member.node_id]))
             reports.append(self._report(member, "node_stored", stored(attempt, here, plan)))
             reports += [
-                self._report(member, "replica_ended", _copied(attempt, here, holder, plan.epoch))
+                self._report(member, "replica_ended", _copied(attempt, here, holder, plan))
                 for holder in here.holders
             ]
         await asyncio.gather(*reports)
@@ -272,8 +272,15 @@ class Crowd:
         return member.here
 
 
-def _copied(attempt: AttemptId, node: SessionNode, holder: str, epoch: int) -> m.ReplicaEnded:
-    return m.ReplicaEnded(attempt=attempt, node_index=node.node_index, holder=holder, error=None, epoch=epoch)
+def _copied(attempt: AttemptId, node: SessionNode, holder: str, plan: SessionPlan) -> m.ReplicaEnded:
+    return m.ReplicaEnded(
+        attempt=attempt,
+        node_index=node.node_index,
+        holder=holder,
+        error=None,
+        fragment=stored(attempt, node, plan).fragment,
+        epoch=plan.epoch,
+    )
 
 
 def _fragment(attempt: AttemptId, node: SessionNode, plan: SessionPlan) -> StoredFragment:

@@ -143,6 +143,7 @@ class ReplicaEnded:
     node_index: int
     holder: str
     error: str | None
+    fragment: FileEntry | None = None  # the version of the fragment that the holder has now
     epoch: int | None = None  # the epoch that the source obeyed when the copy began; None: see NodeStored
     source: str = ""  # the node that sent the copy; "" if not known
     is_unreachable: bool = False  # the holder did not answer the source; the holder's disk may be good

@@ -336,6 +336,7 @@ class NodeMachine:
             node_index=event.node_index,
             holder=event.holder,
             error=event.error,
+            fragment=event.fragment,
             is_unreachable=event.is_unreachable,
         )
 

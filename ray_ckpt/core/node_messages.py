@@ -102,6 +102,7 @@ class CopyEnded:
     holder: str
     epoch: int  # the epoch that this node obeyed when the copy began
     error: str | None
+    fragment: FileEntry | None = None  # the version of the fragment that was sent; None after an error
     is_unreachable: bool = False  # the holder gave no sign of life for some seconds
 
 
@@ -345,6 +346,7 @@ class ReportCopied:
     node_index: int
     holder: str
     error: str | None
+    fragment: FileEntry | None = None  # see CopyEnded
     is_unreachable: bool = False
 
 

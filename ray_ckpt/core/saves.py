@@ -204,6 +204,8 @@ class Saves:
         if attempt is not None:
             if has_arrived:
                 attempt.arrive(event.node_index, event.holder)
+                if event.fragment is not None:
+                    attempt.list_version(event.node_index, event.fragment)
             else:
                 yield from self._replace_holder(attempt, event)
             yield from self._attempts.try_commit(attempt)

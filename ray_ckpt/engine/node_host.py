@@ -268,6 +268,7 @@ class NodeHost:
                     node_index=effect.node_index,
                     holder=effect.holder,
                     error=effect.error,
+                    fragment=effect.fragment,
                     epoch=effect.epoch,
                     source=self.node_id,
                     is_unreachable=effect.is_unreachable,

@@ -354,12 +354,14 @@ class Nodes:
             self.wire.append(message)  # the holder answers when it obeys the epoch of the source
             return
         error = "no sign of life" if is_silent else self._send_copy(node, work, fate)
+        sent = node.disk.fragments.get((work.attempt.attempt, work.node_index))
         ended = n.CopyEnded(
             attempt=work.attempt,
             node_index=work.node_index,
             holder=holder,
             epoch=work.epoch,
             error=error,
+            fragment=sent.fragment if sent is not None and error is None else None,
             is_unreachable=is_silent,
         )
         self._to_agent(node, ended)

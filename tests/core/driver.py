@@ -298,14 +298,16 @@ class Harness:
     ) -> m.ReplicaEnded:
         """Return the event of the copy of `node`'s fragment to `holder`."""
         here = next(p for p in self.plan.nodes if p.node_id == node)
-        if error is None and reached:
-            self.disks[holder].put(self._held(attempt, here))
+        sent = self._held(attempt, here) if error is None and reached else None
+        if sent is not None:
+            self.disks[holder].put(sent)
         return m.ReplicaEnded(
             attempt=attempt,
             node_index=here.node_index,
             holder=holder,
             source=node,
             error=error if reached else "no sign of life",
+            fragment=None if sent is None else sent.fragment,
             is_unreachable=not reached,
         )
 

@@ -334,3 +334,16 @@ def test_a_node_that_joins_with_another_version_stops_the_commit() -> None:
     effects = run.feed(run.copied(attempt, "b", "a"))
     assert commits(run) == [10]
     assert any("different versions" in str(o.error) for o in of(effects, m.NotifyOutcome))
+
+
+def test_a_copy_of_another_version_than_the_one_found_stops_the_commit() -> None:
+    """The report of the writer is lost, so only the copy shows which version the writer had."""
+    run = trained("abc")
+    attempt = run.attempt(20)
+    run.stored(attempt, "a")
+    run.feed(run.stored(attempt, "b"), run.copied(attempt, "b", "a"), run.copied(attempt, "a", "b"))
+    run.disks["c"].put(run.disks["a"].fragments[attempt.attempt, 0])
+    alter(run, "c", attempt, 0)
+    effects = run.feed(m.NodesJoined(inventories={"c": run.disks["c"].inventory()}))
+    assert commits(run) == [10]
+    assert any("different versions" in str(o.error) for o in of(effects, m.NotifyOutcome))

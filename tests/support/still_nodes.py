@@ -129,7 +129,8 @@ class StillNode:
         """Copy a checkpoint to a peer; return the bytes sent, and those that the peer had."""
         self.run.endpoints["peer"] = peer.endpoint
         order = n.SendCopy(epoch=1, attempt=attempt(step), node_index=0, holder="peer", may_link=may_link)
-        return send_copy(self.run, order, KEYS.credentials(UID), self._copies)
+        _, *sent = send_copy(self.run, order, KEYS.credentials(UID), self._copies)
+        return sent[0], sent[1]
 
     def upload(self, step: int, like: int | None = None) -> tuple[int, int]:
         """Upload a checkpoint; return the bytes uploaded, and those that the store had."""
