@@ -275,6 +275,13 @@ def test_a_node_that_cannot_write_raises(tier: RemoteTier, monkeypatch: pytest.M
 def test_a_folder_that_is_gone_is_named_with_what_to_do(tier: RemoteTier, root: Path, tmp_path: Path) -> None:
     """The outermost one that is missing; a store that does not answer has lost nothing."""
     assert tier.log.create("00000000000000000000.json", b"1") is CreateResult.OK
+def test_a_probe_file_that_is_no_text_is_another_storage_path(tier: RemoteTier, root: Path) -> None:
+    tier.leave_nonce("nonce")
+    (root / "shared.probe").write_bytes(b"\xff")
+    with pytest.raises(StorageNotShared):
+        tier.check_shared("nonce", node="ab" * 28)
+
+
     assert tier.missing() == ""
     parked = root.with_name("parked")
     for gone in (root / "log", root, root.parent):

@@ -228,7 +228,7 @@ class RemoteTier:
         Raise StorageNotShared or StoragePathError if it cannot.
         """
         try:
-            seen = read_whole(self.files, PROBE_FILE, max_bytes=MAX_PROBE_BYTES).decode()
+            seen = read_whole(self.files, PROBE_FILE, max_bytes=MAX_PROBE_BYTES).decode(errors="replace")
         except (OSError, EOFError) as error:
             seen = str(error)
         if seen != nonce:
