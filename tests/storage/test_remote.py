@@ -123,6 +123,43 @@ def test_a_shard_that_is_stored_again_is_read_in_its_new_form(
             assert b"".join(map(bytes, who.blocks(DIRECTORY, SHARD))) == data
 
 
+def test_a_damaged_table_is_forgotten_once_another_process_has_stored_the_file_again(
+    tier: RemoteTier, root: Path, tmp_path: Path
+) -> None:
+    data = compressible(zstd.FRAME_BYTES)
+    entry, path = staged(tmp_path, data)
+    stored = root / "checkpoints" / DIRECTORY / f"{SHARD}.zst"
+    for level in (1, None):
+        reader = RemoteTier(tier.root)
+        tier.put_file(DIRECTORY, entry, path, level=1)
+        stored.write_bytes(stored.read_bytes()[:-1])
+        os.utime(stored, (1.0, 1.0))
+        for _ in range(2):
+            with pytest.raises(FormatError, match="seek table"):
+                reader.size(DIRECTORY, SHARD)
+            with pytest.raises(FormatError, match="seek table"):
+                list(reader.read(DIRECTORY, SHARD, [(0, 1)]))
+        tier.put_file(DIRECTORY, entry, path, level=level)
+        tier.settle(DIRECTORY)
+        assert reader.size(DIRECTORY, SHARD) == len(data)
+        assert b"".join(map(bytes, reader.read(DIRECTORY, SHARD, [(0, len(data))]))) == data
+
+
+def test_a_form_that_goes_while_it_is_read_is_an_error_and_no_byte_comes_twice(
+    tier: RemoteTier, root: Path, tmp_path: Path
+) -> None:
+    data = compressible(zstd.FRAME_BYTES)
+    entry, path = staged(tmp_path, data)
+    for level in (None, 1):
+        tier.put_file(DIRECTORY, entry, path, level=level)
+    blocks = tier.read(DIRECTORY, SHARD, [(0, 10), (20, 10)])
+    assert bytes(next(blocks)) == data[:10]
+    (root / "checkpoints" / DIRECTORY / SHARD).unlink()
+    with pytest.raises(FileNotFoundError):
+        next(blocks)
+    assert b"".join(map(bytes, tier.read(DIRECTORY, SHARD, [(0, 10), (20, 10)]))) == data[:10] + data[20:30]
+
+
 @pytest.mark.parametrize("level", [None, 1])
 def test_a_file_of_this_node_that_is_short_or_gone_is_damage_of_the_node(
     tier: RemoteTier, tmp_path: Path, level: int | None
@@ -238,6 +275,13 @@ def test_the_probe_and_what_nodes_see_of_it(tier: RemoteTier, root: Path, tmp_pa
         tier.check_shared("nonce-1", node="n1")
 
 
+def test_a_probe_file_that_is_no_text_is_another_storage_path(tier: RemoteTier, root: Path) -> None:
+    tier.leave_nonce("nonce")
+    (root / "shared.probe").write_bytes(b"\xff")
+    with pytest.raises(StorageNotShared):
+        tier.check_shared("nonce", node="ab" * 28)
+
+
 def test_nodes_that_look_at_once_do_not_meet(tier: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node has looked, and tidied up, between this one's folder and its file."""
     tier.probe_log()
@@ -275,13 +319,6 @@ def test_a_node_that_cannot_write_raises(tier: RemoteTier, monkeypatch: pytest.M
 def test_a_folder_that_is_gone_is_named_with_what_to_do(tier: RemoteTier, root: Path, tmp_path: Path) -> None:
     """The outermost one that is missing; a store that does not answer has lost nothing."""
     assert tier.log.create("00000000000000000000.json", b"1") is CreateResult.OK
-def test_a_probe_file_that_is_no_text_is_another_storage_path(tier: RemoteTier, root: Path) -> None:
-    tier.leave_nonce("nonce")
-    (root / "shared.probe").write_bytes(b"\xff")
-    with pytest.raises(StorageNotShared):
-        tier.check_shared("nonce", node="ab" * 28)
-
-
     assert tier.missing() == ""
     parked = root.with_name("parked")
     for gone in (root / "log", root, root.parent):

@@ -323,13 +323,17 @@ class RemoteTier:
 
         Raise the errors of `FileStore.read`, and CorruptionError if a compressed frame is damaged.
         """
-        name, store = self._name(directory, file), self.files
+        name, store, has_begun = self._name(directory, file), self.files, False
+        self._forget_repaired(name)
         if name not in self._tables:
             try:
-                yield from store.read(name, ranges)
+                with contextlib.closing(store.read(name, ranges)) as blocks:
+                    for block in blocks:
+                        has_begun = True
+                        yield block
                 return
-            except FileNotFoundError:
-                if not names.is_shard_name(file):
+            except FileNotFoundError:  # after the first block, the other form would begin anew
+                if has_begun or not names.is_shard_name(file):
                     raise
         try:
             yield from self._reader(name).read(ranges)
@@ -340,6 +344,7 @@ class RemoteTier:
     def size(self, directory: str, file: str) -> int | None:
         """Return the saved size of a file in bytes, None if it does not exist."""
         name = self._name(directory, file)
+        self._forget_repaired(name)
         size = None if name in self._tables else self.files.size(name)
         if size is not None or not names.is_shard_name(file):
             return size
@@ -362,6 +367,13 @@ class RemoteTier:
     def _forget(self, name: str) -> None:
         with self._lock:
             self._tables.pop(name, None)
+
+    def _forget_repaired(self, name: str) -> None:
+        """Remove the cached error of a damaged seek table if the file has been stored again since."""
+        with self._lock:
+            table = self._tables.get(name)
+        if table is not None and isinstance(table.found, FormatError):
+            self._forget_changed(name)
 
     def _forget_changed(self, name: str) -> None:
         """Remove the cached seek table of a file that has changed since the table was read."""
