@@ -19,15 +19,16 @@ STILL = 1  # number of the shard with a rank's still slices
 MAX_SHARDS = 2  # shards of a rank: what moves, and what is still
 MAX_RANKS = 999_999  # ranks of a group, also nodes and copies: the limit of 6 digits in file names
 
-_DIRECTORY = re.compile(r"(\d{12})-([0-9a-f]{16})\Z")
+_DIRECTORY = re.compile(r"([0-9]{12})-([0-9a-f]{16})\Z")
 _ITEMS = re.compile(r"[A-Za-z_][0-9A-Za-z_]*(,[A-Za-z_][0-9A-Za-z_]*)*\Z")
 _FILE = re.compile(
     r"(shard-\d{1,6}(\.\d{1,6})?-of-\d{1,6}\.safetensors|state-\d{1,6}-of-\d{1,6}\.json"
-    r"|manifest-\d{1,6}-of-\d{1,6}\.parquet|parity-\d{1,6}-of-\d{1,6}\.bin|checkpoint\.json)\Z"
+    r"|manifest-\d{1,6}-of-\d{1,6}\.parquet|parity-\d{1,6}-of-\d{1,6}\.bin|checkpoint\.json)\Z",
+    re.ASCII,
 )
 _SHARD = re.compile(r"shard-.*\.safetensors\Z")
-_RECORD = re.compile(r"(\d{20})\.json\Z")
-_SNAPSHOT = re.compile(r"snapshot-(\d{20})\.parquet\Z")
+_RECORD = re.compile(r"([0-9]{20})\.json\Z")
+_SNAPSHOT = re.compile(r"snapshot-([0-9]{20})\.parquet\Z")
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,199}\Z")
 _RUN_UID = re.compile(r"[0-9a-f]{32}\Z")
 

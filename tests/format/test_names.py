@@ -25,3 +25,13 @@ def test_directories_of_some_items_are_known_by_the_grammar() -> None:
     for items in ("../model", "model/..", "model.head", ",model", "mod\u00e8le"):
         with pytest.raises(FormatError):
             names.items_suffix(items)
+
+
+def test_only_ascii_digits_are_numbers_in_names() -> None:
+    digit = "\N{FULLWIDTH DIGIT ONE}"
+    assert names.record_seq(names.record_file(1)) == names.snapshot_seq(names.snapshot_file(1)) == 1
+    assert names.record_seq(f"{digit * 20}.json") is None
+    assert names.snapshot_seq(f"snapshot-{digit * 20}.parquet") is None
+    assert not names.is_directory_name(f"{digit * 12}-0123456789abcdef")
+    for name in (names.shard_file(0, 1, 1), names.state_file(0, 1), names.fragment_file(0, 1)):
+        assert names.is_file_name(name) and not names.is_file_name(name.replace("1.", f"{digit}."))
