@@ -156,7 +156,7 @@ def decode_header(data: bytes) -> ParityHeader:
         raise FormatError(f"{what}: {members} with {parity} parity blocks is no group.")
     files = tuple(tuple(map(_entry, files)) for files in map(_list, _list(found.get("files"))))
     names = [fragment_file(member, num_nodes) for member in members]
-    if [files_of[0].name for files_of in files if files_of] != names:
+    if [files_of[0].name if files_of else "" for files_of in files] != names:
         raise FormatError(f"{what} does not list the fragments of its members.")
     return ParityHeader(
         attempt=AttemptId(run_uid=run_uid, epoch=epoch, session=session, step=step, attempt=attempt),

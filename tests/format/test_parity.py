@@ -114,6 +114,9 @@ def test_damaged_and_newer_headers_are_refused() -> None:
     group = ParityGroup(members=(1, 2, 2, 4), parity=2)
     with pytest.raises(FormatError, match="no group"):
         decode_header(encode_header(replace(header, group=group)))
+    files = (header.files[0], (), *header.files[1:])
+    with pytest.raises(FormatError, match="fragments of its members"):
+        decode_header(encode_header(replace(header, files=files)))
     body = jsontext.dumps_sealed({"format": 2}, what="", max_bytes=1000)
     newer = (len(body).to_bytes(8, "little") + body).ljust(4096)
     with pytest.raises(NewerFormat):
