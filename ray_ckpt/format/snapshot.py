@@ -408,8 +408,13 @@ def _check_whole(snapshot: LogSnapshot) -> None:
         raise FormatError("The checkpoints of the snapshot are not in log order.")
     if not {c.id.session for c in snapshot.checkpoints} <= sessions:
         raise FormatError("A checkpoint of the snapshot has no session.")
-    if not {s.resumed_from for s in snapshot.sessions} - {None} <= attempts:
+    resumed = {s.resumed_from for s in snapshot.sessions} - {None}
+    if not resumed <= attempts:
         raise FormatError("A session of the snapshot resumes from an unknown checkpoint.")
+    place = {s.session: at for at, s in enumerate(snapshot.sessions)}
+    saved_in = {c.id.attempt: place[c.id.session] for c in snapshot.checkpoints if c.id.attempt in resumed}
+    if any(s.resumed_from and saved_in[s.resumed_from] >= place[s.session] for s in snapshot.sessions):
+        raise FormatError("A session of the snapshot resumes from itself or from a later session.")
 
 
 def _check_names(found: Iterable[str], expected: set[str], what: str) -> None:

@@ -111,6 +111,16 @@ def test_only_a_session_that_began_with_another_run_has_its_step() -> None:
     assert decode_snapshot(data) == begun and data.count(b'"origin_step"') == 1
 
 
+def test_a_session_that_resumes_from_itself_or_a_later_one_is_refused() -> None:
+    """A reader follows sessions back to their beginning, which such a snapshot would not have."""
+    for sessions in (
+        (a_session(1, resumed_from=f"{7:016x}"), a_session(2)),
+        (a_session(1, resumed_from=f"{21:016x}"), a_session(2, resumed_from=f"{7:016x}")),
+    ):
+        with pytest.raises(FormatError, match="resumes from"):
+            encode_snapshot(changed(sessions=sessions))
+
+
 MOMENTS = ("noticed_at_s", "previous_ended_at_s", "started_at_s", "connected_at_s")
 
 
