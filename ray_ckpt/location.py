@@ -37,7 +37,7 @@ _SECRET = re.compile(
 )
 _USERINFO = re.compile(r"//[^/@]*:.*@|account_?key=", re.IGNORECASE)  # secrets in a value
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)\Z", re.DOTALL)
-_BAD_KEY = re.compile(r"[\x00-\x1f\x7f%#\\]|(^|/)\.{1,2}(/|$)|//")
+_BAD_KEY = re.compile(r"[\x00-\x1f\x7f%#\\\ud800-\udfff]|(^|/)\.{1,2}(/|$)|//")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +178,17 @@ def resolve_options(options: Mapping[str, str]) -> dict[str, str]:
 
 def without_tilde(path: str | os.PathLike[str]) -> Path:
     """Return `path` with a leading `~` or `~user` expanded; unchanged if no such home exists."""
-    with contextlib.suppress(RuntimeError):  # no user of that name
+    with contextlib.suppress(RuntimeError, ValueError):  # no user of that name, or no name at all
         return Path(path).expanduser()
     return Path(path)
 
 
 def _folder(path: str, text: str) -> str:
+    if not _is_file_name(path):
+        raise ConfigError(
+            "The storage path has characters that no file can have in its name.",
+            hint="Remove NUL characters and lone surrogates from it.",
+        )
     folder = without_tilde(path)
     if not folder.is_absolute():
         shown = "is neither a folder nor a URL" if "@" in text or "://" in text else f"{text!r} is relative"
@@ -196,6 +201,13 @@ def _folder(path: str, text: str) -> str:
             "The storage path has a '%' in a file:// URL.", hint="Give the path without file://."
         )
     return "/" + os.path.normpath(folder).lstrip("/")
+
+
+def _is_file_name(path: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
 
 
 def _bucket_path(rest: str, scheme: str) -> str:

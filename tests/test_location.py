@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.location import Location, resolve_options, storage_options
+from ray_ckpt.location import Location, locate, resolve_options, storage_options
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,29 @@ def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         "s3://bucket/a%2e",
         "s3://bucket/a#b",
         "s3://bucket/a\nb",
+        "s3://bucket/a\ud800",
         "sftp://host/x?y=1",
+        "/a\0b",
+        "/a\ud800",
+        "~\0",
+        "~\ud800",
+        "file:///a\0b",
     ],
 )
 def test_what_is_no_storage_path_is_refused_with_a_hint(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Location.parse(text)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["a\0b", "~\0", "\ud800"])
+def test_a_relative_path_that_no_file_can_have_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="no file can have"):
+        locate(text)
+
+
+def test_a_folder_whose_name_is_no_text_is_a_location() -> None:
+    assert Location.parse("/a\udcff").folder == Path("/a\udcff")
 
 
 @pytest.mark.parametrize(
