@@ -8,7 +8,7 @@ from pathlib import Path
 from typing_extensions import Buffer
 
 from ray_ckpt.errors import CorruptionError, NewerFormat
-from ray_ckpt.format.manifest import decode_columns
+from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.storage.local.direct import read_blocks_direct
 from ray_ckpt.storage.local.files import checked
@@ -29,7 +29,7 @@ def verify_stored(
     """
     name = fragment_file(node_index, num_nodes)
     try:
-        fragment, _ = decode_columns(b"".join(map(bytes, read(name))))
+        fragment, _ = decode_columns(_first_bytes(read(name)))
     except NewerFormat:
         return ()
     except (FileNotFoundError, CorruptionError):
@@ -43,3 +43,13 @@ def verify_stored(
         except (FileNotFoundError, CorruptionError):
             damaged.append(file.name)
     return tuple(damaged)
+
+
+def _first_bytes(blocks: Iterable[Buffer]) -> bytes:
+    """Return the bytes of a file; of one that is too large for a fragment, enough to be refused as such."""
+    data = bytearray()
+    for block in blocks:
+        data += block
+        if len(data) > MAX_FRAGMENT_BYTES:
+            break
+    return bytes(data)
