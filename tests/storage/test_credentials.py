@@ -150,6 +150,12 @@ class TestS3:
             open_at(url("s3", strict), {"profile": "training"})
         assert len(str(caught.value).splitlines()) == 1
 
+    @pytest.mark.parametrize("answer", [[], None, {"Version": 1, "AccessKeyId": 1}])
+    def test_a_provider_that_gives_no_keys(self, strict: StrictStore, tmp_path: Path, answer: Any) -> None:
+        write_config(tmp_path, "training", credential_process=provider(tmp_path, answer))
+        with pytest.raises(ConfigError, match="cannot be had"):
+            open_at(url("s3", strict), {"profile": "training"})
+
     def test_anonymous(self, strict: StrictStore, ministack: str) -> None:
         with pytest.raises(PermissionError):
             works(open_at(url("s3", strict), {"anonymous": "true"}))
@@ -248,7 +254,7 @@ class TestGcs:
         for way in ("GOOGLE_APPLICATION_CREDENTIALS", "account of its machine", "gcloud auth"):
             assert way in caught.value.hint
 
-    @pytest.mark.parametrize("text", ["", "{}", '{"type": "service_account", "private_key": "x"}'])
+    @pytest.mark.parametrize("text", ["", "{}", "[]", '{"type": "service_account", "private_key": "x"}'])
     def test_a_key_file_that_is_none(
         self, strict: StrictStore, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

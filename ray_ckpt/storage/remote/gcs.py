@@ -162,7 +162,10 @@ def _retries() -> Retry:
 def _credentials(location: Location) -> Any:
     try:
         return google.auth.default(scopes=[SCOPE])[0]
-    except google.auth.exceptions.GoogleAuthError as error:
+    except (
+        google.auth.exceptions.GoogleAuthError,
+        AttributeError,  # the key file has other JSON than an object
+    ) as error:
         raise no_credentials(location, error) from None
 
 

@@ -208,8 +208,9 @@ def _credentials(session: Any, location: Location) -> Any:
         found = session.get_credentials()
     except (
         botocore.exceptions.BotoCoreError,
-        ValueError,
-    ) as error:  # ValueError: a credential provider returned invalid JSON
+        ValueError,  # a credential provider returned invalid JSON
+        AttributeError,  # it returned other JSON than an object
+    ) as error:
         raise ConfigError(  # without the provider's text, which may contain a secret
             f"The AWS credentials for {location.bare} cannot be had: {type(error).__name__}.",
             hint="Ask for them by hand, such as by `aws sts get-caller-identity`, to see why.",
