@@ -42,12 +42,15 @@ class FsspecStore:
 
     @classmethod
     def open(cls, location: Location, options: Mapping[str, str]) -> FsspecStore:
-        """Open the file system that fsspec has for the scheme of `location`. Raise ConfigError."""
+        """Open the file system that fsspec has for the scheme of `location`. Raise ConfigError or OSError."""
         try:
             fs, root = fsspec.core.url_to_fs(str(location), **UNCACHED, **options)
-        except (ImportError, ValueError, TypeError) as error:
+        except OSError:
+            raise  # the server may answer later
+        except Exception as error:  # the errors of client libraries have no common class
             raise ConfigError(
-                f"The storage path {location.scheme}:// cannot be opened: {error}.",
+                f"The storage path {location.scheme}:// cannot be opened: {type(error).__name__}: "
+                f"{short_error(error)}.",
                 hint="Install the fsspec implementation of that scheme on every node, or check "
                 "storage_options.",
             ) from None
