@@ -167,8 +167,9 @@ class LazyTensor:
 
     @property
     def slices(self) -> tuple[Slice, ...]:
-        """The saved slices, each once; together they cover the tensor."""
-        return tuple({row.slice.offset: row.slice for row in self._rows if row.slice is not None}.values())
+        """The saved slices, each once; together they cover the tensor. Empty ones only if the tensor is."""
+        found = (row.slice for row in self._rows if row.slice is not None)
+        return tuple({part.offset: part for part in found if part.num_elements or not self.nbytes}.values())
 
     @property
     def num_slices(self) -> int:

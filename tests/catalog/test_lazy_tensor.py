@@ -352,3 +352,11 @@ def upload(folder: Path, strict: StrictStore) -> str:
     url = bucket_url("s3", strict.endpoint, f"lazy/{uuid.uuid4().hex}/{folder.name}")
     copy_to(open_store(Location.parse(url), None)[0], folder)
     return url
+
+
+def test_an_empty_slice_hides_no_other_one(tmp_path: Path) -> None:
+    tensor = torch.arange(4.0)
+    lazy = write_tensor(tmp_path, tensor, [(slice(0, 4),), (slice(0, 0),)])[1]["model.w"]
+    assert [part.shape for part in lazy.slices] == [(4,)] and torch.equal(lazy.load(), tensor)
+    empty = write_tensor(tmp_path / "empty", torch.zeros(0, 3), [(slice(None), slice(None))] * 2)
+    assert [part.shape for part in empty[1]["model.w"].slices] == [(0, 3)]
