@@ -220,11 +220,14 @@ def test_spans_out_of_order_or_out_of_the_file_are_refused(
     assert not names_in(tmp_path)
 
 
+@pytest.mark.parametrize("spans", [(), [(0, 20), (20, 20)]])
 @pytest.mark.parametrize("count", [0, 3, 5, 1000])
-def test_another_size_than_announced_is_refused(tmp_path: Path, count: int) -> None:
+def test_another_size_than_announced_is_refused(
+    tmp_path: Path, count: int, spans: list[tuple[int, int]]
+) -> None:
     requested = iter(range(count))
     with pytest.raises(CorruptionError, match="arrived for a file of 40"):
-        write_direct(tmp_path, (b"0123456789" for _ in requested), size_bytes=40)
+        write_direct(tmp_path, (b"0123456789" for _ in requested), size_bytes=40, spans=spans)
     assert not names_in(tmp_path)
     assert (next(requested, None) is None) == (count < 1000), "and no more is taken than shows it"
 

@@ -87,9 +87,9 @@ def write_direct(
                     writer.add(memoryview(chunk).cast("B"))
                     if size_bytes is not None and writer.size_bytes > size_bytes:
                         break
+                if size_bytes not in (None, writer.size_bytes):
+                    raise CorruptionError(f"{writer.size_bytes} bytes arrived for a file of {size_bytes}.")
                 written = writer.end()
-            if size_bytes not in (None, written.size_bytes):
-                raise CorruptionError(f"{written.size_bytes} bytes arrived for a file of {size_bytes}.")
             os.fsync(file.fd)
         finally:
             file.close()
