@@ -152,7 +152,8 @@ def test_staging_takes_no_pipe_for_a_file(tmp_path: Path) -> None:
     stage.write_mark(uid, run_name="gpt", storage_path="/runs", epoch=3)
     with_pipes.mkdir()
     os.mkfifo(with_pipes / "manifest-00000-of-00001.parquet")
-    assert list(stage.holdings(uid)) == []
+    os.mkfifo(with_pipes / "parity-00000-of-00002.bin")
+    assert not list(stage.holdings(uid)) and not list(stage.parities(uid))
     (root / uid / "run.json").unlink()
     os.mkfifo(root / uid / "run.json")
     assert stage.epoch(uid) == 0

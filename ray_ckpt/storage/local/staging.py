@@ -366,7 +366,7 @@ def _holding(
 
 def _parity(path: Path) -> ParityHeader | None:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(files.open_file(path), "rb") as file:
             size = header_bytes(file.read(ALIGNMENT_BYTES))
             file.seek(0)
             header = decode_header(file.read(size))
