@@ -15,11 +15,16 @@ from ray_ckpt.location import without_tilde
 def output_file(path: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Return the file to write for `path`, with links and `~` resolved.
 
-    Raise ConfigError if its folder does not exist, if it is a folder, a device or a pipe, or if the file
-    exists and `force` is false.
+    Raise ConfigError if its folder does not exist, if it is a folder, a device, a pipe or a link to itself,
+    or if the file exists and `force` is false.
     """
     given = without_tilde(path)
-    file = given.resolve()
+    try:
+        file = given.resolve()
+    except RuntimeError:  # Python before 3.13, for a link to itself
+        file = given
+    if file.is_symlink():
+        raise ConfigError(f"{given} is a link to itself.", hint="Give another name.", path=str(given))
     if file.is_dir():
         raise ConfigError(f"{given} is a folder.", hint="Give the name of a file in it.", path=str(given))
     if file.exists() and not file.is_file():

@@ -50,6 +50,15 @@ def test_what_is_no_file_is_refused_with_force_too(tmp_path: Path, force: bool) 
         output_file(tmp_path / "no" / "file", force=force)
 
 
+def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    with pytest.raises(ConfigError, match="link is a link to itself"):
+        output_file(link, force=True)
+    with pytest.raises(ConfigError, match="There is no folder"):
+        output_file(link / "file")
+
+
 def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("old")
