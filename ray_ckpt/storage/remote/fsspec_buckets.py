@@ -126,7 +126,11 @@ class S3FsStore(BucketStore):
                 )
             if not page.get("IsTruncated"):
                 return
-            query |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            markers = ("KeyMarker", "UploadIdMarker")
+            following = {name: found for name in markers if (found := page.get(f"Next{name}"))}
+            if "KeyMarker" not in following or following.items() <= query.items():
+                raise OSError(f"{self.where}: its uploads cannot be listed: a page has no next one")
+            query |= following
 
     def abort(self, upload: Upload) -> None:
         key = self._path(upload.name).partition("/")[2]

@@ -98,8 +98,11 @@ class GcsBucket:
                 raise OSError(f"{self.where}: its uploads cannot be listed: {short_error(error)}") from None
             if page.findtext("{*}IsTruncated", "") != "true":
                 return
-            query["key-marker"] = page.findtext("{*}NextKeyMarker", "")
-            query["upload-id-marker"] = page.findtext("{*}NextUploadIdMarker", "")
+            markers = ("key-marker", "{*}NextKeyMarker"), ("upload-id-marker", "{*}NextUploadIdMarker")
+            following = {name: page.findtext(found, "") for name, found in markers}
+            if not following["key-marker"] or following.items() <= query.items():
+                raise OSError(f"{self.where}: its uploads cannot be listed: a page has no next one")
+            query |= following
 
     def _upload(self, found: ElementTree.Element) -> Upload:
         started = datetime.fromisoformat(found.findtext("{*}Initiated", ""))
