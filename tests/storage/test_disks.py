@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typing_extensions import Buffer
@@ -171,6 +172,39 @@ def test_a_disk_that_fails_is_passed_over(
     levels = {record.levelno for record in caplog.records}
     assert levels == ({logging.WARNING} if code == errno.ENOSPC else {logging.ERROR})
     assert str(three.roots[1]) in caplog.text
+
+
+def test_a_disk_on_which_nothing_works_any_more_is_passed_over(
+    three: Disks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file system that has shut down refuses every look-up, also of files that other disks have."""
+    saved, old = sample(), sample(5)
+    three.write_mark(UID, run_name="gpt", storage_path="/s", epoch=3)
+    monkeypatch.setattr(Disks, "_room", lambda self, stage: {"a": 1, "b": 3, "c": 2}[stage.root.name])
+    put(three, old)
+    names = [name for name in saved.files if name != "checkpoint.json"]
+    for call in ("stat", "open", "mkdir", "listdir", "scandir", "statvfs"):
+        monkeypatch.setattr(os, call, dead(getattr(os, call), three.roots[1]))
+    three.check_space(1, reserve_bytes=0, what="A shard")
+    assert three.free_bytes() > 0 < three.total_bytes()
+    put(three, saved)
+    for name in names:
+        assert three.path(UID, saved.attempt.directory, name).read_bytes() == saved.files[name]
+    assert [h.fragment.attempt for h in three.holdings(UID)] == [saved.attempt] * 2
+    assert three.directories(UID) == (old.attempt.directory, saved.attempt.directory)
+    assert [mark.epoch for mark in three.marks("gpt", "/s")] == [3] and three.epoch(UID) == 3
+    assert sum(record.levelno == logging.ERROR for record in caplog.records) == 1
+
+
+def dead(call: Callable[..., Any], root: Path) -> Callable[..., Any]:
+    """Return `call`, which fails for each path below `root`."""
+
+    def fail(path: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(path, str | os.PathLike) and Path(path).is_relative_to(root):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return call(path, *args, **options)
+
+    return fail
 
 
 def test_a_stream_cannot_be_written_again(

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -82,11 +83,11 @@ class Disks:
 
     def free_bytes(self) -> int:
         """Return the sum of the free bytes of all file systems that get new files."""
-        return sum(files.free_bytes(stage.root) for stage in self._file_systems())
+        return sum(self._call_each(self._file_systems(), lambda stage: files.free_bytes(stage.root)))
 
     def total_bytes(self) -> int:
         """Return the total size in bytes of all file systems that get new files."""
-        return sum(files.total_bytes(stage.root) for stage in self._file_systems())
+        return sum(self._call_each(self._file_systems(), lambda stage: files.total_bytes(stage.root)))
 
     def check_space(
         self, needed_bytes: int, *, reserve_bytes: int, what: str, is_one_file: bool = True
@@ -95,7 +96,9 @@ class Disks:
 
         A single file must fit on one disk; several files must fit on all disks together.
         """
-        free = {stage.root: files.free_bytes(stage.root) for stage in self._file_systems()}
+        free = dict(
+            self._call_each(self._file_systems(), lambda stage: (stage.root, files.free_bytes(stage.root)))
+        )
         rooms = [max(0, left - reserve_bytes) for left in free.values()]
         room = max(rooms) if is_one_file else sum(rooms)
         if room < needed_bytes:
@@ -207,9 +210,9 @@ class Disks:
     def marks(self, run_name: str, storage_path: str) -> tuple[RunMark, ...]:
         """Return the marks of all runs with this name and storage path; normally there is one."""
         found: dict[str, int] = {}
-        for stage in self._stages:
-            for mark in stage.marks(run_name, storage_path):
-                found[mark.run_uid] = max(mark.epoch, found.get(mark.run_uid, 0))
+        on_each = self._call_each(self._stages, lambda stage: stage.marks(run_name, storage_path))
+        for mark in chain.from_iterable(on_each):
+            found[mark.run_uid] = max(mark.epoch, found.get(mark.run_uid, 0))
         return tuple(RunMark(run_uid=uid, epoch=epoch) for uid, epoch in sorted(found.items()))
 
     def epoch(self, run_uid: str) -> int:
@@ -255,7 +258,7 @@ class Disks:
     def _stage_of(self, run_uid: str, directory: str, file: str) -> Staging:
         """Return the disk that has the file, or any disk if none has the file; prefer disks that work."""
         stages = sorted(self._stages, key=lambda stage: stage.root in self._out)
-        return next((stage for stage in stages if stage.path(run_uid, directory, file).exists()), stages[0])
+        return next((stage for stage in stages if self._has(stage, run_uid, directory, file)), stages[0])
 
     def _places(self, run_uid: str, directory: str, file: str) -> list[Staging]:
         """Return the disks for a file, best first: disks that have the file, then by free space.
@@ -265,8 +268,18 @@ class Disks:
         working = self._working()
         if file.startswith("manifest-"):
             return working
-        there = [stage for stage in working if stage.path(run_uid, directory, file).exists()]
-        return sorted(working, key=lambda stage: (stage not in there, -self._room(stage)))
+        there = [stage for stage in working if self._has(stage, run_uid, directory, file)]
+        return sorted(self._working(), key=lambda stage: (stage not in there, -self._room(stage)))
+
+    def _has(self, stage: Staging, run_uid: str, directory: str, file: str) -> bool:
+        """Return whether the disk has the file; False if the disk is broken and another one works."""
+        try:
+            return stage.path(run_uid, directory, file).exists()
+        except OSError as error:
+            is_known = stage.root in self._out and error.errno in BROKEN
+            if not is_known and not self._may_pass_over(stage, error):
+                raise
+            return False
 
     def _room(self, stage: Staging) -> int:
         with contextlib.suppress(OSError):
@@ -275,7 +288,8 @@ class Disks:
 
     def _file_systems(self) -> list[Staging]:
         """Return one working disk for each file system."""
-        return list({stage.root.stat().st_dev: stage for stage in self._working()}.values())
+        found = self._call_each(self._working(), lambda stage: (stage.root.stat().st_dev, stage))
+        return list(dict(found).values())
 
     @contextlib.contextmanager
     def _writing(self, stage: Staging, size_bytes: int) -> Iterator[None]:
