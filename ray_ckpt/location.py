@@ -251,6 +251,10 @@ def _parse_query(query: str, scheme: str) -> tuple[tuple[str, str], ...]:
                 f"The {scheme}:// storage path has the parameter {name!r}.",
                 hint=f"Only {', '.join(_QUERY)} are allowed; credentials come from the environment.",
             )
+    if len(dict(found)) < len(found):
+        raise ConfigError(
+            f"The {scheme}:// storage path has a parameter twice.", hint="Give each parameter once."
+        )
     return tuple(sorted(found))
 
 

@@ -68,6 +68,7 @@ def test_a_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         "s3://bucket/a#b",
         "s3://bucket/a\nb",
         "s3://bucket/a\ud800",
+        "s3://bucket/a?region=b&region=a",
         "sftp://host/x?y=1",
         "/a\0b",
         "/a\ud800",
