@@ -16,7 +16,6 @@ from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.overview import view_of
 from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.messages import DrainingView, DrillSources, RunStatus, RunView, ServiceView
-from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core.loss_scenarios import live_checkpoints
 from ray_ckpt.storage.log_store import read_run
 
@@ -56,7 +55,7 @@ class StatusReader:
     async def status(self, run: Run) -> RunStatus:
         history, machine = run.machine.history, run.machine
         lineage = history.lineage()
-        _, records = await in_thread(self._engine.control_io, read_run, run.store)
+        _, records = await run.log_threads.run(read_run, run.store)
         return RunStatus(
             run_uid=history.run_uid,
             records=tuple(record for record, _ in records),
