@@ -142,10 +142,14 @@ class Node:
             log.warning("the coordinator did not take %s: %s", method, error)
 
     def watch_cloud(self) -> None:
-        """Begin to poll the cloud's metadata service for notices, unless polling has begun."""
+        """Begin to poll the cloud's metadata service for notices, unless polling has begun.
+
+        ConfigError if the environment of the agent names no cloud that is known.
+        """
         if not self._watches_cloud:
+            notices = CloudNotices.from_environment()
             self._watches_cloud = True
-            self.spawn(self._watch_cloud(CloudNotices.from_environment()))
+            self.spawn(self._watch_cloud(notices))
 
     async def _watch_cloud(self, notices: CloudNotices) -> None:
         while not notices.is_over:
