@@ -49,9 +49,8 @@ class ArenaMemory:
     def __init__(self, rank: int, size_bytes: int, *, named: bool = False) -> None:
         self.size_bytes = size_bytes
         total = ARENA_PAGE_BYTES + size_bytes
-        self._file, self.path = named_file(rank, total) if named else _memfd(rank, total)
+        self._file, self.path, self.memory = _shared_memory(rank, total, named=named)
         self._named = self.path if named else None
-        self.memory = map_shared(self._file, 0, total, writable=True)
         self.page = ArenaPage(self.memory)
         self.layout: RankLayout | None = None
         self._lock = threading.Lock()  # guards the fields below
@@ -159,8 +158,7 @@ class SignalPage:
     """The page of the save signal, which this node's ranks map and read (`format/save_signal.py`)."""
 
     def __init__(self, *, named: bool = False) -> None:
-        self._file, self.path = named_file(0, PAGE_BYTES) if named else _memfd(0, PAGE_BYTES)
-        self._memory = map_shared(self._file, 0, PAGE_BYTES, writable=True)
+        self._file, self.path, self._memory = _shared_memory(0, PAGE_BYTES, named=named)
 
     def show(self, flag: int) -> None:
         write_flag(self._memory, flag)
@@ -354,6 +352,18 @@ def _mode_that_fits(
 
 
 # -- where memory comes from -------------------------------------------------------------------------
+
+
+def _shared_memory(rank: int, size: int, *, named: bool) -> tuple[int, str, memoryview]:
+    """Make and map shared memory; return its file, the path and the mapping. An OSError leaves nothing."""
+    fd, path = named_file(rank, size) if named else _memfd(rank, size)
+    try:
+        return fd, path, map_shared(fd, 0, size, writable=True)
+    except OSError:
+        os.close(fd)
+        if named:
+            Path(path).unlink(missing_ok=True)
+        raise
 
 
 def _memfd(rank: int, size: int) -> tuple[int, str]:

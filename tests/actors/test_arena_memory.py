@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import subprocess
@@ -14,9 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ray_ckpt.actors.agent import arena as arena_module
 from ray_ckpt.actors.agent.arena import (
+    SHM_FOLDER,
     ArenaMemory,
     ShmRoom,
+    SignalPage,
     choose_mode,
     make_arena,
     named_file,
@@ -151,7 +155,7 @@ def open_memory() -> int:
     found = 0
     for fd in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found += str(fd.readlink()).startswith("/memfd:")
+            found += str(fd.readlink()).startswith(("/memfd:", f"{SHM_FOLDER}/ray_ckpt-"))
     return found
 
 
@@ -167,6 +171,25 @@ def test_memory_that_is_given_up_while_it_is_populated_is_released_by_then() -> 
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     assert open_memory() == before
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_memory_that_cannot_be_mapped_is_given_back(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of the address space, or of the number of mappings, refuses it; `auto` tries a smaller mode."""
+
+    def refuse(*_: object, **__: object) -> memoryview:
+        raise OSError(errno.ENOMEM, "no address space")
+
+    def files() -> tuple[int, int]:
+        return open_memory(), len(list(SHM_FOLDER.glob(f"ray_ckpt-{os.getuid()}-rank777-*")))
+
+    before = files()
+    monkeypatch.setattr(arena_module, "map_shared", refuse)
+    with pytest.raises(InsufficientSpace, match="no address space"):
+        make_arena(777, 1 << 20, mode="auto", all_bytes=1, free_bytes=GIB, named=named)
+    with pytest.raises(OSError, match="no address space"):
+        SignalPage(named=named)
+    assert files() == before
 
 
 def test_a_rank_cannot_be_cut_off_from_its_memory() -> None:
