@@ -22,6 +22,7 @@ from ray_ckpt.restore.parity import GroupReader
 from ray_ckpt.restore.reader import FileSource, RestoreTicket, parity_sources
 from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.local.disks import Disks
+from ray_ckpt.storage.local.files import read_small
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.transport.credentials import Credentials
@@ -291,7 +292,7 @@ class SourceFinder:
             tier = self._storage.open()
             return tier.read_whole(attempt.directory, name, max_bytes=MAX_FRAGMENT_BYTES)
         if source.tier != "peer":
-            return Path(source.path).read_bytes()
+            return read_small(Path(source.path), MAX_FRAGMENT_BYTES)
         if source.group is not None:
             return GroupReader(attempt, source.group, self._peers).read_whole(name)
         file = FileName(run_uid=self._run_uid, directory=attempt.directory, file=name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -112,6 +113,22 @@ def test_an_intact_copy_of_a_manifest_is_taken_wherever_it_is(nodes: Nodes, save
     other_manifest(nodes, saved, B, 0)
     with pytest.raises(CorruptionError, match="not the one that was committed"):
         ticket(nodes, saved)
+
+
+def test_a_pipe_in_place_of_a_manifest_is_passed_over(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    """A read of it waits for ever, and the restore with it."""
+    both(nodes, saved)
+    path = nodes.folder(A, saved) / fragment_file(0, 2)
+    path.unlink()
+    os.mkfifo(path)
+    with finder(nodes, A) as found, ThreadPoolExecutor(1) as pool:
+        making = pool.submit(found.own_ticket, plan_of(saved, fragments=digests(saved)))
+        try:
+            made = making.result(5)
+        finally:
+            os.close(os.open(path, os.O_RDWR))  # ends such a wait
+    assert made is not None, "B has it intact"
+    made[1].close()
 
 
 def test_a_manifest_that_nobody_has_is_named(nodes: Nodes, saved: SampleCheckpoint) -> None:
