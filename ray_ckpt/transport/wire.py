@@ -128,7 +128,7 @@ def chunks(reader: Iterable[Any]) -> Iterator[memoryview]:
             item.data.validate(full=True)
             (chunk,) = item.data.column(0)
             view = memoryview(chunk.as_buffer())
-        except (AttributeError, TypeError, ValueError) as error:  # Arrow's own errors are ValueErrors
+        except (AttributeError, IndexError, TypeError, ValueError) as error:  # Arrow's own are ValueErrors
             raise FormatError("A peer sent something that is not a chunk.") from error
         yield view
 

@@ -436,6 +436,12 @@ def test_a_stream_of_something_else_is_refused(arrays: list[Any]) -> None:
         list(wire.chunks([Sent(batch)]))
 
 
+def test_a_stream_without_columns_is_refused() -> None:
+    batch = pa.RecordBatch.from_arrays([], schema=pa.schema([]))
+    with pytest.raises(FormatError, match="not a chunk"):
+        list(wire.chunks([Sent(batch)]))
+
+
 def test_a_chunk_with_bounds_outside_of_its_bytes_is_refused() -> None:
     bounds = np.array([0, 5], np.int64)
     column = pa.Array.from_buffers(pa.large_binary(), 1, [None, pa.py_buffer(bounds), pa.py_buffer(b"short")])
