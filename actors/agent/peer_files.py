@@ -17,7 +17,7 @@ from ray_ckpt.transport.wire import BYTES_WANTED, FileName, PutRequest
 from ray_ckpt.types import FileEntry
 
 MAX_SERVED = 16  # concurrent reads by peers, each with blocks of read-ahead
-SERVE_WAIT_S = 30.0  # longest wait for another read to end; after it, the peer gets an error and retries
+SERVE_WAIT_S = 20.0  # longest wait for another read to end; then the peer, whose call may still last, retries
 
 
 class PeerFiles:
@@ -66,7 +66,7 @@ class PeerFiles:
     def read(self, name: FileName, offset: int, nbytes: int | None) -> Iterator[memoryview]:
         path = self._run(name).staging.path(name.run_uid, name.directory, name.file)
         if not self._readers.acquire(timeout=SERVE_WAIT_S):
-            raise Unavailable(f"{MAX_SERVED} others read here; try again")
+            raise Unavailable(f"{MAX_SERVED} others read here; try again", refused=False)
         try:
             yield from read_blocks_direct(path, offset, nbytes)
         finally:

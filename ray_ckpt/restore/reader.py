@@ -362,9 +362,10 @@ class SourceReader:
                 break
             except (OSError, EOFError, Unavailable) as error:
                 self._reject(f"{tally.file} on {tally.source_text}: {error}")
-                if isinstance(error, Unavailable) and error.fields.get("refused"):
+                fields = error.fields if isinstance(error, Unavailable) else {}
+                if fields.get("refused"):
                     break
-                if not tries_left:
+                if not tries_left and not fields.get("answered"):  # a busy peer is not gone
                     extent.source.give_up()
         with self._lock:
             tally.add(sum(row.nbytes for row in extent.done), start_s, time.monotonic())

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 from typing_extensions import Buffer
 
-from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError
+from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError, text_of
 from ray_ckpt.format.blocks import merge_ranges
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.credentials import ServiceKeys
@@ -38,6 +38,7 @@ class PeerFiles(Protocol):
     def read(self, name: wire.FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
         """Yield the bytes of a file from `offset` on. Raise FileNotFoundError if the node does not have it.
 
+        After an error with the field `refused=False` the peer may try again.
         A block may be overwritten as soon as the next block is requested, since the server has sent it then.
         """
         ...
@@ -138,9 +139,15 @@ def _errors_sent() -> Iterator[None]:
     try:
         yield
     except (CheckpointError, OSError, EOFError) as error:
-        # A retry helps if bytes were changed on the way; all other errors would occur again.
-        may_help = isinstance(error, CorruptionError) and not isinstance(error, FormatError)
-        raise flight.FlightServerError(str(error), extra_info=b"" if may_help else wire.REFUSED) from error
+        mark = wire.REFUSED if _is_final(error) else b""
+        raise flight.FlightServerError(text_of(error), extra_info=mark) from error
+
+
+def _is_final(error: Exception) -> bool:
+    """Return False if a retry helps: bytes were changed on the way, or `files` is busy (`refused=False`)."""
+    if isinstance(error, CheckpointError) and "refused" in error.fields:
+        return bool(error.fields["refused"])
+    return not isinstance(error, CorruptionError) or isinstance(error, FormatError)
 
 
 def _free_port(host: str, ports: range) -> int:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ray_ckpt.actors.agent import peer_files
 from ray_ckpt.actors.agent.node import Node
-from ray_ckpt.actors.agent.peer_files import PeerFiles
+from ray_ckpt.actors.agent.peer_files import MAX_SERVED, SERVE_WAIT_S, PeerFiles
 from ray_ckpt.actors.agent.run import NodeRun
 from ray_ckpt.actors.agent.runs import NodeRuns
 from ray_ckpt.actors.messages import RunSpec
@@ -19,11 +20,13 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.errors import Fenced, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt
+from ray_ckpt.transport.client import CALL_BASE_S
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.transport.wire import FileName, PutRequest
 
 UID = "a" * 32
 DATA = b"shard"
+FILE = "shard-00000-of-00001.safetensors"
 ATTEMPT = make_attempt(run_uid=UID, epoch=1, session=1, step=3, attempt=0)
 DROP = n.OutcomeNotified(attempt=ATTEMPT, level=None, error=Unavailable("dropped"), epoch=4)
 
@@ -41,7 +44,7 @@ def received(tmp_path: Path, epoch: int, *orders: n.Order) -> NodeRun:
         options = RunOptions(staging=str(tmp_path / "staging"))
         run = await runs.take_up(RunSpec(name="run", storage_path=str(tmp_path), options=options), UID)
         await run.obey(n.EpochSeen(epoch=4))
-        name = FileName(run_uid=UID, directory=ATTEMPT.directory, file="shard-00000-of-00001.safetensors")
+        name = FileName(run_uid=UID, directory=ATTEMPT.directory, file=FILE)
         request = PutRequest(name=name, size_bytes=len(DATA), digest=digest(DATA), epoch=epoch)
         sent = chunks(run, asyncio.get_running_loop())
         written = await asyncio.to_thread(PeerFiles(runs.open).put, request, sent)
@@ -66,3 +69,22 @@ def test_no_order_of_a_lower_epoch_deletes_a_copy_that_counts(tmp_path: Path) ->
 def test_a_copy_that_was_dropped_while_it_was_written_does_not_count(tmp_path: Path) -> None:
     with pytest.raises((Unavailable, FileNotFoundError)):
         received(tmp_path, 5, DROP)
+
+
+def test_a_node_that_many_peers_read_from_sends_them_away_only_for_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_files, "SERVE_WAIT_S", 0.01)
+    run = received(tmp_path, 4)
+    files, name = PeerFiles({UID: run}), FileName(run_uid=UID, directory=ATTEMPT.directory, file=FILE)
+    readers = [files.read(name, 0, None) for _ in range(MAX_SERVED)]
+    assert [bytes(next(blocks)) for blocks in readers] == [DATA] * MAX_SERVED
+    with pytest.raises(Unavailable) as caught:
+        next(files.read(name, 0, None))
+    assert caught.value.fields["refused"] is False, "the peer tries again"
+    readers.pop().close()
+    assert bytes(next(files.read(name, 0, None))) == DATA
+
+
+def test_a_peer_waits_for_its_turn_no_longer_than_its_call_may_take() -> None:
+    assert SERVE_WAIT_S < CALL_BASE_S

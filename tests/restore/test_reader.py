@@ -350,6 +350,23 @@ def test_a_connection_that_breaks_once_is_made_again(peer: PeerRig) -> None:
     assert reader.rejected, "the damage is reported all the same"
 
 
+def test_a_busy_peer_is_asked_again_and_is_not_gone(peer: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    (busy, _), read_file = peer.checkpoint.files, peer.files.read
+    tried: list[str] = []
+
+    def read_or_wait(name: FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
+        if name.file == busy:
+            tried.append(busy)
+            raise Unavailable("others read here", refused=False)
+        return read_file(name, offset, nbytes)
+
+    monkeypatch.setattr(peer.files, "read", read_or_wait)
+    reader = peer.reader(peer.sources, peer.checkpoint.copy("disk"))
+    check(peer.checkpoint, peer.checkpoint.rows, read(reader, peer.checkpoint.rows), reader)
+    assert len(tried) == sources.PEER_TRIES
+    assert not reader._peers.gone, "it may give other files"
+
+
 def test_nobody_waits_twice_for_a_peer_that_is_gone(peer: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
     small_extents(monkeypatch, 1)
     requested: list[str] = []

@@ -110,6 +110,41 @@ def test_a_size_is_sent_without_a_byte_of_the_file(peer: PeerClient) -> None:
     assert peer.size(other) is None
 
 
+class Failing(Folder):
+    """Files of a node that fails with `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def read(self, name: wire.FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
+        raise self._error
+        yield b""
+
+    def size(self, name: wire.FileName) -> int | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "is_refused"),
+    [
+        (TimeoutError(), f"{SHARD}: no answer in time.", True),
+        (OSError(5, "Input/output error"), "Input/output error.", True),
+        (Unavailable("others read here", refused=False), "others read here.", False),
+    ],
+)
+def test_the_error_of_a_peer_has_a_text_and_is_refused_unless_the_peer_is_busy(
+    error: Exception, text: str, is_refused: bool
+) -> None:
+    server = PeerServer("127.0.0.1", keys=KEYS, files=Failing(error))
+    try:
+        with PeerClient(server.endpoint, credentials=OURS) as peer, pytest.raises(Unavailable) as caught:
+            peer.read_file(NAME, max_bytes=10)
+        assert caught.value.message.endswith(text)
+        assert caught.value.fields["refused"] == is_refused and caught.value.fields["answered"]
+    finally:
+        server.shutdown()
+
+
 def test_a_small_file_that_is_not_small_is_refused(peer: PeerClient) -> None:
     peer.put(announce(b"123"), [b"123"])
     with pytest.raises(Unavailable, match="larger than 2 bytes"):
