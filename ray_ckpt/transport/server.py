@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 from typing_extensions import Buffer
 
+from ray_ckpt.config import ADDRESS_ENV
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError, text_of
 from ray_ckpt.format.blocks import merge_ranges
 from ray_ckpt.transport import wire
@@ -51,7 +52,8 @@ class PeerFiles(Protocol):
 class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
     """A server of `files` on `host`, at a free port or the first free one of `ports`, until `shutdown()`.
 
-    `keys.encrypt` decides whether connections are encrypted. Raise ConfigError if `keys` is None.
+    `keys.encrypt` decides whether connections are encrypted. Raise ConfigError if `keys` is None, if no port
+    is free, or if `host` is no address of this node.
     """
 
     def __init__(
@@ -66,9 +68,20 @@ class PeerServer(flight.FlightServerBase):  # type: ignore[misc]
         self._files = files
         scheme = "grpc+tls" if keys.encrypt else "grpc"
         address = f"[{host}]" if ":" in host else host
-        location = f"{scheme}://{address}:{_free_port(host, ports) if ports else 0}"
-        certificates = [(keys.cert, keys.key)] if keys.encrypt else None
-        super().__init__(location, tls_certificates=certificates, middleware={_CALLER: _RequireToken(keys)})
+        options = {
+            "tls_certificates": [(keys.cert, keys.key)] if keys.encrypt else None,
+            "middleware": {_CALLER: _RequireToken(keys)},
+        }
+        for port in _free_ports(host, ports):
+            try:
+                super().__init__(f"{scheme}://{address}:{port}", **options)
+                break
+            except pa.ArrowException as error:
+                if not port:
+                    raise ConfigError(
+                        f"Peers cannot be served on {host}: {error}.",
+                        hint=f"Set {ADDRESS_ENV} to an address of this node, or leave it out.",
+                    ) from error
         self.endpoint = f"{scheme}://{address}:{self.port}"
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
@@ -150,15 +163,25 @@ def _is_final(error: Exception) -> bool:
     return not isinstance(error, CorruptionError) or isinstance(error, FormatError)
 
 
-def _free_port(host: str, ports: range) -> int:
-    """Return the first port that is free now. Another process may take it before the server starts."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in ports:
-        with socket.socket(family) as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-            return port
+def _free_ports(host: str, ports: range | None) -> Iterator[int]:
+    """Yield the ports that are free now, then raise ConfigError; without `ports`, yield 0, for any port.
+
+    Another process may take a port before the server starts.
+    """
+    if not ports:
+        yield 0
+        return
+    yield from (port for port in ports if _is_free(host, port))
     raise ConfigError(
         f"No free port of {ports.start} to {ports.stop - 1} on {host}.",
         hint="Configure a wider range of ports: each agent on a machine needs one.",
     )
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe, contextlib.suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return True
+    return False

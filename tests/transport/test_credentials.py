@@ -17,8 +17,10 @@ import pyarrow.flight as flight
 import pytest
 from cryptography import x509
 
+from ray_ckpt.config import ADDRESS_ENV
 from ray_ckpt.errors import ConfigError, FormatError, Unavailable
 from ray_ckpt.storage.local.files import make_dirs
+from ray_ckpt.transport import server as server_module
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.credentials import SERVER_NAME, Credentials, ServiceKeys
@@ -228,6 +230,29 @@ def test_ports_of_a_range_are_taken_in_turn(folder: Folder) -> None:
         taken.close()
         for server in servers:
             server.shutdown()
+
+
+def test_a_port_that_another_process_takes_at_that_moment_is_passed_over(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agents of a machine may start together, and look for a free port at the same time."""
+    taken, ports = _three_ports_with_the_first_one_taken()
+    monkeypatch.setattr(server_module, "_is_free", lambda host, port: True)
+    with taken:
+        server = PeerServer("127.0.0.1", keys=KEYS, files=folder, ports=ports)
+        assert server.port == ports.start + 1 and server.endpoint.endswith(f":{server.port}")
+        with PeerClient(server.endpoint, credentials=OURS) as peer:
+            assert peer.size(NAME) == len(b"private")
+        server.shutdown()
+        with pytest.raises(ConfigError, match=f"No free port of {ports.start} to {ports.start}"):
+            PeerServer("127.0.0.1", keys=KEYS, files=folder, ports=ports[:1])
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid", "a b"])
+def test_an_address_that_is_not_of_this_node_is_named(folder: Folder, host: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(host)) as caught:
+        PeerServer(host, keys=KEYS, files=folder)
+    assert ADDRESS_ENV in caught.value.hint
 
 
 def test_a_server_listens_on_its_own_address_only(server: PeerServer) -> None:
