@@ -128,12 +128,12 @@ class RayNodePorts:
             return
         run.sending_states.add(work.rank)
         try:
-            while (newest := max(run.step_states.get(work.rank, {}), default=-1)) > sent:
-                agent = (await node.agents.find([work.peer])).get(work.peer)
-                if agent is None:
+            while (agent := (await node.agents.find([work.peer])).get(work.peer)) is not None:
+                states = run.step_states.get(work.rank, {})  # newer ones may have come during the lookup
+                if (newest := max(states, default=-1)) <= sent:
                     return
-                state, sent = run.step_states[work.rank][newest], newest
-                await agent.keep_state.remote(run.run_uid, work.session_key, state)
+                sent = newest
+                await agent.keep_state.remote(run.run_uid, work.session_key, states[newest])
         except (ray.exceptions.RayError, CheckpointError) as error:
             node.agents.forget(work.peer)
             log.debug("peer %s keeps no state: %s", work.peer[:12], error)
