@@ -123,10 +123,10 @@ class RayNodePorts:
 
     async def _send_step_state(self, work: n.SendStepState) -> None:
         """Send the newest state of a rank to a peer, one at a time: a slow peer misses older ones."""
-        run, node, sent = self._run, self._node, -1
-        if work.rank in run.sending_states:
+        run, node, sent, sending = self._run, self._node, -1, self._run.sending_states
+        if work.rank in sending:
             return
-        run.sending_states.add(work.rank)
+        sending.add(work.rank)
         try:
             while (agent := (await node.agents.find([work.peer])).get(work.peer)) is not None:
                 states = run.step_states.get(work.rank, {})  # newer ones may have come during the lookup
@@ -138,7 +138,7 @@ class RayNodePorts:
             node.agents.forget(work.peer)
             log.debug("peer %s keeps no state: %s", work.peer[:12], error)
         finally:
-            run.sending_states.discard(work.rank)
+            sending.discard(work.rank)
 
     async def _write_fragment(self, fragment: Fragment) -> None:
         run, pool = self._run, self._node.disk_io
@@ -222,7 +222,7 @@ class RayNodePorts:
         if run.restore is not None:
             run.restore.supersede()
         run.take_start(plan)
-        run.step_states = {}
+        run.step_states, run.sending_states = {}, set()  # a peer of the last session may hang
         run.restore = NodeRestore(self._node, run, plan)
 
     def release(self, attempt: AttemptId, rank: int) -> None:

@@ -41,3 +41,42 @@ def test_no_state_is_sent_when_a_new_session_began_during_the_lookup_of_the_peer
     node = cast(Any, SimpleNamespace(agents=SimpleNamespace(find=find)))
     work = n.SendStepState(session_key=(1, 1), rank=0, step=1, peer="peer")
     asyncio.run(RayNodePorts(node, run, {})._send_step_state(work))
+
+
+def test_a_peer_of_the_last_session_that_hangs_keeps_no_state_of_the_next_one_back() -> None:
+    sent: list[str] = []
+    options = SimpleNamespace(prefetch="never")
+    run: Any = SimpleNamespace(
+        run_uid="uid",
+        step_states={0: {1: "old"}},
+        sending_states=set(),
+        restore=None,
+        memory=SimpleNamespace(arenas={}),
+        spec=SimpleNamespace(options=options),
+        take_start=lambda plan: None,
+    )
+
+    async def hang(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def keep_state(run_uid: str, session_key: tuple[int, int], state: str) -> None:
+        sent.append(state)
+
+    async def find(nodes: list[str]) -> dict[str, Any]:
+        peers = {"hangs": hang, "lives": keep_state}
+        return {name: SimpleNamespace(keep_state=SimpleNamespace(remote=peers[name])) for name in nodes}
+
+    async def story() -> None:
+        node = cast(Any, SimpleNamespace(agents=SimpleNamespace(find=find), node_id="n"))
+        ports = RayNodePorts(node, run, {})
+        first = n.SendStepState(session_key=(1, 1), rank=0, step=1, peer="hangs")
+        hanging = asyncio.ensure_future(ports._send_step_state(first))
+        await asyncio.sleep(0)
+        ports.begin(cast(Any, SimpleNamespace(resume=None, nodes=())))
+        keep(run.step_states, 0, 7, "new")
+        again = n.SendStepState(session_key=(1, 2), rank=0, step=7, peer="lives")
+        await ports._send_step_state(again)
+        hanging.cancel()
+
+    asyncio.run(story())
+    assert sent == ["new"] and not run.sending_states
