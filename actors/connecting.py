@@ -84,6 +84,11 @@ def _connecting(
     *,
     in_background: bool = False,
 ) -> Callable[[], None]:
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"This process cannot be rank {rank} of {world_size}.",
+            hint="Give `rank` and `world_size` of the group, such as those of torch.distributed.",
+        )
     run_options = RunOptions.parse(**{"ray_report": False, **options})
     group = _parts_of(part, parts, world_size)
     nodes = _nodes_of(rank, world_size)
