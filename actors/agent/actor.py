@@ -112,6 +112,7 @@ class NodeAgent(RelayEndpoints):
     async def exit(self, orders: Mapping[str, n.ExitOrdered] | None) -> None:
         """End this process, so that the autoscaler may remove the node, which holds nothing needed.
 
+        The memory in /dev/shm is given back; ranks that have mapped it keep it.
         `orders` are those of the coordinator's runs, by run uid; None ends the agent in any case. RunInUse if
         a group is at work here of which the coordinator does not know; Fenced if a run here obeys a newer
         coordinator.
@@ -121,6 +122,8 @@ class NodeAgent(RelayEndpoints):
                 unknown = n.ExitOrdered(session_key=(0, 0), epoch=run.machine.epoch)
                 await run.obey(orders.get(run_uid, unknown))
         log.info("nothing here is needed any more; this agent ends")
+        for run in list(self._runs.open.values()):
+            run.host.ports.free()
         asyncio.get_running_loop().call_later(EXIT_AFTER_S, os._exit, 0)
 
     # -- the coordinator's calls: runs and sessions ------------------------------------------------------

@@ -165,6 +165,8 @@ class SignalPage:
 
     def close(self) -> None:
         """Drop the page; ranks that have mapped it keep it."""
+        if not self.path.startswith("/proc/"):
+            Path(self.path).unlink(missing_ok=True)
         os.close(self._file)
 
 
