@@ -15,7 +15,7 @@ from ray_ckpt.actors.agent.prefetch import Prefetch, has_spare_cores
 from ray_ckpt.actors.agent.priority import yield_to_training
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.shared_reads import SharedReads
-from ray_ckpt.actors.threads import BriefThreads, in_thread
+from ray_ckpt.actors.threads import BriefThreads
 from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.errors import CheckpointError, Unavailable, named_text
 from ray_ckpt.plan.restore import RowKey
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ray_ckpt.agent")
 
+RESTORE_THREADS = 3  # of a restore: for the own ticket, the whole one, and rows that ranks share
 PREFETCH_S = 600.0  # without a request for a ticket; longer than Ray waits for a group's processes
 STALL_S = 5.0  # without progress of a prefetch; then the ranks read by themselves, from other sources too
 
@@ -38,6 +39,8 @@ class NodeRestore:
         self._node = node
         self._run = run
         self._plan = plan
+        # Separate threads for each restore, since a peer or the storage path may hang.
+        self._threads = BriefThreads(RESTORE_THREADS, "ray_ckpt-restore", yield_to_training)
         self._tickets: dict[tuple[bool, bool], asyncio.Task[RestoreTicket | None]] = {}
         self._newest: RestoreTicket | None = None  # the ticket that has the largest part of the manifest
         self._memories: list[ManifestMemory] = []
@@ -124,7 +127,7 @@ class NodeRestore:
             raise Unavailable(f"Session {session} restores nothing here.")
         if self._shared is None:
             try:
-                self._shared = SharedReads(ticket, pool=self._node.disk_io)
+                self._shared = SharedReads(ticket, threads=self._threads)
             except OSError as error:
                 raise Unavailable(f"The manifest cannot be mapped: {error}.") from error
         return await self._shared.fetch(rank, wants, taken)
@@ -164,7 +167,7 @@ class NodeRestore:
                 named=named,
             )
             make = finder.ticket if is_whole else finder.own_ticket
-            found = await in_thread(self._node.disk_io, make, plan)
+            found = await self._threads.run(make, plan)
         except (OSError, CheckpointError) as error:  # handled like a bad slice: the whole group falls back
             if not is_whole:
                 log.warning("this node's own fragment cannot be used: %s", error_text(error))

@@ -21,11 +21,11 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ray_ckpt.actors.threads import BriefThreads
 from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore.reader import Bytes, FlatSink, RestoreTicket, SharedRows, SourceReader
 from ray_ckpt.storage.local.memory import available_memory_bytes
@@ -82,12 +82,14 @@ class _Space:
 
 
 class SharedReads:
-    """The shared rows of one restore on one node. Methods run in the agent's event loop, reads in `pool`."""
+    """The shared rows of one restore on one node, which `threads` read. Call methods in the event loop."""
 
-    def __init__(self, ticket: RestoreTicket, *, pool: Executor, capacity_bytes: int | None = None) -> None:
+    def __init__(
+        self, ticket: RestoreTicket, *, threads: BriefThreads, capacity_bytes: int | None = None
+    ) -> None:
         assert ticket.checkpoint is not None
         self._attempt = ticket.checkpoint.id
-        self._pool = pool
+        self._threads = threads
         self.use(ticket)
         capacity = capacity_bytes or min(MAX_SHARED_BYTES, available_memory_bytes() // SHARED_MEMORY_PART)
         self._space = _Space(max(ALIGNMENT_BYTES, capacity - capacity % ALIGNMENT_BYTES))
@@ -223,8 +225,7 @@ class SharedReads:
                 size += batch[-1].row.nbytes
             good: set[RowKey] = set()
             try:
-                loop = asyncio.get_running_loop()
-                good = await loop.run_in_executor(self._pool, self._read, self._memory, batch)
+                good = await self._threads.run(self._read, self._memory, batch)
             except Exception:
                 log.exception("reading for all ranks of this node failed; each reads by itself")
             for row in batch:

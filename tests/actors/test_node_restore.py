@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -13,9 +14,13 @@ from typing import Any
 
 import pytest
 
+from ray_ckpt.actors.agent import shared_reads
+from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.restoring import NodeRestore
+from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import fragment_file, shard_file
+from ray_ckpt.plan.restore import row_key
 from ray_ckpt.restore.manifest import MappedManifest
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.storage.local.disks import Disks
@@ -25,6 +30,8 @@ from tests.actors.test_restore_sources import digests, plan_of
 from tests.support.peer_nodes import A, Nodes, both, sample
 from tests.support.sample_run import SampleCheckpoint
 from tests.transport.peers import KEYS, UID
+
+DISK_THREADS = 2
 
 
 class Stage:
@@ -43,7 +50,7 @@ class Stage:
             ),
             endpoints=nodes.endpoints,
         )
-        pool = stack.enter_context(ThreadPoolExecutor(2))
+        pool = stack.enter_context(ThreadPoolExecutor(DISK_THREADS))
         self.node: Any = SimpleNamespace(node_id=A, credentials=KEYS.credentials, disk_io=pool)
 
     def restore(self) -> NodeRestore:
@@ -158,6 +165,47 @@ def test_a_manifest_that_cannot_be_read_is_damage(
         assert whole.manifest is None and "No source has manifest-00001-of-00002" in whole.damage[0]
         assert replace(whole, damage=()).checkpoint == own.checkpoint
         restore.close_shared()
+
+    run_in_loop(story())
+
+
+@pytest.mark.parametrize("what", ["tickets", "shared rows"])
+def test_a_restore_that_hangs_takes_no_thread_from_local_work(
+    stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage path or a peer may hang, while other runs of the node save."""
+    reached, may_go = threading.Semaphore(0), threading.Event()
+    stack.callback(may_go.set)
+
+    def hang(*_: Any, **__: Any) -> None:
+        reached.release()
+        may_go.wait(30)
+        raise OSError("the storage path is away")
+
+    async def story() -> None:
+        stage = Stage(stack, nodes, saved, is_proven=True)
+        stage.run.spec.options.prefetch = "never"
+        restores = [stage.restore() for _ in range(DISK_THREADS)]
+        calls: list[asyncio.Future[Any]] = []
+        if what == "shared rows":
+            tickets = [await restore.ticket() for restore in restores]
+            monkeypatch.setattr(shared_reads, "SourceReader", hang)
+            for restore, ticket in zip(restores, tickets, strict=True):
+                assert ticket.manifest is not None
+                row = next(row for row in ticket.manifest.open().of_file(shard_file(0, 2)) if row.nbytes)
+                fetch = restore.fetch(ticket.session, 0, {row_key(row): (0, 1)}, ())
+                calls.append(asyncio.ensure_future(fetch))
+        else:
+            monkeypatch.setattr(SourceFinder, "own_ticket", hang)
+            monkeypatch.setattr(SourceFinder, "ticket", hang)
+            calls += [asyncio.ensure_future(restore.ticket()) for restore in restores]
+        for _ in restores:
+            assert await asyncio.to_thread(reached.acquire, timeout=5)
+        await asyncio.wait_for(in_thread(stage.node.disk_io, int), 5)
+        may_go.set()
+        await asyncio.gather(*calls)
+        for restore in restores:
+            restore.close_shared()
 
     run_in_loop(story())
 

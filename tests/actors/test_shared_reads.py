@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ray_ckpt.actors.agent import shared_reads
 from ray_ckpt.actors.agent.shared_reads import SharedReads, _aligned, _Space
+from ray_ckpt.actors.threads import BriefThreads
 from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore import reader as restore
 from ray_ckpt.restore.manifest import ListedRows
@@ -60,8 +61,8 @@ class Agent:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._pool = ThreadPoolExecutor(1)
-        self.shared = self._call(lambda: SharedReads(ticket, pool=self._pool, capacity_bytes=capacity_bytes))
+        threads = BriefThreads(1, "test")
+        self.shared = self._call(lambda: SharedReads(ticket, threads=threads, capacity_bytes=capacity_bytes))
         self.peak_bytes = 0
 
     def fetch_of(self, rank: int, before: Callable[[], None] = lambda: None) -> FetchRows:
@@ -79,7 +80,6 @@ class Agent:
         self._call(self.shared.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._pool.shutdown()
         self._loop.close()
 
     def _call(self, work: Callable[[], object]) -> SharedReads:
