@@ -250,7 +250,8 @@ class NodeAgent(RelayEndpoints):
         """
         run = self._runs.get(run_uid)
         await run.obey(n.EpochSeen(epoch=epoch))
-        sent = await run.drain_threads.run(upload, run, attempt, node_index, like, self._node.copies)
+        work = partial(upload, run, attempt, node_index, like, self._node.copies)
+        sent = await run.drain(attempt, node_index, work)
         self._node.count_bytes(run.spec.name, "remote", *sent)
 
     async def upload_items(

@@ -25,6 +25,7 @@ from ray_ckpt.storage.local.direct import Written
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.trainer.link import StepState
 from ray_ckpt.transport.sending import Limiter
+from ray_ckpt.types import AttemptId
 
 DRAIN_THREADS = 2  # concurrent uploads; each holds some 200 MiB of parts and read-ahead
 START_S = 60.0  # longest wait of ranks that request their ticket for a session to begin
@@ -49,6 +50,7 @@ class NodeRun:
         # Separate threads for each run, since the storage path of another run may hang.
         self.drain_threads = BriefThreads(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
         self.item_threads = BriefThreads(1, "ray_ckpt-items", yield_to_training)  # do not wait for drains
+        self._drains: dict[tuple[str, int], object] = {}  # the last order by attempt and fragment
         self.uploads: dict[tuple[str, int], DrainRateLimiter] = {}  # by attempt and fragment
         self.memory = RankMemory()
         self.captures = Captures()
@@ -135,6 +137,26 @@ class NodeRun:
         if self.checked_nonce != nonce:
             self.remote.check_shared(nonce, node=node)
             self.checked_nonce = nonce
+
+    async def drain(self, attempt: AttemptId, node_index: int, upload: Callable[[], T]) -> T:
+        """Return `upload()`, run in a drain thread; Unavailable if it is ordered again before it begins.
+
+        A coordinator repeats an order that is not answered in time. While the storage path hangs, repeated
+        orders wait for a thread, and all but the last one would then upload the same bytes again.
+        """
+        key, order = (attempt.attempt, node_index), object()
+        self._drains[key] = order
+
+        def begin() -> T:
+            if self._drains.get(key) is not order:
+                raise Unavailable(f"the upload of step {attempt.step} was ordered again")
+            return upload()
+
+        try:
+            return await self.drain_threads.run(begin)
+        finally:
+            if self._drains.get(key) is order:
+                del self._drains[key]
 
     def uploaded_bytes(self) -> dict[str, int]:
         """Return, by attempt, the bytes that unfinished uploads have sent."""
