@@ -141,7 +141,7 @@ class NodeAgent(RelayEndpoints):
         self._node.watch_cloud()
         if order.spec.options.compress is not None:
             zstd.check_installed()
-        await in_thread(self._node.remote_io, run.check_storage, order.nonce, self._node.node_id)
+        await run.check_threads.run(run.check_storage, order.nonce, self._node.node_id)
         return await self.inventory(order.run_uid)
 
     async def put_away(self, order: PutAwayRun) -> bool:
@@ -289,8 +289,9 @@ class NodeAgent(RelayEndpoints):
         self, run_uid: str, attempt: AttemptId, num_nodes: int, node_index: int
     ) -> ScrubResult:
         """Read a fragment's files on the storage path; bad files are to be uploaded again."""
-        blocks = partial(self._runs.get(run_uid).remote.blocks, attempt.directory)
-        damage = await in_thread(self._node.remote_io, verify_stored, blocks, node_index, num_nodes)
+        run = self._runs.get(run_uid)
+        blocks = partial(run.remote.blocks, attempt.directory)
+        damage = await run.check_threads.run(verify_stored, blocks, node_index, num_nodes)
         return ScrubResult(damage=damage)
 
     # -- the ranks' calls: restore and memory ------------------------------------------------------------

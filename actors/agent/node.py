@@ -33,15 +33,13 @@ STREAM_THREADS = 64  # one per rank of a node, since a stream occupies its threa
 PEER_THREADS = 4  # concurrent copies to peers
 CODE_THREADS = 2  # concurrent computations for parity groups; each reads from a whole group
 PROBE_THREADS = 2  # concurrent probes of silent peers; few, since a copy has few holders
-REMOTE_THREADS = 4  # concurrent checks and scrubs on storage paths
-
 
 REPORTS = frozenset({"node_stored", "replica_ended", "save_refused", "ranks_progressed", "ranks_restored"})
 WAITING = frozenset({"ranks_met", "node_restored"})  # reports whose answer depends on other nodes
 
 
 class Node:
-    """Shared resources of an agent. Each pool has one purpose, so a hanging store stops no local work."""
+    """Shared resources of an agent. Each pool has one purpose. Each run has threads for its storage path."""
 
     def __init__(self, node_id: str, keys: ServiceKeys) -> None:
         self.node_id = node_id
@@ -52,7 +50,6 @@ class Node:
         self.peer_io = ThreadPoolExecutor(PEER_THREADS, "ray_ckpt-peer", yield_to_training)
         self.code_io = ThreadPoolExecutor(CODE_THREADS, "ray_ckpt-code", yield_to_training)
         self.probe_io = ThreadPoolExecutor(PROBE_THREADS, "ray_ckpt-probe", yield_to_training)
-        self.remote_io = ThreadPoolExecutor(REMOTE_THREADS, "ray_ckpt-remote", yield_to_training)
         self.copies = ActiveCopies()
         self._cloud_io = ThreadPoolExecutor(1, "ray_ckpt-cloud")
         self._watches_cloud = False

@@ -27,6 +27,7 @@ from ray_ckpt.trainer.link import StepState
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import AttemptId
 
+CHECK_THREADS = 2  # concurrent checks and scrubs of the storage path
 DRAIN_THREADS = 2  # concurrent uploads; each holds some 200 MiB of parts and read-ahead
 START_S = 60.0  # longest wait of ranks that request their ticket for a session to begin
 EPOCH_S = 30.0  # longest wait of a peer for an epoch to become durable here; the peer then tries again
@@ -48,6 +49,7 @@ class NodeRun:
         self.staging = staging
         self.use(spec)
         # Separate threads for each run, since the storage path of another run may hang.
+        self.check_threads = BriefThreads(CHECK_THREADS, "ray_ckpt-remote", yield_to_training)
         self.drain_threads = BriefThreads(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
         self.item_threads = BriefThreads(1, "ray_ckpt-items", yield_to_training)  # do not wait for drains
         self._drains: dict[tuple[str, int], object] = {}  # the last order by attempt and fragment

@@ -127,7 +127,7 @@ async def _end(agent: NodeAgent) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     pools = (node.stream_io, node.disk_io, node.peer_io, node.probe_io)
     await asyncio.gather(*(asyncio.to_thread(pool.shutdown, cancel_futures=True) for pool in pools))
-    for pool in (node.code_io, node.remote_io, node._cloud_io):
+    for pool in (node.code_io, node._cloud_io):
         pool.shutdown(wait=False)
     run.memory.close()
     run.staging.close()
