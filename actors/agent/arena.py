@@ -9,17 +9,15 @@ rank.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ray_ckpt.actors.agent.shared_memory import SHM_FOLDER, shared_memory
 from ray_ckpt.errors import InsufficientSpace, Unavailable
 from ray_ckpt.format.arena_page import RING_BLOCK_BYTES, RING_BYTES, ArenaPage, ring_block
 from ray_ckpt.format.save_signal import PAGE_BYTES, write_flag
@@ -35,8 +33,6 @@ DOUBLE_SHARE = 0.25  # `auto` takes two buffers if both fit into this share of f
 SINGLE_SHARE = 0.7  # `auto` takes one buffer up to this share, else a ring; later data loaders need the rest
 STREAM_POLL_S = 0.001  # between checks for a block, which takes some milliseconds to fill
 STREAM_STALL_S = 60.0  # longest wait for a block of a stream; after it, the rank counts as dead or stuck
-SHM_FOLDER = Path("/dev/shm")
-MAX_SWEPT = 10  # files in a row that other agents remove before they are locked; one is rare
 ARENA_GIVEN_BYTES = 1 << 20  # beyond the requested size, for a header that grows a little
 _BESIDES_BYTES = ARENA_GIVEN_BYTES + ARENA_PAGE_BYTES  # bytes of a buffer besides the shard
 _MODES: Mapping[str, ArenaMode] = {"double": "double", "single": "single", "stream": "stream"}
@@ -49,7 +45,7 @@ class ArenaMemory:
     def __init__(self, rank: int, size_bytes: int, *, named: bool = False) -> None:
         self.size_bytes = size_bytes
         total = ARENA_PAGE_BYTES + size_bytes
-        self._file, self.path, self.memory = _shared_memory(rank, total, named=named)
+        self._file, self.path, self.memory = shared_memory(rank, total, named=named)
         self._named = self.path if named else None
         self.page = ArenaPage(self.memory)
         self.layout: RankLayout | None = None
@@ -158,7 +154,7 @@ class SignalPage:
     """The page of the save signal, which this node's ranks map and read (`format/save_signal.py`)."""
 
     def __init__(self, *, named: bool = False) -> None:
-        self._file, self.path, self._memory = _shared_memory(0, PAGE_BYTES, named=named)
+        self._file, self.path, self._memory = shared_memory(0, PAGE_BYTES, named=named)
 
     def show(self, flag: int) -> None:
         write_flag(self._memory, flag)
@@ -351,66 +347,3 @@ def _mode_that_fits(
     if all_bytes <= SINGLE_SHARE * free_bytes and needed["single"] <= shm_bytes:
         return "single"
     return min(("stream", "single"), key=needed.__getitem__)
-
-
-# -- where memory comes from -------------------------------------------------------------------------
-
-
-def _shared_memory(rank: int, size: int, *, named: bool) -> tuple[int, str, memoryview]:
-    """Make and map shared memory; return its file, the path and the mapping. An OSError leaves nothing."""
-    fd, path = named_file(rank, size) if named else _memfd(rank, size)
-    try:
-        return fd, path, map_shared(fd, 0, size, writable=True)
-    except OSError:
-        os.close(fd)
-        if named:
-            Path(path).unlink(missing_ok=True)
-        raise
-
-
-def _memfd(rank: int, size: int) -> tuple[int, str]:
-    fd = os.memfd_create(f"ray_ckpt-rank{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd, f"/proc/{os.getpid()}/fd/{fd}"
-
-
-def named_file(rank: int, size: int) -> tuple[int, str]:
-    """Make a file in /dev/shm with all blocks allocated. OSError if there is too little room."""
-    sweep_named_files()
-    fd, path = _locked_file(rank)
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError:
-        os.close(fd)
-        path.unlink(missing_ok=True)
-        raise
-    return fd, str(path)
-
-
-def _locked_file(rank: int) -> tuple[int, Path]:
-    """Make an empty file; its lock is held as long as the agent lives, for the sweeps of other agents."""
-    for _ in range(MAX_SWEPT):
-        path = SHM_FOLDER / f"ray_ckpt-{os.getuid()}-rank{rank}-{secrets.token_hex(8)}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)  # a sweep that found the file before has the lock for a moment
-        if os.fstat(fd).st_nlink:
-            return fd, path
-        os.close(fd)
-    raise OSError(errno.EBUSY, f"other agents have removed {MAX_SWEPT} new files")
-
-
-def sweep_named_files() -> None:
-    """Remove the files in /dev/shm whose agents are dead."""
-    for path in SHM_FOLDER.glob(f"ray_ckpt-{os.getuid()}-rank*"):
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(fd)

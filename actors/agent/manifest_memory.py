@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ray_ckpt.actors.agent.arena import named_file
+from ray_ckpt.actors.agent.shared_memory import named_file
 from ray_ckpt.errors import InsufficientSpace
 from ray_ckpt.restore.manifest import MappedManifest
 from ray_ckpt.storage.local.memory import available_memory_bytes

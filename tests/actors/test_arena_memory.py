@@ -15,17 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_ckpt.actors.agent import arena as arena_module
-from ray_ckpt.actors.agent.arena import (
-    SHM_FOLDER,
-    ArenaMemory,
-    ShmRoom,
-    SignalPage,
-    choose_mode,
-    make_arena,
-    named_file,
-    sweep_named_files,
-)
+from ray_ckpt.actors.agent import shared_memory as shared_memory_module
+from ray_ckpt.actors.agent.arena import ArenaMemory, ShmRoom, SignalPage, choose_mode, make_arena
+from ray_ckpt.actors.agent.shared_memory import SHM_FOLDER, named_file, sweep_named_files
 from ray_ckpt.capture.arena import Ring
 from ray_ckpt.errors import InsufficientSpace, Unavailable
 from ray_ckpt.format.arena_page import RING_BLOCK_BYTES, RING_BLOCKS
@@ -184,7 +176,7 @@ def test_memory_that_cannot_be_mapped_is_given_back(named: bool, monkeypatch: py
         return open_memory(), len(list(SHM_FOLDER.glob(f"ray_ckpt-{os.getuid()}-rank777-*")))
 
     before = files()
-    monkeypatch.setattr(arena_module, "map_shared", refuse)
+    monkeypatch.setattr(shared_memory_module, "map_shared", refuse)
     with pytest.raises(InsufficientSpace, match="no address space"):
         make_arena(777, 1 << 20, mode="auto", all_bytes=1, free_bytes=GIB, named=named)
     with pytest.raises(OSError, match="no address space"):
@@ -204,7 +196,8 @@ def in_small_dev_shm(script: str) -> str:
     preface = f"""
 import sys
 sys.path.insert(0, {str(Path.cwd())!r})
-from ray_ckpt.actors.agent.arena import make_arena, SHM_FOLDER
+from ray_ckpt.actors.agent.arena import make_arena
+from ray_ckpt.actors.agent.shared_memory import SHM_FOLDER
 from ray_ckpt.errors import InsufficientSpace
 """
     command = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} -"

@@ -1,0 +1,216 @@
+"""The methods of a node's agent that the ranks of the node call: restores, memory, saves and liveness."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from ray_ckpt.actors.agent.node import Node
+from ray_ckpt.actors.agent.run import require
+from ray_ckpt.actors.agent.runs import NodeRuns
+from ray_ckpt.actors.messages import GroupCard
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.awaited import Awaited
+from ray_ckpt.core.step_states import keep
+from ray_ckpt.core.values import RankProgress, Salvage, SessionKey
+from ray_ckpt.engine.node_ports import (
+    AskAwaited,
+    EndAwaited,
+    OutcomeAwaited,
+    RankMet,
+    RankProgressed,
+    RankRestored,
+    SurvivorCame,
+)
+from ray_ckpt.errors import CheckpointError, Unavailable
+from ray_ckpt.plan.restore import RowKey
+from ray_ckpt.preemption.notice import Notice
+from ray_ckpt.restore.reader import RestoreTicket, SharedRows
+from ray_ckpt.trainer.link import ArenaGrant, SealedShard, StepState
+from ray_ckpt.types import AttemptId, Level, RankRestore
+
+MAX_ANNOTATING = 64  # waiting annotations of a run; each holds a call and the call's metrics
+OUTCOME_SLACK_S = 60.0  # added to the time-outs of an attempt; bounds a call that gets no answer
+
+
+class RankEndpoints:
+    """The methods of an agent for ranks. The agent sets the fields: Ray binds no inherited constructor."""
+
+    _node: Node
+    _runs: NodeRuns
+    _service: str
+
+    # -- restore and memory ------------------------------------------------------------------------------
+
+    async def get_ticket(self, run_uid: str, named: bool) -> RestoreTicket:
+        """Return the ticket of this node's ranks: the checkpoint to restore, and its sources.
+
+        `named` is as in `reserve`, for the manifest.
+        """
+        return await (await self._runs.get(run_uid).current_restore()).ticket(named=named)
+
+    async def get_whole_ticket(self, run_uid: str, session: int, named: bool) -> RestoreTicket:
+        """Return the ticket with the manifest of all nodes. RunSuperseded if the session is over."""
+        run = self._runs.get(run_uid)
+        run.check_session(session)
+        return await require(run.restore).ticket(named=named, is_whole=True)
+
+    async def fetch(
+        self,
+        run_uid: str,
+        session: int,
+        rank: int,
+        wants: Mapping[RowKey, tuple[int, ...]],
+        taken: tuple[RowKey, ...],
+    ) -> SharedRows:
+        """Read rows that several ranks of this node want, once for all these ranks."""
+        return await (await self._runs.get(run_uid).current_restore()).fetch(session, rank, wants, taken)
+
+    async def report_restored(
+        self, run_uid: str, session: int, report: RankRestore, named: bool
+    ) -> RestoreTicket | None:
+        """Wait until all ranks have restored, or return a ticket that the rank restores instead."""
+        run = self._runs.get(run_uid)
+        if run.restore is not None:
+            report = run.restore.completed(report)
+        is_over = await run.request(lambda token: RankRestored(token=token, session=session, report=report))
+        return None if is_over else await self.get_ticket(run_uid, named)
+
+    async def reserve(self, run_uid: str, rank: int, size_bytes: int, named: bool) -> None:
+        """Raise InsufficientSpace unless the arena fits in memory, and two checkpoints with copies on disk.
+
+        `named` means that the arena has to be in /dev/shm.
+        """
+        self._runs.get(run_uid).reserve(rank, size_bytes, named=named)
+
+    async def open_arena(
+        self, run_uid: str, session: int, rank: int, size_bytes: int, named: bool
+    ) -> ArenaGrant:
+        """Make shared memory for a rank; it replaces the rank's earlier arena."""
+        run = self._runs.get(run_uid)
+        run.check_session(session)
+        arena = await run.memory.open(
+            rank,
+            size_bytes,
+            mode=run.spec.options.memory,
+            named=named,
+            is_current=lambda: run.machine.plan is not None and run.machine.plan.session == session,
+            pool=self._node.disk_io,
+        )
+        return arena.grant()
+
+    async def describe_group(self, run_uid: str) -> GroupCard:
+        """Return the group at work, which a rank keeps in case that all agents are lost."""
+        return GroupCard(service=self._service, run=self._runs.get(run_uid).opened())
+
+    async def signal_page(self, run_uid: str, named: bool) -> str:
+        """Return the path of the save signal's page, which ranks map; `named` is as in `reserve`."""
+        return self._runs.get(run_uid).memory.signal_page(named=named)
+
+    # -- saves and liveness --------------------------------------------------------------------------------
+
+    async def seal(self, run_uid: str, shard: SealedShard) -> None:
+        """Take over a capture; return when the rank may capture into the arena again."""
+        run = self._runs.get(run_uid)
+        if not run.memory.take_layout(shard):
+            reason = f"the arena of rank {shard.rank} is gone"
+            await self.skip(run_uid, shard.attempt, shard.rank, reason)
+            raise Unavailable(f"Step {shard.attempt.step}: {reason}.")
+        run.captures.seal(shard)
+        event = n.ShardSealed(
+            attempt=shard.attempt,
+            rank=shard.rank,
+            replicated=shard.replicated,
+            metrics=shard.metrics,
+            watched=shard.watched,
+        )
+        run.host.handle(event)
+        await run.captures.wait_released(shard)
+
+    async def keep_state(self, run_uid: str, session_key: SessionKey, state: StepState) -> None:
+        """Keep the own state of a rank after a step, of this node or of a peer, for a salvage."""
+        run = self._runs.get(run_uid)
+        if run.machine.plan is not None and run.machine.plan.session_key == session_key:
+            keep(run.step_states, state.rank, state.step, state)
+            kept = n.StepStateKept(
+                session_key=session_key, rank=state.rank, step=state.step, holds=state.holds
+            )
+            run.host.handle(kept)
+
+    async def await_question(self, run_uid: str, session: int) -> bool:
+        """Wait until the ranks of this node are asked for an offer. Return False if the session is over."""
+        run = self._runs.get(run_uid)
+        asked: bool = await run.request(lambda token: AskAwaited(token=token, session=session))
+        return asked
+
+    async def offer_survivor(self, run_uid: str, session: int, rank: int, step: int) -> Salvage:
+        """Take the offer of a rank for a salvage, and return the decision."""
+        run = self._runs.get(run_uid)
+        decided: Salvage = await run.request(
+            lambda token: SurvivorCame(token=token, session=session, rank=rank, step=step)
+        )
+        return decided
+
+    async def skip(self, run_uid: str, attempt: AttemptId, rank: int, reason: str) -> None:
+        """Record that a rank cannot save."""
+        self._runs.get(run_uid).host.handle(n.SaveFailed(attempt=attempt, rank=rank, reason=reason))
+
+    async def await_outcome(self, run_uid: str, attempt: AttemptId, level: Level) -> n.SaveOutcome:
+        """Wait until the save has reached `level`, or was dropped."""
+        run = self._runs.get(run_uid)
+        options = run.spec.options
+        limit_s = options.attempt_timeout_s + options.goal_timeout_s + OUTCOME_SLACK_S
+        outcome: n.SaveOutcome = await asyncio.wait_for(
+            run.request(lambda token: OutcomeAwaited(token=token, attempt=attempt, level=level)), limit_s
+        )
+        return outcome
+
+    async def await_session_end(self, run_uid: str, session: int) -> CheckpointError:
+        """Wait until the session is over, and return the reason."""
+        run = self._runs.get(run_uid)
+        error: CheckpointError = await run.request(lambda token: EndAwaited(token=token, session=session))
+        return error
+
+    async def annotate(
+        self, run_uid: str, step: int, metrics: Mapping[str, float], attempt: AttemptId | None
+    ) -> None:
+        """Add metrics to the checkpoint of a step, once the rank's save of it has been committed."""
+        run = self._runs.get(run_uid)
+        if run.annotating >= MAX_ANNOTATING:
+            raise Unavailable(f"{MAX_ANNOTATING} annotations wait already.")
+        run.annotating += 1
+        try:
+            if attempt is not None:
+                outcome = await self.await_outcome(run_uid, attempt, Level.LOCAL)
+                if outcome.error is not None:
+                    raise outcome.error
+            await self._node.request("annotate_by_uid", run_uid, step, metrics)
+        finally:
+            run.annotating -= 1
+
+    async def make_durable(self, run_uid: str) -> None:
+        await self._node.request("make_durable", run_uid)
+
+    async def report_progress(self, run_uid: str, session: int, rank: int, progress: RankProgress) -> str:
+        """Record the progress of a rank. For rank 0, return what is missing on the storage path, or ""."""
+        run = self._runs.get(run_uid)
+        if rank == 0 and run.missing_is_due():
+            self._node.spawn(run.check_missing())
+        run.host.handle(RankProgressed(session=session, rank=rank, progress=progress))
+        return run.missing if rank == 0 else ""
+
+    async def awaited_ranks(self, run_uid: str) -> tuple[Awaited, ...]:
+        """Return the ranks that the group waits for, by the coordinator's last answer."""
+        return self._runs.get(run_uid).host.awaited
+
+    async def await_barrier(self, run_uid: str, session: int, rank: int, number: int) -> tuple[int, ...]:
+        """Wait at a barrier for all ranks of the group. Return the ranks that did not come."""
+        run = self._runs.get(run_uid)
+        missing: tuple[int, ...] = await run.request(
+            lambda token: RankMet(token=token, session=session, rank=rank, number=number)
+        )
+        return missing
+
+    async def notify_preemption(self, notice: Notice) -> None:
+        """Report that this node, or a rank on it, is about to go."""
+        await self._node.report("node_preempted", self._node.node_id, notice)
