@@ -240,3 +240,18 @@ def test_the_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
         list(ray_ckpt.huggingface.tensors(run, like=tmp_path / "like"))
     with pytest.raises(ConfigError, match="no item 'policy'"):
         list(ray_ckpt.huggingface.tensors(run, item="policy"))
+
+
+@pytest.mark.parametrize("name", ["../stolen", "/{folder}/stolen", "a/stolen", ".."])
+def test_a_hostile_file_name_is_refused_and_writes_nothing(name: str, tmp_path: Path) -> None:
+    model = untied()
+    files = FilesItem.of(model, None).tree()
+    hostile = name.replace("/{folder}", str(tmp_path))
+    files[hostile] = torch.zeros(3, dtype=torch.uint8)
+    items = {"model": adapt("model", model, {}), "files": FilesItem(files)}
+    save(RunLog(folder=tmp_path / "gpt"), [items])
+    with pytest.raises(ConfigError, match="is not the name of a file"):
+        list(ray_ckpt.huggingface.tensors(tmp_path / "gpt"))
+    with pytest.raises(ConfigError, match="is not the name of a file"):
+        ray_ckpt.vllm.write_files(str(tmp_path / "gpt"), tmp_path / "files")
+    assert not [*tmp_path.rglob("stolen")]

@@ -230,11 +230,16 @@ def _slices(checkpoint: OpenedCheckpoint, keys: Mapping[str, str]) -> dict[str, 
 
 
 def _files_of(checkpoint: OpenedCheckpoint) -> dict[str, bytes]:
-    if FILES_ITEM not in checkpoint.saved().trees:
+    tree = checkpoint.saved().trees.get(FILES_ITEM)
+    names = [*tree] if isinstance(tree, dict) else []
+    if CONFIG not in names or not all(isinstance(ref, TensorRef) for ref in tree.values()):
         raise ConfigError(
             f"Step {checkpoint.step} has no item {FILES_ITEM!r} with a configuration.",
             hint="Give a directory with the model's config.json: --like DIR.",
         )
+    for name in names:  # they become files of a folder
+        if Path(str(name)).name != name or name == ".." or "\0" in name:
+            raise ConfigError(f"{name!r} in the item {FILES_ITEM!r} is not the name of a file.")
     files: dict[str, torch.Tensor] = checkpoint.load(FILES_ITEM)
     return {name: tensor.numpy().tobytes() for name, tensor in files.items()}
 
@@ -242,7 +247,7 @@ def _files_of(checkpoint: OpenedCheckpoint) -> dict[str, bytes]:
 def _files_in(folder: Path) -> dict[str, bytes]:
     """Return the small files of a model directory."""
     found = {path.name: path.read_bytes() for path in sorted(folder.glob("*")) if is_small(path)}
-    if not found:
+    if CONFIG not in found:
         raise ConfigError(f"{folder} has no config.json.", hint="Give a model directory.")
     return found
 
