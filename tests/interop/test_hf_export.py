@@ -255,3 +255,32 @@ def test_a_hostile_file_name_is_refused_and_writes_nothing(name: str, tmp_path: 
     with pytest.raises(ConfigError, match="is not the name of a file"):
         ray_ckpt.vllm.write_files(str(tmp_path / "gpt"), tmp_path / "files")
     assert not [*tmp_path.rglob("stolen")]
+
+
+@pytest.mark.parametrize("kind", ["none", "empty", "another item"])
+def test_an_item_files_without_a_configuration_is_refused(kind: str, tmp_path: Path) -> None:
+    model = untied()
+    files: dict[str, Any] = {
+        "none": {},
+        "empty": {"files": FilesItem({})},
+        "another item": {"files": adapt("files", torch.nn.Linear(1, 1), {})},
+    }[kind]
+    save(RunLog(folder=tmp_path / "gpt"), [{"model": adapt("model", model, {}), **files}])
+    with pytest.raises(ConfigError, match="no item 'files' with a configuration"):
+        list(ray_ckpt.huggingface.tensors(tmp_path / "gpt"))
+
+
+REMOTE = '{"model_type": "none", "auto_map": {"AutoConfig": "nobody/none--configuration.Config"}}'
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", '{"model_type": "none"}', REMOTE])
+def test_a_directory_without_a_configuration_of_transformers_is_refused(
+    text: str | None, tmp_path: Path
+) -> None:
+    run, like = saved(tmp_path, gpt2()), tmp_path / "like"
+    like.mkdir()
+    (like / "tokenizer.json").write_text("{}")
+    if text is not None:
+        (like / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        list(ray_ckpt.huggingface.tensors(run, like=like))

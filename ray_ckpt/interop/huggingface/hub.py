@@ -280,7 +280,14 @@ def _whole_model(files: Mapping[str, bytes], state: State) -> Convert:
 
 
 def _empty_model(folder: str) -> Any:
-    config = transformers.AutoConfig.from_pretrained(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, AttributeError, TypeError) as error:  # depends on the file's content
+        raise ConfigError(
+            f"{CONFIG} is not that of a model of Transformers {transformers.__version__}: "
+            f"{str(error).partition('. ')[0].removesuffix('.')}.".replace(f"{folder}/", ""),
+            hint="Give the model's own configuration: --like DIR.",
+        ) from error
     kind = getattr(transformers, (config.architectures or [""])[0], None)
     if kind is None:
         raise ConfigError(
