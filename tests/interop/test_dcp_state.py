@@ -198,6 +198,14 @@ def test_the_writer_is_a_stager_for_torch() -> None:
     assert isinstance(Writer(1), AsyncStager)
 
 
+@pytest.mark.parametrize(
+    "state", [{"a.b": 1, "a": {"b": 2}}, {"a": {"0": torch.zeros(1), 0: torch.ones(1)}}], ids=["dots", "numbers"]
+)
+def test_two_entries_of_one_name_are_refused_before_one_is_lost(state: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"two entries 'a\.[b0]'"):
+        Writer(1).stage(state)
+
+
 def test_a_checkpoint_whose_manifest_is_damaged_is_named() -> None:
     checkpoint = CheckpointInfo(
         id=make_attempt(run_uid="0" * 32, session=1, step=10, attempt=0),

@@ -10,16 +10,25 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
 
 from ray_ckpt.capture.boxes import boxed
+from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.tree import TensorRef
 
 
 def flat(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Return the entries of a nested state dict by DCP's names, and their paths; also of a saved state."""
+    """Return the entries of a nested state dict by DCP's names, and their paths; also of a saved state.
+
+    Raises ConfigError if two entries have the same name, since names are the keys joined with dots.
+    """
     entries: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
 
     def note(path: Any, value: Any) -> None:
         name = ".".join(map(str, path))
+        if name in entries:
+            raise ConfigError(
+                f"The state dict has two entries {name!r}, at {paths[name]} and {path}.",
+                hint="Rename one of their keys: DCP joins keys with dots.",
+            )
         entries[name], paths[name] = value, path
 
     traverse_state_dict(dict(state), note, keep_traversing=_is_leaf)
