@@ -23,7 +23,7 @@ from typing_extensions import Buffer
 
 from ray_ckpt.admin.rollback import LogTail, open_log, write_ops
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.errors import ConfigError, CorruptionError
+from ray_ckpt.errors import ConfigError, CorruptionError, Fenced
 from ray_ckpt.format import names
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import Digester, digest, root_digest
@@ -139,7 +139,8 @@ def write_checkpoint(
 
     Raises FormatError if the slices do not cover their tensors; UnsupportedLeaf for a value that no state
     file can hold, both before anything is written; the errors of the slices' functions, after which no file
-    is left; StoragePathError if the storage path cannot hold a run; and those of `rollback.write_ops`.
+    is left; StoragePathError if the storage path cannot hold a run; and those of `rollback.write_ops`, of
+    which Fenced leaves no file of a checkpoint without a record.
     """
     _check_step(new.step)
     run_name = history.run_name or tier.root.parent.name
@@ -156,12 +157,17 @@ def write_checkpoint(
     try:
         description = files.write(layout, new.tensors, state)
     except BaseException:
-        with contextlib.suppress(Exception):  # what is left, the sweep deletes
-            tier.delete(attempt.directory)
+        files.delete()
         raise
     service = f"{IMPORT_PREFIX}{uuid.uuid4().hex}"
-    ops = _ops(history, run_name, description, files.size_bytes, service, owner)
-    after = write_ops(tier.log, history, ops, writer=service, now_s=now_s, pause=pause)
+    ops = tuple(_ops(history, run_name, description, files.size_bytes, service, owner))
+    try:
+        after = write_ops(tier.log, history, ops, writer=service, now_s=now_s, pause=pause)
+    except Fenced as error:
+        commit = next(number for number, op in enumerate(ops) if isinstance(op, r.Commit2))
+        if error.fields["seq"] <= history.next_seq + commit:  # the log has no record of the files
+            files.delete()
+        raise
     return after.checkpoints[attempt.attempt]
 
 
@@ -232,6 +238,11 @@ class _Files:
         )
         self.tier.put(self.attempt.directory, names.CHECKPOINT_JSON, encode_checkpoint(description))
         return description
+
+    def delete(self) -> None:
+        """Delete the files as far as possible; the sweep of the storage path deletes the rest."""
+        with contextlib.suppress(Exception):
+            self.tier.delete(self.attempt.directory)
 
     def _put(self, file: str, data: bytes) -> FileEntry:
         self.tier.put(self.attempt.directory, file, data)

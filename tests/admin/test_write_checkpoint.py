@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ray_ckpt.admin import rollback
 from ray_ckpt.admin.rollback import QUIET_S, read_tail
 from ray_ckpt.admin.write_checkpoint import NewCheckpoint, left_aside, open_or_begin, write_checkpoint
 from ray_ckpt.analysis.goodput import measure_goodput
@@ -30,6 +31,7 @@ from ray_ckpt.errors import (
 from ray_ckpt.format import records
 from ray_ckpt.format.tree import TensorRef, decode_state
 from ray_ckpt.location import Location
+from ray_ckpt.storage.log_store import CreateResult
 from ray_ckpt.storage.remote.tier import RemoteTier, open_store
 from ray_ckpt.types import CheckpointInfo, Level, Slice
 from tests.admin.test_rollback import on, refuse, trained
@@ -260,6 +262,7 @@ def test_a_killed_import_leaves_a_directory_of_its_own(
 def test_another_writer_is_not_overtaken(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=(10,))
     tier, tail = open_or_begin(run.folder)
+    before = directories(run.folder)
 
     def meanwhile() -> Iterator[bytes]:
         run.log.append(records.Epoch(service="another"))
@@ -268,3 +271,22 @@ def test_another_writer_is_not_overtaken(tmp_path: Path) -> None:
     with pytest.raises(Fenced, match="Another writer has written record"):
         write_checkpoint(tier, tail.history, new(read=meanwhile), owner="import", now_s=START_S, pause=refuse)
     assert [c.step for c in Catalog(run.folder).list(all=True)] == [10]
+    assert directories(run.folder) == before
+
+
+def test_a_writer_between_the_records_leaves_the_files_of_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path, steps=(10,)).folder
+    tier, tail = open_or_begin(run)
+    promote = tail.history.next_seq + 3  # behind epoch, session and commit
+    create = rollback.create_record
+    monkeypatch.setattr(
+        rollback,
+        "create_record",
+        lambda log, seq, data: CreateResult.EXISTS if seq == promote else create(log, seq, data),
+    )
+    with pytest.raises(Fenced, match=f"has written record {promote}"):
+        write_checkpoint(tier, tail.history, new(), owner="import", now_s=START_S, pause=refuse)
+    view = Catalog(run)[30]
+    assert view.where is not None and verify_directory(view.where).ok
