@@ -61,7 +61,10 @@ save() { # announce the end to Ray, and wait until a checkpoint from after that 
 is_over=0
 trap 'is_over=1' USR1 TERM
 start "${nodes[0]}" --head --port="$PORT" &
-until ray health-check --address "$RAY_ADDRESS" >/dev/null 2>&1; do kill -0 $! && sleep 1; done
+until ray health-check --address "$RAY_ADDRESS" >/dev/null 2>&1; do
+    kill -0 $! 2>/dev/null || { echo "the head has not started" >&2; exit 1; }
+    sleep 1
+done
 for node in "${nodes[@]:1}"; do start "$node" --address="$RAY_ADDRESS" & done
 
 "$@" &
@@ -69,7 +72,7 @@ driver=$!
 status=0
 wait "$driver" || status=$? # a trapped signal ends the wait
 if ((is_over)); then
-    save
+    save || true # without a save too, the job goes on from an older checkpoint
     kill -KILL "$driver" 2>/dev/null || true
     scontrol requeue "$SLURM_JOB_ID" # ends this job, which starts again and resumes
     exit 0

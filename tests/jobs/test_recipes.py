@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -228,3 +229,50 @@ def wait_for(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < end_s, "nothing came"
         time.sleep(0.1)
+
+
+STUBS = {
+    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    "scontrol": 'case "$1" in show) echo node-a ;; requeue) echo "$2" > requeued ;; esac',
+    "hostname": "echo 127.0.0.1",
+    "python": 'case "$2" in *ray.init*) echo 01 02 ;; *) echo 0 ;; esac',
+    "ray-ckpt": "",
+    "sleep": "",
+}
+
+
+def run_stubbed(folder: Path, ray_command: str, *driver: str) -> int:
+    """Run the script in `folder` with stubs of all programs; `ray_command` is the body of `ray`."""
+    (folder / "bin").mkdir()
+    for name, body in {**STUBS, "ray": ray_command}.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / "bin" / name).chmod(0o755)
+    env = {
+        "PATH": f"{folder / 'bin'}:{os.defpath}",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "node-a",
+        "RAY_AUTH_TOKEN": "1",
+        "SAVE_S": "0",
+    }
+    script = subprocess.Popen(
+        ["bash", str(RECIPES / "slurm.sh"), *driver], cwd=folder, env=env, start_new_session=True
+    )
+    try:
+        return script.wait(10)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+        script.wait()
+
+
+def test_a_job_whose_head_does_not_start_ends(tmp_path: Path) -> None:
+    assert run_stubbed(tmp_path, "exit 1", "touch", "trained") == 1
+    assert not (tmp_path / "trained").exists()
+
+
+def test_a_job_is_requeued_even_if_its_last_save_cannot_be_announced(tmp_path: Path) -> None:
+    drain = 'if [ "$1" = drain-node ]; then echo "$3" >> drained; exit 1; fi'
+    driver = "until [ -e requeued ]; do kill -USR1 $PPID; /bin/sleep 0.05; done"
+    assert run_stubbed(tmp_path, drain, "bash", "-c", driver) == 0
+    assert (tmp_path / "requeued").read_text() == "17\n"
+    assert (tmp_path / "drained").read_text() == "01\n02\n"
