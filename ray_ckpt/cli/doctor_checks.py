@@ -118,9 +118,7 @@ def check_staging(
     is written where space is too low.
     """
     for root in staging_roots(option, "doctor"):
-        place = root
-        while not place.is_dir() and place != place.parent:
-            place = place.parent
+        place = _nearest_place(root)
         stop = threading.Event()
         checks: dict[str, tuple[Callable[[], Finding], float]] = {
             "staging": (partial(_space, root, place, size_bytes), CHECK_S),
@@ -296,8 +294,18 @@ def _is_free(host: str, port: int) -> bool:
 # Staging folders
 
 
+def _nearest_place(root: Path) -> Path:
+    """Return `root`, or its nearest parent that exists, which may be a file or a broken link."""
+    place = root
+    while not os.path.lexists(place) and place != place.parent:  # raises no PermissionError
+        place = place.parent
+    return place
+
+
 def _space(root: Path, place: Path, size_bytes: int) -> Finding:
     """Check free space and file system of `place`: `root`, or its nearest parent that exists."""
+    if not os.path.isdir(place):
+        return "fail", f"{place} is not a folder", _OTHER_FOLDER
     reserve, free = RunOptions().reserve_bytes, free_bytes(place)
     kind = _file_system(place)
     found = f"{size_text(free)} free of {size_text(total_bytes(place))}, {kind or 'unknown file system'}"

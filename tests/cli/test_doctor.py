@@ -104,6 +104,15 @@ def test_a_staging_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["file", "link", "file/below"])
+def test_a_staging_folder_that_cannot_be_made_fails(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (space,) = staging(tmp_path / name)
+    assert space.state == "fail" and space.found.endswith(f"{name[:4]} is not a folder")
+    assert STAGING_ENV in space.advice
+
+
 def test_without_a_size_nothing_large_is_written(tmp_path: Path) -> None:
     assert len(list(check_staging(str(tmp_path), size_bytes=0))) == 2
 
