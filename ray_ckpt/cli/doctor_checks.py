@@ -304,7 +304,7 @@ def _nearest_place(root: Path) -> Path:
 
 def _space(root: Path, place: Path, size_bytes: int) -> Finding:
     """Check free space and file system of `place`: `root`, or its nearest parent that exists."""
-    if not os.path.isdir(place):
+    if not place.is_dir():
         return "fail", f"{place} is not a folder", _OTHER_FOLDER
     reserve, free = RunOptions().reserve_bytes, free_bytes(place)
     kind = _file_system(place)

@@ -199,7 +199,9 @@ def test_the_writer_is_a_stager_for_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [{"a.b": 1, "a": {"b": 2}}, {"a": {"0": torch.zeros(1), 0: torch.ones(1)}}], ids=["dots", "numbers"]
+    "state",
+    [{"a.b": 1, "a": {"b": 2}}, {"a": {"0": torch.zeros(1), 0: torch.ones(1)}}],
+    ids=["dots", "numbers"],
 )
 def test_two_entries_of_one_name_are_refused_before_one_is_lost(state: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"two entries 'a\.[b0]'"):

@@ -22,6 +22,7 @@ from ray_ckpt.catalog.load import OpenedCheckpoint
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.interop.dcp.export import DATA, METADATA, write_entries
+from ray_ckpt.interop.exporters.optimizer_tree import check_optimizer
 from ray_ckpt.interop.packages import require
 from ray_ckpt.types import ProgressCallback
 
@@ -55,6 +56,9 @@ def export_torch_dist(
     RestoreError or CorruptionError for damage; OSError if `out` cannot be written.
     """
     trees = checkpoint.saved().trees
+    for name in (OBJECTS, COMMON):
+        if not isinstance(trees.get(name, {}), dict):
+            raise ConfigError(f"The item {name!r} is no dict.", hint="Save it under another name.")
     entries = dict(_weights(trees, item or MODEL)) | dict(_optimizer(trees))
     entries |= dict(_objects(checkpoint, trees))
     with export_folder(out, force=force) as folder:
@@ -76,6 +80,7 @@ def _weights(trees: Mapping[str, Any], item: str) -> Iterator[tuple[str, TensorR
 def _optimizer(trees: Mapping[str, Any]) -> Iterator[tuple[str, TensorRef]]:
     """Yield the state of the optimizer by Megatron's keys; the step is among the common values."""
     tree = trees.get(OPTIMIZER, {})
+    check_optimizer(tree, with_groups=COMMON not in trees)  # Megatron's own groups name no parameters
     for name, state in tree.get("state", {}).items():
         for key, value in state.items():
             if key == STEP:

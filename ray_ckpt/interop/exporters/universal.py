@@ -23,6 +23,7 @@ from ray_ckpt.catalog.lazy_tensor import LazyTensor
 from ray_ckpt.catalog.load import OpenedCheckpoint
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.tree import TensorRef
+from ray_ckpt.interop.exporters.optimizer_tree import check_optimizer
 from ray_ckpt.types import ProgressCallback
 
 LATEST_FILE = "latest_universal"
@@ -82,8 +83,9 @@ class _State:
         trees = checkpoint.saved().trees
         refs = _dict(trees, item)
         optimizer = _dict(trees, "optimizer")
+        check_optimizer(optimizer)
         if not {"state", "param_groups"} <= optimizer.keys():
-            raise ConfigError("The item 'optimizer' is no state of one optimizer by parameter names.")
+            raise ConfigError("The item 'optimizer' has no state or no param_groups.")
         model = {name: tensors[ref.key] for name, ref in refs.items() if isinstance(ref, TensorRef)}
         found = cls(model, optimizer["param_groups"], optimizer["state"], tensors)
         found._check()

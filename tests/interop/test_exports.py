@@ -1,0 +1,54 @@
+"""Exports for other trainers of checkpoints that they cannot take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.catalog.test_export import export
+from tests.interop.imports import imported
+
+WEIGHTS = {"w": torch.ones(2)}
+GROUP = {"lr": 0.1, "params": ["w"]}
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "universal"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        [{"state": {}, "param_groups": []}],
+        {"state": [1], "param_groups": [GROUP]},
+        {"state": {"w": 1}, "param_groups": [GROUP]},
+        {"state": {}, "param_groups": 3},
+        {"state": {}, "param_groups": [{"lr": 0.1}]},
+    ],
+    ids=["several", "list", "no state", "no groups", "no parameters"],
+)
+def test_an_optimizer_of_another_form_is_named(
+    form: str, optimizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"model": WEIGHTS, "optimizer": optimizer}, tmp_path / "step_3.pt")
+    imported("pt", tmp_path / "step_3.pt", tmp_path / "runs/gpt")
+    assert export(tmp_path / "runs/gpt", tmp_path / "out", "--to", form) == 2
+    assert "item 'optimizer'" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["objects", "common"])
+def test_an_item_that_has_a_name_of_megatron_is_named(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"model": WEIGHTS, name: [1]}, tmp_path / "step_3.pt")
+    imported("pt", tmp_path / "step_3.pt", tmp_path / "runs/gpt")
+    assert export(tmp_path / "runs/gpt", tmp_path / "out", "--to", "torch_dist") == 2
+    assert f"item '{name}' is no dict" in capsys.readouterr().err
+
+
+def test_groups_of_megatron_need_no_parameters(tmp_path: Path) -> None:
+    optimizer = {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]}
+    state = {"model": WEIGHTS, "optimizer": optimizer, "common": {"iteration": 3}}
+    torch.save(state, tmp_path / "step_3.pt")
+    imported("pt", tmp_path / "step_3.pt", tmp_path / "runs/gpt")
+    assert export(tmp_path / "runs/gpt", tmp_path / "out", "--to", "torch_dist") == 0
