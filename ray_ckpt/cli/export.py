@@ -108,6 +108,9 @@ def export(
 
     Example: `ray-ckpt export /shared/runs/gpt gpt-3000 --step 3000 --item model`
     """
+    for name, value in (("--dtype", dtype), ("--like", like)):
+        if value is not None and to is not Form.hf:
+            raise ConfigError(f"{name} goes with --to hf.", hint=f"Give both, or leave {name} out.")
     catalog = Catalog(path, store_options(storage_option))
     view = catalog[step] if step is not None else None
     if step is None:

@@ -284,6 +284,8 @@ def rss_anon_bytes() -> int:
         (("--only", "model.blocks.0.weigth"), "Did you mean model.blocks.0.weight"),
         (("--max-file", "0GB"), "--max-file is '0GB'"),
         (("--step", "20"), "in the cluster only"),
+        (("--dtype", "bfloat16"), "--dtype goes with --to hf"),
+        (("--to", "dcp", "--like", "gpt-hf"), "--like goes with --to hf"),
     ],
 )
 def test_wrong_usage_exits_with_2(
