@@ -41,7 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("path", help="the run: <storage_path>/<run name>")
     parser.add_argument("--every", type=minutes, default=60.0, metavar="MIN", help="between two turns")
-    parser.add_argument("--times", type=int, default=0, help="turns; 0: until it is stopped")
+    parser.add_argument("--times", type=turns, default=0, help="turns; 0: until it is stopped")
     parser.add_argument("--seed", type=int, default=0, help="of the losses that are drawn")
     parser.add_argument("--step", type=int, help="this step alone instead of all live ones")
     parser.add_argument("--max-rate", type=rate, metavar="BYTES/S", help="read no faster, such as 200MB/s")
@@ -53,6 +53,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def minutes(text: str) -> float:
     number = float(text)
     if not 0 < number < float("inf"):
+        raise ValueError
+    return number
+
+
+def turns(text: str) -> int:
+    number = int(text)
+    if number < 0:
         raise ValueError
     return number
 

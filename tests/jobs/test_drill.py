@@ -24,6 +24,9 @@ def test_arguments_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught:
             parse(["/shared/runs/gpt", f"--every={every}"])
         assert caught.value.code == 2 and "invalid minutes value" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse(["/shared/runs/gpt", "--times=-1"])
+    assert "invalid turns value: '-1'" in capsys.readouterr().err
 
 
 def test_no_cluster_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
