@@ -263,8 +263,13 @@ StoragePath: TypeAlias = str | os.PathLike[str] | Location
 
 
 def locate(path: StoragePath) -> Location:
-    """Return the location of `path`; a relative path starts at the working directory."""
+    """Return the location of `path`; a relative path starts at the working directory.
+
+    ConfigError if `path` is empty, as an unset variable of a shell is, or is no storage path.
+    """
     if isinstance(path, Location):
         return path
     text = os.fspath(path)
+    if not text:
+        raise ConfigError("The path is empty.", hint="Give a folder or a URL, or '.' for this folder.")
     return Location.parse(text if "://" in text else without_tilde(text).absolute())

@@ -178,3 +178,9 @@ def test_any_text_is_a_location_or_an_error_of_ours(text: str) -> None:
         except ConfigError:
             continue
         assert Location.parse(str(location)) == location
+
+
+def test_an_empty_path_is_not_the_working_directory() -> None:
+    assert locate(".") == locate(Path.cwd())
+    with pytest.raises(ConfigError, match="The path is empty"):
+        locate("")
