@@ -38,7 +38,7 @@ class Pending:
         except BaseException as error:
             self._done.set_exception(error)
         finally:
-            Path(self.path).unlink()
+            Path(self.path).unlink(missing_ok=True)
             os.close(self._file)  # frees the lock
 
 
