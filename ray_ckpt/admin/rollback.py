@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.core.history import RunHistory, SessionInfo
 from ray_ckpt.core.ownership import is_offline
-from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, StoragePathError, Unavailable
+from ray_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    Fenced,
+    FormatError,
+    StoragePathError,
+    Unavailable,
+)
 from ray_ckpt.format import names
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import digest
@@ -175,14 +182,26 @@ def write_ops(
 ) -> RunHistory:
     """Append an `epoch` and then the operations to the log, directly after `history`; return the result.
 
-    The `epoch` fences the service of the run. Raises the errors of `roll_back`.
+    The `epoch` fences the service of the run. Raises ConfigError, before anything is written, for an
+    operation that the log cannot hold; and the errors of `roll_back`.
     """
-    after = history.copy()
+    ops, after = checked(ops), history.copy()
     for number, (seq, data) in enumerate(_records(after, ops, writer=writer, now_s=now_s)):
         outcome = _create(log, seq, data, pause)
         if outcome is not CreateResult.OK:
             raise _error(outcome, seq, after.run_name, is_fenced=number > 0)
     return after
+
+
+def checked(ops: Iterable[r.Op]) -> tuple[r.Op, ...]:
+    """Return the operations. Raise ConfigError for one that the log cannot hold, such as a text or a time."""
+    found = tuple(ops)
+    try:
+        for op in found:
+            r.check_op(op)
+    except FormatError as error:
+        raise ConfigError(f"The log cannot hold that: {error.message}") from error
+    return found
 
 
 def _ops(history: RunHistory, checkpoint: CheckpointInfo, service: str, reason: str) -> tuple[r.Op, r.Op]:

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
-from ray_ckpt.admin.rollback import LogTail, open_log, write_ops
+from ray_ckpt.admin.rollback import LogTail, checked, open_log, write_ops
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import ConfigError, CorruptionError, Fenced
 from ray_ckpt.format import names
@@ -154,13 +154,13 @@ def write_checkpoint(
     files = _Files(tier, attempt, progress or (lambda nbytes: None))
     layout, state = _checked(new)
     tier.probe_log()
+    service = f"{IMPORT_PREFIX}{uuid.uuid4().hex}"
     try:
         description = files.write(layout, new.tensors, state)
+        ops = checked(_ops(history, run_name, description, files.size_bytes, service, owner))
     except BaseException:
         files.delete()
         raise
-    service = f"{IMPORT_PREFIX}{uuid.uuid4().hex}"
-    ops = tuple(_ops(history, run_name, description, files.size_bytes, service, owner))
     try:
         after = write_ops(tier.log, history, ops, writer=service, now_s=now_s, pause=pause)
     except Fenced as error:

@@ -17,7 +17,7 @@ from ray_ckpt.cli.options import JsonOption, StorageOption, argument, option, st
 from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.errors import RunInUse
-from ray_ckpt.texts import count_text
+from ray_ckpt.texts import count_text, printable
 from ray_ckpt.types import CheckpointInfo
 
 
@@ -73,7 +73,7 @@ def import_(
             tier,
             tail.history,
             new,
-            owner=f"ray-ckpt import {form.value} {source}",
+            owner=f"ray-ckpt import {form.value} {printable(str(source))}",
             now_s=time.time(),
             progress=bar.advance,
         )

@@ -214,6 +214,15 @@ def test_a_value_that_needs_pickle_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "gpt").exists()
 
 
+def test_an_owner_that_the_log_cannot_hold_leaves_nothing(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10,)).folder
+    before, seq = directories(run), len([*(run / "ray_ckpt/log").iterdir()])
+    tier, tail = open_or_begin(run)
+    with pytest.raises(ConfigError, match=r"The log cannot hold that.*surrogates"):
+        write_checkpoint(tier, tail.history, new(), owner="\udcff", now_s=START_S, pause=refuse)
+    assert directories(run) == before and len([*(run / "ray_ckpt/log").iterdir()]) == seq
+
+
 @pytest.mark.parametrize("name", ["-x", "a b"])
 def test_a_new_run_needs_a_name_and_a_storage_path(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be a folder name"):

@@ -411,6 +411,14 @@ def test_a_pin_fails_if_another_writer_was_faster(tmp_path: Path) -> None:
         pins.pin(run.log.store, history, step=10, owner="b", expires_at_s=None, now_s=0.0)
 
 
+def test_a_pin_beyond_the_calendar_writes_nothing(tmp_path: Path) -> None:
+    store = write_run(tmp_path).log.store
+    history = read_tail(store).history
+    with pytest.raises(ConfigError, match=r"The log cannot hold that: expires_at_s must be"):
+        pins.pin(store, history, step=10, owner="me", expires_at_s=1e15, now_s=START_S)
+    assert read_tail(store).history.next_seq == history.next_seq
+
+
 def test_a_service_that_is_at_work_after_all_goes_on_with_its_group() -> None:
     """The pin is in its own service's name: it steps down for itself only, comes back and has the run."""
     run = trained()

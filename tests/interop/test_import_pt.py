@@ -76,6 +76,15 @@ def test_values_keep_their_types(tmp_path: Path) -> None:
     assert found == values and [*map(type, found.values())] == [*map(type, values.values())]
 
 
+def test_a_source_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+    source = saved({"model": {"w": torch.ones(1)}}, tmp_path)
+    source = source.rename(tmp_path / os.fsdecode(b"a\xff_3.pt"))
+    found = imported("pt", source, tmp_path / "gpt")
+    assert found["imported_from"]["source"] == str(source)
+    (session,) = ray_ckpt.Catalog(tmp_path / "gpt").sessions
+    assert session.owner.endswith("a\N{REPLACEMENT CHARACTER}_3.pt")
+
+
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_every_protocol_is_read(protocol: int, tmp_path: Path) -> None:
     value = {"a": {"b": torch.arange(3), "c": b"1", "d": {1}, "e": bytearray(b"2")}}
