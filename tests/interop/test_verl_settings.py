@@ -38,6 +38,11 @@ def test_the_folder_of_verl_is_the_run_unless_the_user_names_another(monkeypatch
         ('{"resume": "never"}', "trainer.resume_mode decides"),
         ('{"every_steps": 5}', "trainer.save_freq decides"),
         ('{"parts": {"actor": 2, "critic": 2}}', "storage_path and run"),
+        ('{"storage_path": "/a", "run": "b", "parts": ["actor"]}', "has parts"),
+        ('{"storage_path": "/a", "run": "b", "parts": {"actor": "2"}}', "has parts"),
+        ('{"storage_path": "/a", "run": "b", "parts": {"actor": 0}}', "has parts"),
+        ('{"run": 5}', "has run 5, which is no text"),
+        ('{"storage_path": ["/runs"]}', "which is no text"),
     ],
 )
 def test_a_setting_that_verl_has_too_or_that_is_no_json_is_an_error(

@@ -57,6 +57,17 @@ class Settings:
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
         named = [name for name in ("storage_path", "run", "parts") if name in options]
         own: dict[str, Any] = {name: options.pop(name) for name in named}
+        for name in ("storage_path", "run"):
+            if not isinstance(own.get(name), str | None):
+                raise ConfigError(
+                    f"{ENV} has {name} {own[name]!r}, which is no text.", hint=HINT, option=name
+                )
+        if not _are_parts(own.get("parts", {})):
+            raise ConfigError(
+                f"{ENV} has parts {own['parts']!r}.",
+                hint='Give the ranks of each group, as in "parts": {"actor": 8, "critic": 2}.',
+                option="parts",
+            )
         if own.get("parts") and not {"storage_path", "run"} <= own.keys():
             raise ConfigError(
                 f"{ENV} has parts, and no storage_path and run.",
@@ -67,6 +78,10 @@ class Settings:
     def run_of(self, root: Path) -> tuple[str, str]:
         """Return storage path and name of the run whose `trainer.default_local_dir` is `root`."""
         return self.storage_path or str(root.parent), self.run or root.name
+
+
+def _are_parts(parts: Any) -> bool:
+    return isinstance(parts, dict) and all(type(ranks) is int and ranks > 0 for ranks in parts.values())
 
 
 @dataclass(frozen=True, slots=True)
