@@ -149,9 +149,12 @@ def test_a_cast_changes_floats_and_the_configuration(tmp_path: Path) -> None:
     assert all(mine[name].dtype == torch.bfloat16 and torch.equal(mine[name], other[name]) for name in other)
 
 
-def test_a_dtype_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "float4_e2m1fn_x2", "nn"])
+def test_a_dtype_that_is_none_is_refused(
+    dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = saved(tmp_path, gpt2())
-    assert export(run, tmp_path / "out", "--to", "hf", "--dtype", "int8") == 2
+    assert export(run, tmp_path / "out", "--to", "hf", "--dtype", dtype) == 2
     assert "such as bfloat16" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 

@@ -49,11 +49,12 @@ def export_torch_dist(
     """Write a durable checkpoint to the folder `out` and return the files. Memory holds one saved slice.
 
     `item` is the model, `model` by default. The values that are no shards are those of the item `common`, if
-    there is one, with the groups of the optimizer and the scheduler. `progress` is called with the bytes of
-    each slice.
+    there is one, with the groups of the optimizer and the scheduler. Other items are left out. `progress` is
+    called with the bytes of each slice.
 
-    Raises ConfigError if there is no such item, or an item that has no place, or `out` cannot be used;
-    RestoreError or CorruptionError for damage; OSError if `out` cannot be written.
+    Raises ConfigError if there is no such item, if the optimizer, the objects or the common values have a
+    form that Megatron cannot take, or if `out` cannot be used; RestoreError or CorruptionError for damage;
+    OSError if `out` cannot be written.
     """
     trees = checkpoint.saved().trees
     for name in (OBJECTS, COMMON):

@@ -187,7 +187,7 @@ class HubTensor:
 def parse_dtype(name: str) -> torch.dtype:
     """Return a floating-point dtype by its name in torch. Raises ConfigError."""
     found = getattr(torch, name, None)
-    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+    if not (isinstance(found, torch.dtype) and found.is_floating_point and found in DTYPE_NAMES):
         raise ConfigError(
             f"The dtype is {name!r}.", hint="Give one of torch's for floating point, such as bfloat16."
         )
