@@ -31,7 +31,7 @@ from ray_ckpt.errors import (
 from ray_ckpt.format import records
 from ray_ckpt.format.tree import TensorRef, decode_state
 from ray_ckpt.location import Location
-from ray_ckpt.storage.log_store import CreateResult
+from ray_ckpt.storage.log_store import CreateResult, create_record
 from ray_ckpt.storage.remote.tier import RemoteTier, open_store
 from ray_ckpt.types import CheckpointInfo, Level, Slice
 from tests.admin.test_rollback import on, refuse, trained
@@ -289,11 +289,10 @@ def test_a_writer_between_the_records_leaves_the_files_of_the_commit(
     run = write_run(tmp_path, steps=(10,)).folder
     tier, tail = open_or_begin(run)
     promote = tail.history.next_seq + 3  # behind epoch, session and commit
-    create = rollback.create_record
     monkeypatch.setattr(
         rollback,
         "create_record",
-        lambda log, seq, data: CreateResult.EXISTS if seq == promote else create(log, seq, data),
+        lambda log, seq, data: CreateResult.EXISTS if seq == promote else create_record(log, seq, data),
     )
     with pytest.raises(Fenced, match=f"has written record {promote}"):
         write_checkpoint(tier, tail.history, new(), owner="import", now_s=START_S, pause=refuse)

@@ -263,12 +263,12 @@ def test_a_hostile_file_name_is_refused_and_writes_nothing(name: str, tmp_path: 
 @pytest.mark.parametrize("kind", ["none", "empty", "another item"])
 def test_an_item_files_without_a_configuration_is_refused(kind: str, tmp_path: Path) -> None:
     model = untied()
-    files: dict[str, Any] = {
+    files: dict[str, dict[str, Any]] = {
         "none": {},
         "empty": {"files": FilesItem({})},
         "another item": {"files": adapt("files", torch.nn.Linear(1, 1), {})},
-    }[kind]
-    save(RunLog(folder=tmp_path / "gpt"), [{"model": adapt("model", model, {}), **files}])
+    }
+    save(RunLog(folder=tmp_path / "gpt"), [{"model": adapt("model", model, {}), **files[kind]}])
     with pytest.raises(ConfigError, match="no item 'files' with a configuration"):
         list(ray_ckpt.huggingface.tensors(tmp_path / "gpt"))
 

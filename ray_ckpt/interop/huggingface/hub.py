@@ -230,14 +230,14 @@ def _slices(checkpoint: OpenedCheckpoint, keys: Mapping[str, str]) -> dict[str, 
 
 
 def _files_of(checkpoint: OpenedCheckpoint) -> dict[str, bytes]:
-    tree = checkpoint.saved().trees.get(FILES_ITEM)
-    names = [*tree] if isinstance(tree, dict) else []
-    if CONFIG not in names or not all(isinstance(ref, TensorRef) for ref in tree.values()):
+    found = checkpoint.saved().trees.get(FILES_ITEM)
+    tree = found if isinstance(found, dict) else {}
+    if CONFIG not in tree or not all(isinstance(ref, TensorRef) for ref in tree.values()):
         raise ConfigError(
             f"Step {checkpoint.step} has no item {FILES_ITEM!r} with a configuration.",
             hint="Give a directory with the model's config.json: --like DIR.",
         )
-    for name in names:  # they become files of a folder
+    for name in tree:  # they become files of a folder
         if Path(str(name)).name != name or name == ".." or "\0" in name:
             raise ConfigError(f"{name!r} in the item {FILES_ITEM!r} is not the name of a file.")
     files: dict[str, torch.Tensor] = checkpoint.load(FILES_ITEM)
