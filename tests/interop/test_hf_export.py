@@ -260,6 +260,14 @@ def test_a_hostile_file_name_is_refused_and_writes_nothing(name: str, tmp_path: 
     assert not [*tmp_path.rglob("stolen")]
 
 
+def test_small_files_that_are_too_large_are_left_out_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ray_ckpt.interop.huggingface.files.MAX_BYTES", 100)
+    assert FilesItem.of(untied(), None).tree() == {}
+    assert "more than 100, and are not saved" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["none", "empty", "another item"])
 def test_an_item_files_without_a_configuration_is_refused(kind: str, tmp_path: Path) -> None:
     model = untied()

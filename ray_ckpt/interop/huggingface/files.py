@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 
 from ray_ckpt.capture.items import Item
+
+log = logging.getLogger("ray_ckpt")
 
 MAX_BYTES = 64 << 20  # of all files together; tokenizers have some 20 MB
 
@@ -27,7 +30,8 @@ class FilesItem(Item):
     def of(cls, model: Any, processing: Any) -> FilesItem:
         """Take the files that `save_pretrained` of a model's configuration and a tokenizer would write.
 
-        Rank 0 makes them for all ranks, so that they are equal. Without files, the item is empty.
+        Rank 0 makes them for all ranks, so that they are equal. Without files, the item is empty; with more
+        than MAX_BYTES of them too, and a warning is logged.
         """
         found: list[dict[str, bytes]] = [{}]
         is_group = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
@@ -63,7 +67,10 @@ def _files_of(model: Any, processing: Any) -> dict[str, bytes]:
         _save(processing, folder)
         files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
     files = {name: data for name, data in files.items() if data}
-    return files if sum(map(len, files.values())) <= MAX_BYTES else {}
+    if (size := sum(map(len, files.values()))) > MAX_BYTES:
+        log.warning("the model's small files have %d bytes, more than %d, and are not saved", size, MAX_BYTES)
+        return {}
+    return files
 
 
 def _config(model: Any) -> Any:
