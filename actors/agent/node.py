@@ -90,7 +90,7 @@ class Node:
                 return await asyncio.wait_for(self._through(relay, report), bound_s)
             except (ray.exceptions.RayError, CheckpointError, ValueError, TimeoutError) as error:
                 cause = getattr(error, "cause", None) or error  # Ray's error is of the cause's class too
-                if isinstance(cause, CheckpointError):
+                if isinstance(cause, CheckpointError) and cause.fields.get("reached", True):
                     raise cause from None
                 log.warning("relay %s does not answer: %s", relay[:12], reason(error))
                 self.route.failed(time.monotonic())
@@ -113,7 +113,7 @@ class Node:
         return answers
 
     async def _request(self, method: str, *args: Any) -> Any:
-        """Call the coordinator without a relay."""
+        """Call the coordinator without a relay. Unavailable with `reached=False` if it is not reached."""
         for _ in range(2):  # the second try has a new handle, for a coordinator that was restarted
             if self._coordinator is None:
                 find = partial(ray.get_actor, names.COORDINATOR, namespace=names.NAMESPACE)
@@ -129,7 +129,7 @@ class Node:
                 ) from None
             except ray.exceptions.RayError:
                 self._coordinator = None
-        raise Unavailable(f"The coordinator did not answer {method}.")
+        raise Unavailable(f"The coordinator did not answer {method}.", reached=False)
 
     async def report(self, method: str, *args: Any) -> None:
         """Call the coordinator; log a failure, which may cost a save but must not end the agent."""

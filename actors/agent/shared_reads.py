@@ -94,10 +94,14 @@ class SharedReads:
         capacity = capacity_bytes or min(MAX_SHARED_BYTES, available_memory_bytes() // SHARED_MEMORY_PART)
         self._space = _Space(max(ALIGNMENT_BYTES, capacity - capacity % ALIGNMENT_BYTES))
         self._fd = os.memfd_create("ray_ckpt-shared", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, self._space.size_bytes)
+        try:
+            os.ftruncate(self._fd, self._space.size_bytes)
+            self._memory: Bytes = np.frombuffer(mmap.mmap(self._fd, self._space.size_bytes), np.uint8)
+        except OSError:
+            os.close(self._fd)
+            raise
         self._huge_bytes = 0  # size of the part with huge pages
         self._lock = threading.Lock()  # guards the descriptor, which `close` may close while a thread uses it
-        self._memory: Bytes = np.frombuffer(mmap.mmap(self._fd, self._space.size_bytes), np.uint8)
         self._rows: dict[RowKey, _Row] = {}
         self._refused: dict[RowKey, set[int]] = {}
         self._origin: dict[str, tuple[Tier, str]] = {}

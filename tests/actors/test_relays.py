@@ -219,11 +219,16 @@ async def has_died() -> None:
     raise ray.exceptions.ActorDiedError
 
 
+async def is_cut_off() -> None:
+    cause = Unavailable("The coordinator did not answer gathered.", reached=False)
+    raise ray.exceptions.RayTaskError("gather", "", cause).as_instanceof_cause()
+
+
 async def is_unknown() -> None:
     """Stand for a relay whose agent does not exist."""
 
 
-@pytest.mark.parametrize("through", [hangs, has_died, is_unknown])
+@pytest.mark.parametrize("through", [hangs, has_died, is_cut_off, is_unknown])
 def test_a_node_reports_itself_when_its_relay_does_not(
     through: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

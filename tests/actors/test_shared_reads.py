@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import mmap
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -262,3 +265,16 @@ def test_space_is_never_given_twice_and_none_is_lost(blocks: int, steps: list[tu
     while held:
         space.give(*held.pop())
     assert space.free == [(0, space.size_bytes)]
+
+
+def test_memory_that_cannot_be_mapped_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket = ticket_of(Checkpoint.make(tmp_path, [500], [90]), {})
+
+    def refuse(*_: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "no address space")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="no address space"):
+        SharedReads(ticket, threads=BriefThreads(1, "read"))
+    assert len(os.listdir("/proc/self/fd")) == len(before)

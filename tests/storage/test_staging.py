@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ray_ckpt.errors import FormatError, StagingError
 from ray_ckpt.format.manifest import decode_columns
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.storage.local import files, staging
-from ray_ckpt.storage.local.staging import Staging
+from ray_ckpt.storage.local.staging import QUARANTINE_DIR, Staging
 from ray_ckpt.types import FragmentMetadata
 from tests.support.sample_run import SampleCheckpoint, make_checkpoint
 
@@ -148,6 +149,24 @@ def test_a_run_that_is_put_away_leaves_what_it_is_to_keep(stage: Staging) -> Non
     stage.forget(UID, ())
     assert names_in(stage.root) == ["agent.lock", "disk"] and stage.epoch(UID) == 0
     stage.forget(UID, ())
+
+
+def test_two_scrubs_may_quarantine_at_the_same_time(stage: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = [sample(step) for step in (10, 20)]
+    for each in saved:
+        put(stage, each)
+    first, second = (each.attempt.directory for each in saved)
+    stage.quarantine(UID, first, min(saved[0].files))
+    stat = Path.stat
+
+    def stat_late(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path.name == first and path.parent.name == QUARANTINE_DIR:
+            shutil.rmtree(path, ignore_errors=True)  # as the other scrub does
+        return stat(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", stat_late)
+    stage.quarantine(UID, second, min(saved[1].files))
+    assert names_in(stage.root / UID / QUARANTINE_DIR) == [second]
 
 
 def test_a_run_that_is_put_away_leaves_what_is_not_ours(stage: Staging) -> None:

@@ -167,8 +167,7 @@ class Staging:
         with contextlib.suppress(FileNotFoundError):
             source.rename(target / file)
             files.fsync_dir(source.parent)
-        kept = sorted(pen.iterdir(), key=lambda p: p.stat().st_mtime)
-        for old in kept[:-MAX_QUARANTINED]:
+        for old in _oldest_first(pen)[:-MAX_QUARANTINED]:
             delete_checkpoint_dir(old)
 
     def forget(self, run_uid: str, kept: Collection[str]) -> None:
@@ -362,6 +361,15 @@ def _holding(
     return Holding(
         fragment=fragment, entry=FileEntry(name=path.name, size_bytes=len(data), digest=found_digest)
     )
+
+
+def _oldest_first(folder: Path) -> list[Path]:
+    """Return what is in a folder, without what another thread deletes at the same time."""
+    times: dict[Path, float] = {}
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            times[path] = path.stat().st_mtime
+    return sorted(times, key=times.__getitem__)
 
 
 def _parity(path: Path) -> ParityHeader | None:
