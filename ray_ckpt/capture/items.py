@@ -8,11 +8,13 @@ sets only the rest of the tree.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DistributedSampler
@@ -488,7 +490,7 @@ def _scheduler_problems(here: Mapping[str, Any], saved: Any, where: str = "") ->
 
 
 def _structure_problems(target: Any, saved: Any, path: str) -> list[str]:
-    """Return the structural differences of two trees. Leaves and lists without tensors may differ."""
+    """Return the structural differences of two trees. Leaves, and what `_may_grow` names, may differ."""
     here = isinstance(target, MutableMapping | MutableSequence)
     if not here and not isinstance(saved, dict | list):
         return []
@@ -496,21 +498,41 @@ def _structure_problems(target: Any, saved: Any, path: str) -> list[str]:
         pairs = [(target[key], saved[key], f"{path}.{key_text(key)}") for key in target]
     elif isinstance(target, MutableSequence) and isinstance(saved, list) and len(target) == len(saved):
         pairs = [(a, b, f"{path}.{i}") for i, (a, b) in enumerate(zip(target, saved, strict=True))]
-    elif _is_plain_list(target) and _is_plain_list(saved):
-        return []  # such as a list of losses that has grown
+    elif _may_grow(target, saved):
+        return []
     else:
         return [f"{path.removeprefix('.') or 'the tree'}: has another structure in the checkpoint"]
     return [problem for pair in pairs for problem in _structure_problems(*pair)]
 
 
+def _may_grow(target: Any, saved: Any) -> bool:
+    """Return whether a container may have other elements in the checkpoint, which training has added.
+
+    True for an empty container, for a Counter or defaultdict, and for lists of plain values such as losses.
+    """
+    if isinstance(target, MutableMapping) and isinstance(saved, Mapping):
+        return not target or isinstance(target, Counter | defaultdict)
+    is_list = isinstance(target, MutableSequence) and isinstance(saved, MutableSequence)
+    return is_list and (not target or (_is_plain_list(target) and _is_plain_list(saved)))
+
+
 def _is_plain_list(value: Any) -> bool:
-    leaves = (str, bytes, int, float, complex, bool, type(None))
-    return isinstance(value, MutableSequence) and all(isinstance(item, leaves) for item in value)
+    return isinstance(value, MutableSequence) and all(map(_is_plain, value))
+
+
+def _is_plain(value: Any) -> bool:
+    leaves = (str, bytes, int, float, complex, bool, type(None), np.generic, np.ndarray)
+    return isinstance(value, leaves) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 def _assign(target: Any, value: Any) -> None:
-    """Put `value` into the containers of `target`; both have the same structure and the same tensors."""
-    if _is_plain_list(target) and _is_plain_list(value):
+    """Put `value` into the containers of `target`; `_structure_problems` has found no difference."""
+    if isinstance(target, MutableMapping) and target.keys() != value.keys():
+        target.clear()
+        target.update(value)
+        return
+    is_list = isinstance(target, MutableSequence)
+    if is_list and (len(target) != len(value) or (_is_plain_list(target) and _is_plain_list(value))):
         target[:] = value
         return
     for key, new in value.items() if isinstance(value, Mapping) else enumerate(value):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -335,6 +336,27 @@ def test_a_list_of_plain_values_may_have_grown() -> None:
     assert not item.problems(saved)
     item.load(saved)
     assert losses == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("built", "grown"),
+    [
+        ([], [(1, 0.5), (2, 0.25)]),
+        ([], [{"loss": 0.5}, {"loss": 0.25}]),
+        ([], [np.float32(0.5), [1, [2]]]),
+        ([(0, 1.0)], [(0, 1.0), (1, np.float32(0.5))]),
+        ({}, {"a": 1, "b": {"c": [2]}}),
+        (Counter(x=1), Counter(x=3, y=2)),
+        (defaultdict(list, x=[1]), defaultdict(list, y=[(2, 3)])),
+    ],
+)
+def test_a_container_that_fills_in_training_may_have_grown(built: Any, grown: Any) -> None:
+    """A run whose program begins with an empty history could otherwise never be resumed."""
+    item = adapt("state", {"found": built}, {})
+    saved = decode_tree(encode_tree({"found": grown}))
+    assert not item.problems(saved)
+    item.load(saved)
+    assert built == grown and item.tree()["found"] is built
 
 
 def test_an_optimizer_over_a_bare_parameter_names_it() -> None:

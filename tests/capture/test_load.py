@@ -300,6 +300,14 @@ def test_another_tree_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     assert torch.equal(other.weight, before)
 
 
+def test_tensors_that_training_has_added_to_an_empty_container_come_back(tmp_path: Path) -> None:
+    state = {"best": {"w": torch.arange(3.0)}, "history": [(1, torch.ones(2)), {"x": torch.zeros(0)}]}
+    saved = Saved(tmp_path).save(items_of(state=state))
+    fresh: dict[str, Any] = {"best": {}, "history": []}
+    saved.load(items_of(state=fresh))
+    assert str(fresh) == str(state)
+
+
 def test_optimizer_state_that_was_not_saved_does_not_stay(tmp_path: Path) -> None:
     """Otherwise the restored run would continue with the moments of another run."""
     fresh, used = Training(), Training()
