@@ -246,7 +246,9 @@ class _Wanted:
         saved, leaves = self._saved.get(key), self.leaves.setdefault(name, {})
         if held is not None and _is_filled(item, path, held.leaf):
             leaves[path] = held.leaf
-            if self._is_first(held, key):
+            if any(map(_shares_memory, held.slices)):
+                self.problems.append(f"{key}: its elements share memory here; give it clone() of the tensor")
+            elif self._is_first(held, key):
                 self.targets += [_under(live, key) for live in held.slices]
         elif saved is None:
             self.problems.append(f"{key}: not in the checkpoint's manifest")
@@ -297,6 +299,12 @@ class _Wanted:
 def _is_filled(item: Item, path: Path, leaf: Leaf) -> bool:
     """Return whether the live leaf is filled, rather than a new tensor."""
     return is_global(leaf) or not item.is_replaced(path)
+
+
+def _shares_memory(live: LiveSlice) -> bool:
+    """Return whether a tensor is expanded, so that torch refuses to write to it."""
+    sizes = zip(live.tensor.shape, live.tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in sizes)
 
 
 def _under(live: LiveSlice, key: str) -> LiveSlice:

@@ -222,7 +222,8 @@ def walk(
                 return visit_container(value, path)
             if id(value) not in keys:
                 prefix, inner = place_in(name, item, leaf, path, rank)
-                key = ".".join((prefix, *inner))
+                name_in = ".".join(inner)
+                key = f"{prefix}.{name_in}" if name_in else prefix  # as `Slice.key`
                 if key in held:
                     raise UnsupportedLeaf(
                         f"Two tensors would be stored under the name {key}.",
@@ -260,7 +261,16 @@ def walk(
 
         return visit(item.tree(), ())
 
-    trees = {name: visit_item(name, item) for name, item in items.items()}
+    trees: dict[str, Any] = {}
+    for name, item in items.items():
+        try:
+            trees[name] = visit_item(name, item)
+        except RecursionError as error:
+            raise UnsupportedLeaf(
+                f"{name} contains itself or is nested too deep.",
+                hint="Save a tree of plain values.",
+                path=name,
+            ) from error
     slices = tuple(all_slices)
     if before is not None and len(slices) == len(before.slices) and all(map(is_, slices, before.slices)):
         slices = before.slices
@@ -451,6 +461,12 @@ _FIXES = {
 
 
 def _check_storable(leaf: Leaf, name: str) -> None:
+    if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        raise UnsupportedLeaf(
+            f"{name} is on the device meta, and has no memory.",
+            hint="Call module.to_empty(device=...) before the restore.",
+            path=name,
+        )
     layout = leaf.layout if isinstance(leaf, torch.Tensor) else torch.strided
     if leaf.dtype in DTYPE_NAMES and layout == torch.strided:
         return

@@ -308,6 +308,21 @@ def test_tensors_that_training_has_added_to_an_empty_container_come_back(tmp_pat
     assert str(fresh) == str(state)
 
 
+def test_a_tensor_under_an_empty_key_comes_back(tmp_path: Path) -> None:
+    saved = Saved(tmp_path).save(items_of(state={"": torch.ones(2), "a": {"": torch.ones(3)}}))
+    fresh = {"": torch.zeros(2), "a": {"": torch.zeros(3)}}
+    saved.load(items_of(state=fresh))
+    assert str(fresh) == str({"": torch.ones(2), "a": {"": torch.ones(3)}})
+
+
+def test_a_tensor_whose_elements_share_memory_is_a_difference(tmp_path: Path) -> None:
+    saved = Saved(tmp_path).save(items_of(state={"x": torch.arange(12.0).view(3, 4)}))
+    with pytest.raises(MismatchError, match=r"state\.x: .* share memory.*clone"):
+        saved.load(items_of(state={"x": torch.zeros(3, 1).expand(3, 4)}))
+    one_row = torch.zeros(4).expand(1, 4)
+    Saved(tmp_path).save(items_of(state=one_row)).load(items_of(state=one_row))
+
+
 def test_optimizer_state_that_was_not_saved_does_not_stay(tmp_path: Path) -> None:
     """Otherwise the restored run would continue with the moments of another run."""
     fresh, used = Training(), Training()

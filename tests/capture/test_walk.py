@@ -84,11 +84,29 @@ def test_tensors_that_cannot_be_stored_are_named(tensor: torch.Tensor, what: str
     assert caught.value.fields["path"] == "state.deep.x" and caught.value.hint
 
 
+def test_a_module_without_memory_is_refused_with_the_fix() -> None:
+    """A restore into it would do nothing, and no save of it could succeed."""
+    with pytest.raises(UnsupportedLeaf, match=r"^model\.weight is on the device meta.*to_empty"):
+        walk(items_of(model=nn.Linear(2, 2, device="meta")), rank=0, world_size=1)
+
+
 def test_two_tensors_cannot_have_one_name() -> None:
     """The layout of one rank would refuse it; with two ranks, each with one tensor, no layout would."""
     clash = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}
     with pytest.raises((UnsupportedLeaf, ValueError)):
         walk(items_of(state=clash), rank=0, world_size=2)
+
+
+def test_endless_and_deep_trees_are_refused_by_name() -> None:
+    endless: dict[str, Any] = {"a": 1}
+    endless["b"] = [endless]
+    deep: list[Any] = []
+    for _ in range(2000):
+        deep = [deep]
+    for tree in (endless, deep):
+        with pytest.raises(UnsupportedLeaf, match=r"^state contains itself or is nested too deep") as caught:
+            walk(items_of(state=tree), rank=0, world_size=1)
+        assert caught.value.hint and caught.value.fields["path"] == "state"
 
 
 def test_keys_of_any_length_name_tensors() -> None:
