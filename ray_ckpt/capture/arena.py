@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from ray_ckpt.capture.items import elements
 from ray_ckpt.capture.walk import DTYPES
 from ray_ckpt.errors import StateError, Unavailable
 from ray_ckpt.format.arena_page import RING_BLOCK_BYTES, RING_BLOCKS, ArenaPage, ring_block
@@ -138,7 +139,7 @@ class Ring:
 
     def write(self, tensor: torch.Tensor) -> None:
         """Append a tensor's bytes. Unavailable if the agent stops reading."""
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        flat = elements(tensor).view(torch.uint8)
         start = 0
         while start < flat.numel():
             room = self._room()

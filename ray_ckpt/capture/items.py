@@ -456,6 +456,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return to_local().detach() if to_local is not None else tensor.detach()
 
 
+def elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a local tensor in one dimension, a view if possible, so that bytes can be read.
+
+    Of a conjugate or negative view it is a copy: torch gives no view of its bytes.
+    """
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """Return the address of the memory behind this rank's part of a tensor; 0 for an empty one."""
     return local_tensor(tensor).untyped_storage().data_ptr()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ray_ckpt.capture.items import elements
 from ray_ckpt.capture.walk import LiveSlice
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.types import Watched
@@ -205,7 +206,7 @@ def _is_on_host(live: LiveSlice) -> bool:
 
 
 def _flat(chunk: _Chunk, live: LiveSlice) -> torch.Tensor:
-    return live.tensor.detach().reshape(-1)[chunk.begin : chunk.end]
+    return elements(live.tensor)[chunk.begin : chunk.end]
 
 
 def _host_digest(chunk: _Chunk, live: LiveSlice) -> bytes:

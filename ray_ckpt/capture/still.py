@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ray_ckpt.capture.dtensors import is_dtensor
-from ray_ckpt.capture.items import storage_of
+from ray_ckpt.capture.items import elements, storage_of
 from ray_ckpt.capture.overlap_guard import Stepped, optimized
 from ray_ckpt.capture.torch_private import version
 from ray_ckpt.capture.walk import LiveSlice, SliceKey
@@ -120,7 +120,7 @@ def _version(live: LiveSlice) -> tuple[int, int]:
 def _looks_equal(tensor: torch.Tensor, view: torch.Tensor) -> bool:
     """Return whether up to MAX_LOOKS elements, evenly spread, are bit for bit those of `view`."""
     step = max(1, tensor.numel() // MAX_LOOKS)
-    here, there = (_looked_at(flat.reshape(-1), step) for flat in (tensor.detach(), view))
+    here, there = (_looked_at(elements(found), step) for found in (tensor, view))
     return torch.equal(here, there)
 
 

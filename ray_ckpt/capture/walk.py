@@ -15,7 +15,7 @@ import torch
 
 from ray_ckpt.capture.boxes import boxed
 from ray_ckpt.capture.dtensors import holders, is_dtensor, parts_here
-from ray_ckpt.capture.items import BoxedTensor, Item, Leaf, local_tensor
+from ray_ckpt.capture.items import BoxedTensor, Item, Leaf, elements, local_tensor
 from ray_ckpt.capture.torch_private import local_part
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.digest import digest
@@ -480,5 +480,5 @@ def _check_storable(leaf: Leaf, name: str) -> None:
 
 def bytes_digest(tensor: torch.Tensor) -> str:
     """Return the digest of a tensor's bytes in row-major order; "" for an empty one."""
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    flat = elements(tensor).cpu()
     return digest(flat.view(torch.uint8).numpy().data) if flat.numel() else ""

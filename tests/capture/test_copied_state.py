@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import ray_ckpt
+from ray_ckpt.config import RunOptions
 from tests.capture.local import LocalLink
 
 
@@ -70,3 +72,33 @@ def test_views_of_live_memory_are_filled_in_place(tmp_path: Path) -> None:
     address = live.qk.data_ptr()
     ray_ckpt.Checkpointer(link=link.resumed(tmp_path, 1), model=live).restore()
     assert torch.equal(saved.qk, live.qk) and live.qk.data_ptr() == address
+
+
+class Views(nn.Module):
+    """Has parameters that are conjugate and negative views: their memory has other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = torch.randn(1 << 17, dtype=torch.complex64)
+        self.conjugate = nn.Parameter(numbers.conj())
+        self.negative = nn.Parameter(torch._neg_view(torch.randn(8)))
+        self.frozen = nn.Parameter(numbers.clone().conj(), requires_grad=False)
+
+
+@pytest.mark.parametrize("memory", ["single", "stream"])
+def test_conjugate_and_negative_views_are_saved(memory: str) -> None:
+    """Torch gives no view of the bytes of such a tensor, which replicas and still slices are compared by."""
+    model = Views()
+    assert model.conjugate.is_conj() and model.frozen.is_conj() and model.negative.is_neg()
+    link = LocalLink(RunOptions(memory=memory, max_block_s=10.0), world_size=2)
+    optimizer = torch.optim.SGD([model.conjugate, model.negative])
+    checkpointer = ray_ckpt.Checkpointer(link=link, model=model, optimizer=optimizer)
+    checkpointer.restore()
+    for step in (53, 54):  # two windows of `replica_watch`
+        assert checkpointer.save(step)
+        checkpointer.wait()
+    tensors = link.tensors(54)
+    assert tensors.keys() & {f"model.{name}" for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if (found := tensors.get(f"model.{name}")) is not None:  # the other rank saves the rest
+            assert torch.equal(found, parameter.detach().clone()), name
