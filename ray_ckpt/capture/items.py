@@ -390,7 +390,7 @@ class OptimizerItem(BaseOptimizerItem):
 
     def _group_names(self) -> list[list[str]]:
         groups = [group["params"] for group in self.optimizer.param_groups]
-        if any(id(param) not in self._names for params in groups for param in params):
+        if self._names.keys() != {id(param) for params in groups for param in params}:
             known = parameter_names(self._owners)
             self._names, self._params = {}, {}
             for param in (param for params in groups for param in params):

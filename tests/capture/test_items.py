@@ -210,6 +210,28 @@ def test_optimizer_state_is_named_by_parameter() -> None:
     assert tree["param_groups"][0]["lr"] == 1e-3
 
 
+def test_the_state_of_a_removed_group_is_not_saved() -> None:
+    """No group of the restarted program has its parameters, so that nothing could load it."""
+
+    def unfrozen() -> tuple[nn.ModuleList, torch.optim.AdamW]:
+        model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        return model, torch.optim.AdamW([{"params": list(part.parameters())} for part in model])
+
+    model, optimizer = unfrozen()
+    item = adapt("o", optimizer, {"m": model})
+    step(nn.Sequential(*model), optimizer)
+    del optimizer.param_groups[1]
+    saved = item.tree()
+    assert sorted(saved["state"]) == ["0.bias", "0.weight"]
+    assert sorted(item.parameters) == ["0.bias", "0.weight"]  # type: ignore[attr-defined]
+    model, optimizer = unfrozen()
+    del optimizer.param_groups[1]
+    again = adapt("o", optimizer, {"m": model})
+    assert not again.problems(saved)
+    again.load(saved)
+    assert len(optimizer.state) == 2
+
+
 def test_several_models_put_their_item_name_before() -> None:
     actor, critic = nn.Linear(2, 2), nn.Linear(2, 1)
     modules: dict[str, nn.Module] = {"actor": actor, "critic": critic}
