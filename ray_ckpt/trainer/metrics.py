@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ray_ckpt.config import MAX_METRIC_NAME
+from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.records import MAX_METRICS
 
 log = logging.getLogger("ray_ckpt")
@@ -19,7 +20,12 @@ MAX_LOGGED = 500  # characters of a log line about metrics
 
 
 def detached(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return metrics without their autograd graphs, because a graph must be freed before the next step."""
+    """Return metrics without their autograd graphs, because a graph must be freed before the next step.
+
+    Raises ConfigError for an object without `items()`.
+    """
+    if metrics is not None and not callable(getattr(metrics, "items", None)):
+        raise ConfigError(f"metrics is {metrics!r}.", hint="Give a dict, such as {'loss': 0.5}.")
     items = (metrics or {}).items()
     return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in items}
 
@@ -36,10 +42,10 @@ class MetricReader:
         values: dict[str, float] = {}
         bad: dict[str, str] = {}
         for name, value in itertools.islice(metrics.items(), MAX_METRICS):
-            short = str(name)[:MAX_METRIC_NAME]
+            short = str(name)[:MAX_METRIC_NAME].encode(errors="replace").decode()
             try:
                 values[short] = float(value)
-            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            except Exception as error:  # raised by code of another package
                 bad[short] = f"{short!r} ({error})"
         if len(metrics) > MAX_METRICS and "" not in self._warned:
             self._warned.add("")

@@ -24,6 +24,7 @@ from ray_ckpt.capture import overlap_guard as guard
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.errors import ConfigError, Unavailable
+from ray_ckpt.format.jsontext import metrics_json
 from ray_ckpt.format.records import MAX_METRICS
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.link import SealedShard
@@ -152,6 +153,24 @@ def test_a_metric_that_is_no_number_costs_nothing(small: Small, caplog: pytest.L
     assert dict(small.link.sealed[0].metrics or {}) == {"fine": 1.5}
     assert caplog.text.count("no numbers: ") == 2, "once for each name"
     assert "no numbers: 'meta' (" in caplog.text and "no numbers: 'huge' (" in caplog.text
+
+
+def test_a_metric_that_raises_or_has_a_name_that_is_no_text_costs_nothing(small: Small) -> None:
+    class Undefined:
+        def __float__(self) -> float:
+            raise KeyError("no batches yet")
+
+    assert small.ckpt.save(1, {"undefined": Undefined(), "lone \ud800": 2.0, "fine": 1.5})
+    small.ckpt.flush()
+    assert metrics_json(small.link.sealed[0].metrics or {}) == {"lone ?": 2.0, "fine": 1.5}
+
+
+@pytest.mark.parametrize("metrics", [0.5, ["loss", 0.5], "loss"])
+def test_metrics_that_are_no_dict_are_misuse(small: Small, metrics: Any) -> None:
+    with pytest.raises(ConfigError, match=r"metrics is .*Give a dict"):
+        small.ckpt.save(1, metrics)
+    with pytest.raises(ConfigError, match=r"metrics is .*Give a dict"):
+        small.ckpt.step(2, metrics)
 
 
 def test_more_metrics_than_a_record_holds_cost_the_last_ones(
