@@ -43,11 +43,17 @@ _STEP = re.compile(r"step:(\d{1,12})\Z")
 def staging_roots(option: str | tuple[str, ...] | None, node_id: str) -> tuple[Path, ...]:
     """Return the staging folders of this node: from its environment, else from the option, else the default.
 
-    ConfigError if a folder begins with `~user` and this node has no home for that user.
+    ConfigError if a folder begins with `~user` and this node has no home for that user, and for a variable
+    without a folder.
     """
     texts: tuple[str, ...]
     if wanted := os.environ.get(STAGING_ENV):
         texts = tuple(part for part in wanted.split(":") if part)
+        if not texts:
+            raise ConfigError(
+                f"{STAGING_ENV} is {wanted!r}, which names no folder.",
+                hint="Set it to folders, separated by colons, or unset it.",
+            )
     else:
         texts = (option,) if isinstance(option, str) else option or (f"/tmp/ray_ckpt-{os.getuid()}",)
     return tuple(dict.fromkeys(_staging_root(text.replace("{node_id}", node_id)) for text in texts))
@@ -480,7 +486,7 @@ class RunOptions:
         return DEFAULT_EVERY_STEPS if self.every_steps is None and self.every_s is None else self.every_steps
 
     @classmethod
-    def parse(cls, **options: Any) -> RunOptions:
+    def parse(cls, /, **options: Any) -> RunOptions:
         """Return RunOptions from keywords; ConfigError with the closest known name for an unknown one."""
         unknown = sorted(set(options) - set(cls.__dataclass_fields__))
         if unknown:

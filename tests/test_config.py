@@ -98,6 +98,15 @@ def test_a_staging_folder_in_the_home_of_nobody_is_refused(monkeypatch: pytest.M
         staging_roots("~nobody-at-all/nvme", "n1")
 
 
+def test_a_variable_without_a_staging_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node would have no disk."""
+    monkeypatch.setenv("RAY_CKPT_STAGING", ":")
+    with pytest.raises(ConfigError, match="RAY_CKPT_STAGING is ':'"):
+        staging_roots("/a", "n1")
+    monkeypatch.setenv("RAY_CKPT_STAGING", "")
+    assert staging_roots("/a", "n1") == (Path("/a"),)
+
+
 def test_milestones_need_the_length_of_the_run() -> None:
     with pytest.raises(ConfigError, match=r"needs total_steps. Set total_steps") as caught:
         RunOptions(keep_milestones=(0.5,))
@@ -107,3 +116,5 @@ def test_milestones_need_the_length_of_the_run() -> None:
 def test_an_unknown_option_names_the_closest() -> None:
     with pytest.raises(ConfigError, match="Did you mean keep_milestones"):
         RunOptions.parse(keep_milestone=(0.5,))
+    with pytest.raises(ConfigError, match="Unknown option 'cls'"):
+        RunOptions.parse(cls=1)
