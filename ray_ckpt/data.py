@@ -92,6 +92,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         num_batches: int | None = None,
     ) -> None:
+        num_samples, global_batch = _whole("num_samples", num_samples), _whole("global_batch", global_batch)
+        rank, world_size = _whole("rank", rank), _whole("world_size", world_size)
+        if num_batches is not None and (num_batches := _whole("num_batches", num_batches)) < 0:
+            raise ConfigError(
+                f"A run of {num_batches} batches is impossible.", hint="Give 0 or more, or None for no end."
+            )
         if not 1 <= num_samples <= MAX_SAMPLES:
             raise ConfigError(
                 f"A data set of {num_samples} samples has no batches.", hint="Give 1 to 2**62 samples."
@@ -106,9 +112,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 f"A global batch of {global_batch} leaves some of the {world_size} ranks without a sample.",
                 hint=f"Give global_batch at least {world_size}: it counts the samples of all ranks.",
             )
-        self.num_samples = operator.index(num_samples)
-        self.global_batch = operator.index(global_batch)
-        self.seed = operator.index(seed)
+        self.num_samples = num_samples
+        self.global_batch = global_batch
+        self.seed = _whole("seed", seed)
         self.order = SHUFFLED if shuffle else IN_SEQUENCE
         self.num_batches = num_batches
         self._share = (global_batch * rank // world_size, global_batch * (rank + 1) // world_size)
@@ -163,6 +169,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
             yield
         finally:
             self._start = None
+
+
+def _whole(name: str, value: Any) -> int:
+    """Return an integer of any kind as an int; ConfigError for other values."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name} is {value!r}.", hint="Give an integer.") from None
 
 
 class Batches(Generic[T]):

@@ -333,9 +333,17 @@ def test_epochs_are_those_of_the_next_sample() -> None:
         ({"rank": 2}, "rank 2 among 2"),
         ({"rank": -1}, "rank -1"),
         ({"global_batch": 1}, "at least 2"),
+        ({"num_samples": 10.0}, "num_samples is 10.0"),
+        ({"num_samples": "10"}, "num_samples is '10'"),
+        ({"global_batch": 4.5}, "global_batch is 4.5"),
+        ({"rank": 0.0}, "rank is 0.0"),
+        ({"world_size": None}, "world_size is None"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"num_batches": 2.5}, "num_batches is 2.5"),
+        ({"num_batches": -1}, "-1 batches"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(options: dict[str, int], message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     sizes: dict[str, Any] = {"num_samples": 10, "global_batch": 4, "rank": 0, "world_size": 2} | options
     with pytest.raises(ConfigError, match=message):
         GlobalBatchSampler(sizes.pop("num_samples"), **sizes)
