@@ -309,12 +309,17 @@ class Difference:
         return f"{text}. Likely cause: {self.what}"
 
 
+_NEEDED = "Let the training loop make a Checkpointer and call ckpt.step after each step."
+
+
 def compare(first: Mapping[int, Trace], second: Mapping[int, Trace]) -> Difference | None:
     """Return the first difference between the traces of two runs; None if they are equal bit for bit.
 
-    Both mappings are by rank; raises ConfigError if their ranks differ. Reads each trace line by line, up to
-    the first difference.
+    Both mappings are by rank; raises ConfigError if their ranks differ, or if the first run has left no
+    states. Reads each trace line by line, up to the first difference.
     """
+    if not first and not second:
+        raise ConfigError("In the compared runs no rank has made a Checkpointer.", hint=_NEEDED)
     if first.keys() != second.keys():
         raise ConfigError(
             f"The runs have different ranks: {sorted(first)} and {sorted(second)}.",
@@ -362,6 +367,8 @@ def _order(difference: Difference) -> tuple[int, int]:
 def _compare_rank(rank: int, first: Trace, second: Trace) -> Difference | None:
     before: tuple[Noted, Noted] | None = None
     for one, other in zip_longest(first.states, second.states):
+        if one is None and before is None:
+            break
         if one is None or other is None or (one.moment, one.step) != (other.moment, other.step):
             at: Noted = one or other
             what = _EXPLANATIONS["ended early"]
@@ -369,6 +376,8 @@ def _compare_rank(rank: int, first: Trace, second: Trace) -> Difference | None:
         if one.state != other.state:
             return _explain(rank, one, other, before, {**first.kinds, **second.kinds})
         before = (one, other)
+    if before is None:
+        raise ConfigError(f"Rank {rank} of the first run has never called ckpt.step.", hint=_NEEDED)
     return None
 
 

@@ -31,9 +31,11 @@ from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import Connection, set_connection
 from ray_ckpt.trainer.probe import (
     Difference,
+    Noted,
     ProbePart,
     ProbeSpec,
     ResumeProbe,
+    Trace,
     compare,
     kind_of,
     note_state,
@@ -469,3 +471,12 @@ def test_warnings_of_the_start_are_in_the_result(tmp_path: Path) -> None:
     )
     assert "the same bit for bit" in str(check) and "AveragedModel" in str(check)
     del ema, batches
+
+
+def test_a_loop_without_checkpointer_or_steps_is_no_comparison() -> None:
+    with pytest.raises(ConfigError, match=r"no rank has made a Checkpointer"):
+        compare({}, {})
+    none, restored = Trace({}, ()), Trace({}, (Noted("restored", 3, {"a": "1"}),))
+    for second in (none, restored):
+        with pytest.raises(ConfigError, match=r"Rank 0 .* ckpt\.step"):
+            compare({0: none}, {0: second})
