@@ -183,8 +183,9 @@ class Checkpointer:
         Raises MismatchError (each difference listed) if the checkpoint does not fit, RestoreError if
         there are checkpoints but none intact, InsufficientSpace if saves would not fit on this node.
         """
-        if self._session is not None:
-            raise ConfigError("restore() was called twice.", hint="Call it once, before the first step.")
+        if self._session is not None or self._is_closed:
+            when = "after close" if self._is_closed else "twice"
+            raise ConfigError(f"restore was called {when}.", hint="Call it once, before the first step.")
         link, options = self._link, self._link.options
         items = self._items = RankItems(self._objects, link.identity, options)
         warnings = gap_warnings(self._objects) if link.identity.rank == 0 else ()
@@ -248,7 +249,6 @@ class Checkpointer:
 
     def _steps(self, first: int, total: int) -> Iterator[int]:
         items = self._require_items()
-        step = first - 1
         self.restore_random_state()
         try:
             for step in range(first, total + 1):
@@ -294,8 +294,7 @@ class Checkpointer:
         ticket = self._link.ticket()
         if ticket.checkpoint is not None:
             return ticket
-        is_other = is_uri(self._link.options.resume)
-        return self._link.origin(ticket.session, ticket.epoch) if is_other else None
+        return self._link.origin(ticket.session, ticket.epoch) if is_uri(self.options.resume) else None
 
     def restore_random_state(self) -> None:
         """Set random state to the restored state again, once, before the first step; `steps` calls it.
@@ -494,16 +493,17 @@ class Checkpointer:
         self._outcomes.check()
 
     def close(self) -> None:
-        """Flush and end the progress thread."""
+        """Flush and end the progress thread. Raises as `step` does, when all has ended."""
         self._is_over = True
-        self.flush()
-        self._is_closed = True
-        self._end_progress()
-        for part in (self._survivor, self._items, self._saver):
-            if part is not None:
-                part.close()
-        self._signals.close()
-        _open.discard(self)
+        try:
+            self.flush()
+        finally:
+            self._is_closed = True
+            self._end_progress()
+            for part in (self._survivor, self._items, self._saver, self._signals):
+                if part is not None:
+                    part.close()
+            _open.discard(self)
 
     def _end_progress(self) -> None:
         if self._watch is not None:

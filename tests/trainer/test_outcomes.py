@@ -13,7 +13,14 @@ import torch
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.core.values import STILL_WRITING
-from ray_ckpt.errors import CollectiveError, ConfigError, InsufficientSpace, Unavailable
+from ray_ckpt.errors import (
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    InsufficientSpace,
+    RunSuperseded,
+    Unavailable,
+)
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer import checkpointer as checkpointer_module
 from ray_ckpt.trainer.checkpointer import Checkpointer
@@ -262,3 +269,27 @@ def test_a_loop_whose_last_step_is_saved_logs_nothing(agent: Agent, caplog: pyte
     ckpt.wait("local")
     assert not caplog.records
     ckpt.close()
+
+
+def test_close_ends_everything_also_if_the_run_is_lost(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: Future[CheckpointError] = Future()
+    monkeypatch.setattr(Agent, "ended", lambda self, session: ended)
+    ckpt = checkpointer(agent)
+    watch = ckpt._watch
+    assert watch is not None
+    ended.set_result(RunSuperseded("Another launcher has the run."))
+    with pytest.raises(RunSuperseded):
+        ckpt.close()
+    assert not watch._thread.is_alive() and ckpt._saver is not None and not ckpt._saver._buffers
+    with pytest.raises(ConfigError, match="after close"):
+        ckpt.step(1)
+    ckpt.close()
+
+
+def test_a_restore_after_close_is_misuse(agent: Agent) -> None:
+    ckpt = Checkpointer(link=agent, model=torch.nn.Linear(2, 2))
+    ckpt.close()
+    for call in (ckpt.restore, lambda: ckpt.steps(total=3)):
+        with pytest.raises(ConfigError, match="restore was called after close"):
+            call()
+    assert agent.arena is None and ckpt._watch is None
