@@ -90,10 +90,17 @@ class ProgressThread:
         refreshed_s = -REFRESH_S
         while not self._stop.is_set():
             if time.monotonic() - refreshed_s >= REFRESH_S:
-                self._signals.refresh()
-                self._waiting.log_waiting()
+                self._refresh()
                 refreshed_s = time.monotonic()
             self._wake.wait(PROGRESS_S)
             self._wake.clear()
             if not self._stop.is_set():
                 self.send()
+
+    def _refresh(self) -> None:
+        """Find the agent's page and log missing ranks. Errors are only logged, as in `send`."""
+        try:
+            self._signals.refresh()
+            self._waiting.log_waiting()
+        except Exception as error:
+            log.debug("the agent's page was not found: %s", error)

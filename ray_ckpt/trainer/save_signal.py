@@ -31,6 +31,7 @@ class SaveSignals:
         self._link = link
         self._path = ""
         self._memory: memoryview | None = None
+        self._logged = ""  # the last reason for which there was no page
         self._reached = 0  # the last flag that this rank read at the step of the flag
         self._missed = 0  # the last flag that this rank read after the step of the flag
         self._completed_s: float | None = None
@@ -95,8 +96,10 @@ class SaveSignals:
         except CheckpointError as error:
             log.debug("no save signals for now: %s", error)
             self._link.recover()
-        except OSError as error:
-            log.warning("saves by time and emergency saves are off: %s", error)
+        except (OSError, ValueError) as error:  # ValueError: the file is no page, and too small
+            if str(error) != self._logged:
+                self._logged = str(error)
+                log.warning("saves by time and emergency saves are off: %s", error)
 
     def close(self) -> None:
         """Release the page; after this call `look` finds no step."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import Queue
 from threading import Event
 
 import pytest
@@ -15,6 +17,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.errors import CheckpointError, SaveNotCollective
 from ray_ckpt.format.save_signal import SaveSignal
+from ray_ckpt.trainer import connection
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import Connection, set_connection
 from ray_ckpt.trainer.save_signal import SaveSignals
@@ -92,6 +95,33 @@ def test_the_pace_after_an_evaluation_is_that_of_before(monkeypatch: pytest.Monk
         now_s[0] += took_s
         agreed.completed()
     assert agreed.progress(step=22, saved_step=0, stall_s=0.0).step_s == pytest.approx(0.5)
+
+
+def test_a_page_that_is_no_page_is_logged_once_and_progress_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The descriptor of a dead agent may have become another file. Without reports the rank seems to hang."""
+    (tmp_path / "empty").touch()
+    reported: Queue[int] = Queue()
+    monkeypatch.setattr(connection, "REFRESH_S", 0.0)
+    monkeypatch.setattr(LocalLink, "signal_page", lambda self, *, named=False: str(tmp_path / "empty"))
+    monkeypatch.setattr(LocalLink, "progress", lambda self, session, progress: reported.put(progress.step))
+    ckpt = Checkpointer(link=LocalLink(), model=torch.nn.Linear(2, 2))
+    ckpt.restore()
+    assert ckpt._watch is not None
+    for _ in range(3):
+        ckpt._watch.wake()
+        assert reported.get(timeout=10) == 0
+    monkeypatch.setattr(LocalLink, "signal_page", _raises)
+    for _ in range(3):
+        ckpt._watch.wake()
+        assert reported.get(timeout=10) == 0
+    ckpt.close()
+    assert caplog.text.count("saves by time and emergency saves are off") == 1
+
+
+def _raises(self: LocalLink, *, named: bool = False) -> str:
+    raise RuntimeError("a bug of another package")
 
 
 def test_a_loop_that_only_calls_due_reports_its_step(
