@@ -106,16 +106,19 @@ class MappedManifest:
     parts: tuple[tuple[int, int], ...]
 
     def open(self) -> RowColumns:
-        """Map the fragments. OSError if the agent has freed the memory."""
+        """Map the fragments. OSError if the agent has freed the memory, or uses the descriptor otherwise."""
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = os.fstat(fd).st_size
             memory = pa.py_buffer(map_shared(fd, 0, size)) if size else pa.py_buffer(b"")
         finally:
             os.close(fd)
-        return RowColumns(
-            pa.ipc.open_stream(memory.slice(offset, size)).read_all() for offset, size in self.parts
-        )
+        try:
+            return RowColumns(
+                pa.ipc.open_stream(memory.slice(offset, size)).read_all() for offset, size in self.parts
+            )
+        except (pa.ArrowException, KeyError) as error:
+            raise OSError(f"{self.path} has no manifest: {error}") from error
 
 
 class RowColumns:

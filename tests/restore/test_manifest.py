@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise, product
 from math import prod
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -174,3 +175,12 @@ def test_a_part_is_completed_once_and_its_errors_reach_the_caller() -> None:
     assert rows.complete() and not rows.complete() and len(calls) == 2
     assert rows.of_file("f") == [row] == list(rows.of_key(region.key))
     assert rows.first_of([region.key, "x"]) == {region.key: row}
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 100, bytes(5000)])
+def test_memory_that_has_no_manifest_any_more_is_an_error_of_the_system(tmp_path: Path, data: bytes) -> None:
+    """After a session the agent's descriptor may become another file; the rank then falls back."""
+    (tmp_path / "memory").write_bytes(data)
+    for parts in (((0, 50),), ((0, 100), (4000, 500))):
+        with pytest.raises(OSError):
+            MappedManifest(path=str(tmp_path / "memory"), parts=parts).open()
