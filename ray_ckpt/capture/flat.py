@@ -228,7 +228,7 @@ class FlatOptimizerItem(BaseOptimizerItem):
         every = (entry for entries in self._groups() for entry in entries)
         found = next((e for e in every if path[0] == "state" and path[1] in e.members), None)
         if found is None:
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device="cpu")
         entry, key = found, path[-1]
         flat = entry.members[path[1]]
         if flat is None or key == "step" or shape != flat.unit.shape(flat.index):

@@ -433,7 +433,7 @@ class OptimizerItem(BaseOptimizerItem):
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         param = self._params.get(path[1]) if path[0] == "state" else None
         if param is None:
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device="cpu")
         return self._allocate_for(param, path[-1], shape, dtype)
 
 

@@ -191,7 +191,7 @@ class WindowDigests:
             places = [place for place, found in self._sums if found.device == device]
             sums = torch.stack([found for _, found in self._sums if found.device == device])
             if device.type == "cuda":
-                host = torch.empty(len(places), dtype=torch.int64, pin_memory=True)
+                host = torch.empty(len(places), dtype=torch.int64, device="cpu", pin_memory=True)
                 host.copy_(sums, non_blocking=True)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(torch.cuda.current_stream(device))

@@ -134,7 +134,7 @@ class _SlabBuffer:
     """Memory for a slab; pinned for a CUDA device."""
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
-        self.tensor = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.array: Bytes = self.tensor.numpy()
         self._copies: list[Any] = []
 

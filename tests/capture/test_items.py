@@ -275,6 +275,14 @@ def test_missing_state_is_made_as_the_optimizer_would() -> None:
     assert item.allocate(("param_groups", "0", "lr"), (), torch.float32).device.type == "cpu"
 
 
+def test_a_setting_that_is_a_tensor_is_made_on_the_cpu_whatever_the_default_device() -> None:
+    model = mlp()
+    item = adapt("o", torch.optim.AdamW(model.parameters()), {"m": model})
+    with torch.device("meta"):
+        made = item.allocate(("param_groups", "0", "lr"), (), torch.float32)
+    assert made.device.type == "cpu"
+
+
 @pytest.mark.filterwarnings("ignore")  # of its import
 def test_an_optimizer_that_hides_its_state_is_refused() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
