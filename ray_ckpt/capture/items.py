@@ -286,7 +286,10 @@ class PartitionedOptimizer:
 
 
 class BaseOptimizerItem(Item):
-    """An optimizer with state by parameter name: {"state": {name: {...}}, "param_groups": [...]}."""
+    """An optimizer with state by parameter name: {"state": {name: {...}}, "param_groups": [...]}.
+
+    State that belongs to no parameter, which few optimizers have, is in "common", by its key.
+    """
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self._name = name
@@ -328,11 +331,18 @@ class BaseOptimizerItem(Item):
             {**{k: v for k, v in group.items() if k != "params"}, "params": names}
             for group, names in zip(self.optimizer.param_groups, self._group_names(), strict=True)
         ]
-        return {"state": self._state(), "param_groups": groups}
+        common = self._common()
+        return {"state": self._state(), "param_groups": groups} | ({"common": common} if common else {})
+
+    def _common(self) -> dict[Any, Any]:
+        state: Mapping[Any, Any] = self.optimizer.state
+        return {key: value for key, value in state.items() if type(key) in (str, int)}
 
     def load(self, tree: Any) -> None:
+        common = tree.get("common") or self._common()
         self.optimizer.state.clear()  # live state that was not saved does not belong to the saved step
         self._load_state(tree["state"])
+        self.optimizer.state.update(common)
         for group, values in zip(self.optimizer.param_groups, tree["param_groups"], strict=True):
             group.update({k: v for k, v in values.items() if k != "params"})
 
@@ -343,7 +353,7 @@ class BaseOptimizerItem(Item):
         return []
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
-        return True
+        return path[0] != "common"
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
         return path[0] == "state"  # a tensor in a group, such as a learning rate, may change in a schedule

@@ -521,6 +521,25 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+class Damped(torch.optim.SGD):
+    """Has state that belongs to no parameter, under a name of its own, as torch's load_state_dict allows."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        state: Any = self.state
+        common = state["common"]
+        common["count"] = common.get("count", 0) + 1
+        common["sum"] = common.get("sum", torch.zeros(())) + loss
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(param.grad * group["lr"] * common["sum"] / common["count"])
+        return loss
+
+
+def test_state_of_an_optimizer_that_belongs_to_no_parameter_continues() -> None:
+    check_continuation(Damped)
+
+
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedulers_continue(kind: str) -> None:
     check_continuation(sgd, lambda run: SCHEDULES[kind](run.optimizer))
