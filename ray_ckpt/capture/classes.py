@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, TypeAlias
 
-from ray_ckpt.capture.items import BaseOptimizerItem, Item, SchedulerItem, inmost
+from ray_ckpt.capture.items import BaseOptimizerItem, Item, SchedulerItem, inmost, is_optimizer_state
 from ray_ckpt.capture.predict import is_torch_step, used_keys
 from ray_ckpt.capture.torch_private import inner_schedulers
 from ray_ckpt.errors import MismatchError
@@ -40,7 +40,7 @@ def class_problems(name: str, item: Item, saved: Any, classes: Classes) -> Itera
     """Yield the reasons why `saved`, from a checkpoint with these classes, does not fit the item."""
     if isinstance(item, SchedulerItem):
         yield from _scheduler_problems(name, item.obj, classes)
-    elif isinstance(item, BaseOptimizerItem):
+    elif isinstance(item, BaseOptimizerItem) and is_optimizer_state(saved):
         problem = _optimizer_problem(item, saved, classes.get(name, ""))
         if problem is not None:
             yield f"{name}: {problem}"

@@ -226,7 +226,8 @@ class FlatOptimizerItem(BaseOptimizerItem):
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """Return memory for state: cut like the parameter if shapes are equal, else as in OptimizerItem."""
         every = (entry for entries in self._groups() for entry in entries)
-        found = next((e for e in every if path[0] == "state" and path[1] in e.members), None)
+        is_state = len(path) > 2 and path[0] == "state"
+        found = next((e for e in every if is_state and path[1] in e.members), None)
         if found is None:
             return torch.zeros(shape, dtype=dtype, device="cpu")
         entry, key = found, path[-1]

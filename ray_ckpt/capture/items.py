@@ -23,6 +23,7 @@ from ray_ckpt.capture.torch_private import EXTRA_STATE_SUFFIX, WRAPPER_SEGMENTS,
 from ray_ckpt.data import loader_problems
 from ray_ckpt.errors import UnsupportedItem
 from ray_ckpt.format.short import key_text
+from ray_ckpt.format.tree import TensorRef
 
 
 class Item(ABC):
@@ -168,6 +169,8 @@ class ModuleItem(Item):
             self._module.load_state_dict({names[k]: v for k, v in extra.items()}, strict=False)
 
     def problems(self, saved: Any) -> list[str]:
+        if not isinstance(saved, Mapping):
+            return ["is a module here, and none in the checkpoint"]
         here = self.tree().keys()
         gone = [f"{name}: in the checkpoint, not in the model" for name in saved if name not in here]
         return gone + [f"{name}: not in the checkpoint" for name in here if name not in saved]
@@ -198,6 +201,9 @@ class TensorItem(Item):
 
     def load(self, tree: Any) -> None:
         pass  # the tensor was restored in place
+
+    def problems(self, saved: Any) -> list[str]:
+        return [] if isinstance(saved, TensorRef) else ["is a tensor here, and none in the checkpoint"]
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return isinstance(self._tensor, nn.Parameter)
@@ -237,6 +243,8 @@ class ScalerItem(StatefulItem):
     """A torch.amp.GradScaler; an enabled scaler refuses the empty state of a disabled scaler."""
 
     def problems(self, saved: Any) -> list[str]:
+        if not isinstance(saved, Mapping) or (saved and not saved.keys() >= self.tree().keys()):
+            return ["is a GradScaler here, and none in the checkpoint"]
         if self.tree() and not saved:
             return ["the scaler was disabled when the checkpoint was saved, and is enabled here"]
         return []
@@ -259,6 +267,10 @@ class SamplerItem(Item):
 
     def load(self, tree: Any) -> None:
         self.obj.set_epoch(tree["epoch"])
+
+    def problems(self, saved: Any) -> list[str]:
+        is_one = isinstance(saved, Mapping) and "epoch" in saved
+        return [] if is_one else ["is a DistributedSampler here, and none in the checkpoint"]
 
 
 class TreeItem(Item):
@@ -347,13 +359,15 @@ class BaseOptimizerItem(Item):
             group.update({k: v for k, v in values.items() if k != "params"})
 
     def problems(self, saved: Any) -> list[str]:
+        if not is_optimizer_state(saved):
+            return ["is an optimizer here, and none in the checkpoint"]
         here = list(map(set, self._group_names()))
         if here != [set(g["params"]) for g in saved["param_groups"]]:  # sets: the order depends on wrappers
             return ["groups its parameters otherwise than the checkpoint"]
         return []
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
-        return path[0] != "common"
+        return path[:1] != ("common",)
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
         return path[0] == "state"  # a tensor in a group, such as a learning rate, may change in a schedule
@@ -419,7 +433,10 @@ class OptimizerItem(BaseOptimizerItem):
 
         The i-th number in the saved groups is the i-th parameter in the groups of the live optimizer.
         """
-        saved = {"state": {}, **saved}  # DCP leaves out an empty one
+        if isinstance(saved, Mapping) and "param_groups" in saved:
+            saved = {"state": {}, **saved}  # DCP leaves out an empty one
+        if not is_optimizer_state(saved):
+            return saved
         groups, here = saved["param_groups"], self._group_names()
         numbers = [group["params"] for group in groups]
         are_numbers = {type(number) for each in numbers for number in each} == {int}
@@ -441,10 +458,15 @@ class OptimizerItem(BaseOptimizerItem):
             self.optimizer.state[self._params[name]] = state
 
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        param = self._params.get(path[1]) if path[0] == "state" else None
+        param = self._params.get(path[1]) if len(path) > 2 and path[0] == "state" else None
         if param is None:
             return torch.zeros(shape, dtype=dtype, device="cpu")
         return self._allocate_for(param, path[-1], shape, dtype)
+
+
+def is_optimizer_state(saved: Any) -> bool:
+    """Return whether a saved tree is that of an optimizer; an item may have another kind of object now."""
+    return isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys()
 
 
 def parameter_names(owners: Mapping[str, nn.Module | nn.Parameter]) -> dict[int, str]:

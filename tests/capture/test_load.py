@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DistributedSampler
 
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.arena import Arena
@@ -289,6 +290,29 @@ def test_other_parameter_groups_leave_the_model_as_it_was(tmp_path: Path) -> Non
     with pytest.raises(MismatchError, match="groups its parameters otherwise"):
         saved.load(items_of(model=other, optimizer=torch.optim.SGD(groups, lr=0.1)))
     assert torch.equal(other.weight, before)
+
+
+def test_an_item_of_another_kind_is_a_difference(tmp_path: Path) -> None:
+    """Otherwise a tensor would stay as built without a word, and others would raise a KeyError."""
+    model = nn.Linear(2, 2)
+    objects: dict[str, Any] = {
+        "module": nn.Linear(3, 3),
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "tensor": torch.ones(2),
+        "dict": {"a": 1},
+        "list": [1, 2],
+        "scaler": torch.amp.GradScaler("cpu"),
+        "sampler": DistributedSampler(range(8), num_replicas=1, rank=0),  # type: ignore[arg-type]
+        "generator": np.random.default_rng(0),
+    }
+    for kind, obj in objects.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        saved = Saved(folder).save(items_of(model=model, x=obj))
+        for other, live in objects.items():
+            if other != kind:
+                with pytest.raises(MismatchError, match=r"x\.|x:"):
+                    saved.load(items_of(model=model, x=live))
 
 
 def test_another_tree_leaves_the_model_as_it_was(tmp_path: Path) -> None:
