@@ -142,9 +142,10 @@ class Checkpointer:
             raise ConfigError(f"The item {name!r} comes too late.", hint="Add all items before the restore.")
         if RESERVED_ITEM.fullmatch(name) or name in self._objects or not name.isidentifier():
             raise ConfigError(f"{name!r} cannot be the name of an item.", hint="Use another identifier.")
-        self._objects[name] = obj
+        objects = {**self._objects, name: obj}
         if not isinstance(obj, torch.optim.Optimizer):  # its parameters may belong to a later item
-            adapt(name, obj, {n: o for n, o in self._objects.items() if isinstance(o, torch.nn.Module)})
+            adapt(name, obj, {n: o for n, o in objects.items() if isinstance(o, torch.nn.Module)})
+        self._objects = objects
 
     def hold(self, items: Mapping[str, Item], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replace all items, also after the restore, by these ready items.
@@ -418,10 +419,8 @@ class Checkpointer:
         if self._require_items().postpone():
             self._outcomes.refuse(f"step {step}: its save waits for the end of the accumulation window")
             return False
-        max_block_s = self._link.options.max_block_s
-        if self._signals.is_urgent:
-            max_block_s = max(max_block_s, URGENT_BLOCK_S)
-        saved = self._save(step, metrics, max_block_s=max_block_s)
+        least_s = URGENT_BLOCK_S if self._signals.is_urgent else 0.0
+        saved = self._save(step, metrics, max_block_s=max(least_s, self.options.max_block_s))
         self._guard.check(step)
         return saved
 

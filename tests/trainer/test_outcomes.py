@@ -20,6 +20,7 @@ from ray_ckpt.errors import (
     InsufficientSpace,
     RunSuperseded,
     Unavailable,
+    UnsupportedItem,
 )
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer import checkpointer as checkpointer_module
@@ -293,3 +294,12 @@ def test_a_restore_after_close_is_misuse(agent: Agent) -> None:
         with pytest.raises(ConfigError, match="restore was called after close"):
             call()
     assert agent.arena is None and ckpt._watch is None
+
+
+def test_an_item_that_is_refused_is_not_registered(agent: Agent) -> None:
+    ckpt = Checkpointer(link=agent, model=torch.nn.Linear(2, 2))
+    with pytest.raises(UnsupportedItem):
+        ckpt.add("loader", iter([1, 2]))
+    ckpt.add("loader", {"position": 0})
+    ckpt.restore()
+    ckpt.close()
