@@ -491,9 +491,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def elements(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a local tensor in one dimension, a view if possible, so that bytes can be read.
 
-    Of a conjugate or negative view it is a copy: torch gives no view of its bytes.
+    Torch gives no view of the bytes of a conjugate or negative view, nor of one element with another stride:
+    these are copied.
     """
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

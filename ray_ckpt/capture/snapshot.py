@@ -20,6 +20,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from ray_ckpt.capture.arena import Arena, Ring
+from ray_ckpt.capture.items import elements
 from ray_ckpt.capture.overlap_guard import running
 from ray_ckpt.capture.torch_private import copy_all, version
 from ray_ckpt.capture.walk import LiveSlice
@@ -358,7 +359,7 @@ def _copy(parts: Sequence[_Piece | _Batch]) -> None:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return elements(tensor).view(torch.uint8)
 
 
 def _use_one_core() -> None:

@@ -75,23 +75,25 @@ def test_views_of_live_memory_are_filled_in_place(tmp_path: Path) -> None:
 
 
 class Views(nn.Module):
-    """Has parameters that are conjugate and negative views: their memory has other values."""
+    """Has parameters whose memory has other values, as conjugate and negative views, or another stride."""
 
     def __init__(self) -> None:
         super().__init__()
         numbers = torch.randn(1 << 17, dtype=torch.complex64)
         self.conjugate = nn.Parameter(numbers.conj())
         self.negative = nn.Parameter(torch._neg_view(torch.randn(8)))
+        self.one = nn.Parameter(torch.randn(1, 5)[:, 2])
         self.frozen = nn.Parameter(numbers.clone().conj(), requires_grad=False)
 
 
-@pytest.mark.parametrize("memory", ["single", "stream"])
-def test_conjugate_and_negative_views_are_saved(memory: str) -> None:
+@pytest.mark.parametrize(("memory", "verify"), [("single", False), ("single", True), ("stream", False)])
+def test_views_of_other_memory_are_saved(memory: str, verify: bool) -> None:
     """Torch gives no view of the bytes of such a tensor, which replicas and still slices are compared by."""
     model = Views()
     assert model.conjugate.is_conj() and model.frozen.is_conj() and model.negative.is_neg()
-    link = LocalLink(RunOptions(memory=memory, max_block_s=10.0), world_size=2)
-    optimizer = torch.optim.SGD([model.conjugate, model.negative])
+    assert model.one.is_contiguous() and model.one.stride() == (5,)
+    link = LocalLink(RunOptions(memory=memory, verify_captures=verify, max_block_s=10.0), world_size=2)
+    optimizer = torch.optim.SGD([model.conjugate, model.negative, model.one])
     checkpointer = ray_ckpt.Checkpointer(link=link, model=model, optimizer=optimizer)
     checkpointer.restore()
     for step in (53, 54):  # two windows of `replica_watch`
