@@ -304,7 +304,7 @@ def _is_filled(item: Item, path: Path, leaf: Leaf) -> bool:
 def _shares_memory(live: LiveSlice) -> bool:
     """Return whether a tensor is expanded, so that torch refuses to write to it."""
     sizes = zip(live.tensor.shape, live.tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in sizes)
+    return live.nbytes > 0 and any(size > 1 and stride == 0 for size, stride in sizes)
 
 
 def _under(live: LiveSlice, key: str) -> LiveSlice:

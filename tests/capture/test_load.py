@@ -343,8 +343,8 @@ def test_a_tensor_whose_elements_share_memory_is_a_difference(tmp_path: Path) ->
     saved = Saved(tmp_path).save(items_of(state={"x": torch.arange(12.0).view(3, 4)}))
     with pytest.raises(MismatchError, match=r"state\.x: .* share memory.*clone"):
         saved.load(items_of(state={"x": torch.zeros(3, 1).expand(3, 4)}))
-    one_row = torch.zeros(4).expand(1, 4)
-    Saved(tmp_path).save(items_of(state=one_row)).load(items_of(state=one_row))
+    for fine in (torch.zeros(4).expand(1, 4), torch.zeros(0, 1).expand(0, 3)):
+        Saved(tmp_path).save(items_of(state=fine)).load(items_of(state=fine))
 
 
 def test_optimizer_state_that_was_not_saved_does_not_stay(tmp_path: Path) -> None:
