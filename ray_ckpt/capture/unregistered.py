@@ -72,10 +72,18 @@ def _and_subclasses(kind: type) -> list[type]:
 def _phrases(objects: Mapping[str, object]) -> tuple[list[str], list[str]]:
     suspects, iterators = _suspects()
     return _missing(objects, suspects), [
-        f"a DataLoader is already being iterated ({num_batches_read(found)} of {len(found)} batches are read)"
+        f"a DataLoader is already being iterated ({_read_text(found)} batches are read)"
         for found in iterators
         if is_map_style(found) and not type(found).__module__.startswith("torchdata")
     ][:MAX_NAMED]
+
+
+def _read_text(iterator: Any) -> str:
+    """Return `1 of 4`, or `1` if the sampler has no length."""
+    try:
+        return f"{num_batches_read(iterator)} of {len(iterator)}"
+    except Exception:  # raised by a sampler of another package
+        return str(num_batches_read(iterator))
 
 
 def _missing(objects: Mapping[str, object], suspects: Sequence[Any]) -> list[str]:

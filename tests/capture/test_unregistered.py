@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -251,3 +251,17 @@ def test_a_plain_loader_that_is_iterated_already_is_named() -> None:
     cycle.append(cycle)
     del cycle
     assert early_iterators() == [], "only a reference cycle holds that one"
+
+
+def test_a_loader_of_endless_batches_that_is_iterated_already_is_named() -> None:
+    """Its sampler has no length, which must not end a restore on rank 0."""
+
+    class Endless:
+        def __iter__(self) -> Iterator[list[int]]:
+            while True:
+                yield [0, 1]
+
+    samples: Any = [torch.zeros(1)] * 8
+    batches = iter(DataLoader(samples, batch_sampler=Endless()))
+    next(batches)
+    assert early_iterators() == ["a DataLoader is already being iterated (1 batches are read)"]
