@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import mmap
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -274,7 +273,7 @@ def test_memory_that_cannot_be_mapped_is_given_back(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOMEM, "no address space")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
-    before = os.listdir("/proc/self/fd")
+    before = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(OSError, match="no address space"):
         SharedReads(ticket, threads=BriefThreads(1, "read"))
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before

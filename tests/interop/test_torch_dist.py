@@ -119,6 +119,15 @@ def test_values_that_our_strategies_saved_are_exported_as_those_of_megatron(tmp_
 
 
 @slow
+def test_values_may_be_views_of_other_memory() -> None:
+    from ray_ckpt.interop.megatron import values
+
+    views = [torch.arange(5.0).reshape(1, 5)[:, 2], torch.tensor([1 + 2j]).conj(), torch.ones(2, 3).T]
+    found = values.decode(values.encode(views, "rng"))
+    assert all(torch.equal(a, b) for a, b in zip(found, views, strict=True))
+
+
+@slow
 def test_two_ranks_of_megatron_become_one(tmp_path: Path) -> None:
     folder = tmp_path / "iter_7"
     words = [sys.executable, "-m", "tests.interop.megatron", str(folder)]

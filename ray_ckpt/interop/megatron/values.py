@@ -18,6 +18,7 @@ import torch
 from megatron.core.safe_globals import SAFE_GLOBALS
 
 from ray_ckpt.capture.dtensors import is_dtensor
+from ray_ckpt.capture.items import elements
 from ray_ckpt.capture.walk import DTYPE_NAMES, DTYPES, map_leaves, replace_refs
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.short import key_text
@@ -82,7 +83,7 @@ def _plain_tensor(tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
             hint="Wrap it in a ShardedTensor; save a state dict of DTensors through ray_ckpt.dcp.",
             path=".".join(path),
         )
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = elements(tensor.cpu())
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return {MARK: "Tensor", "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "value": data}
 
