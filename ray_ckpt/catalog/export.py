@@ -29,6 +29,7 @@ from ray_ckpt.catalog.lazy_tensor import Bytes, LazyTensor, matching_tensors
 from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.shard import ITEMSIZE, MAX_HEADER_BYTES
+from ray_ckpt.location import without_tilde
 from ray_ckpt.storage.output_file import output_file, whole_file
 from ray_ckpt.types import ProgressCallback
 
@@ -147,7 +148,7 @@ def export_torch(
                 "The state has values that torch.load(weights_only=True) refuses.",
                 hint="Export one item, such as the model.",
             ) from error
-    return (out,)
+    return (without_tilde(out),)
 
 
 def _without_numpy(value: Any) -> Any:

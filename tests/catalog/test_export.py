@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 import ray_ckpt
 from ray_ckpt.analysis.diff import compare
-from ray_ckpt.catalog.export import INDEX_FILE, export_safetensors
+from ray_ckpt.catalog.catalog import Catalog
+from ray_ckpt.catalog.export import INDEX_FILE, export_safetensors, export_torch
 from ray_ckpt.catalog.lazy_tensor import BLOCK_BYTES
 from ray_ckpt.cli import main
 from tests.analysis.test_diff import save
@@ -131,6 +132,15 @@ def test_torch_gives_plain_values_too(run: SampleRun, tmp_path: Path) -> None:
     assert set(found) == set(ray_ckpt.open(run.folder).load(step=30))
     assert export(run.folder, tmp_path / "model.pt", "--to", "torch", "--item", "model") == 0
     assert_saved(run, 30, torch.load(tmp_path / "model.pt", weights_only=True), "model.")
+
+
+def test_torch_names_the_file_that_it_has_written(
+    run: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    catalog = Catalog(run.folder)
+    assert export_torch(catalog, catalog[30], Path("~/all.pt")) == (tmp_path / "all.pt",)
+    assert (tmp_path / "all.pt").is_file()
 
 
 def test_torch_gives_what_numpy_had_as_tensors(tmp_path: Path) -> None:
