@@ -99,6 +99,7 @@ class OpenedRun:
         if into is not None:
             _check_into(what, rank)
             return self._load_into(into, step)
+        what = _checked(what)
         return self.choose(step, _items_in(what)).load(what, rank=rank or 0)
 
     def at(self, attempt: AttemptId, items: Collection[str] = ()) -> OpenedCheckpoint:
@@ -235,11 +236,12 @@ class OpenedCheckpoint:
             raise ConfigError(
                 f"Step {self.step} has no rank {seen_by}.", hint=f"Give 0 to {self.info.world_size - 1}."
             )
+        what = _checked(what)
         if what is None:
             return self._states(None, seen_by)
         if isinstance(what, str) and what.isidentifier():  # only the names of items are identifiers
             return self._states(what, seen_by)[what]
-        return self._tensors((what,) if isinstance(what, str) else tuple(what), seen_by)
+        return self._tensors((what,) if isinstance(what, str) else what, seen_by)
 
     @property
     def _rows(self) -> tuple[ManifestRow, ...]:
@@ -391,9 +393,22 @@ def _group() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def _items_in(what: str | Iterable[str] | None) -> tuple[str, ...]:
+def _checked(what: str | Iterable[str] | None) -> str | tuple[str, ...] | None:
+    """Return `what`, several names as a tuple. Raise ConfigError if a name is no string."""
+    if what is None or isinstance(what, str):
+        return what
+    is_one = not isinstance(what, Iterable) or isinstance(what, bytes)
+    found = (what,) if is_one else tuple(what)
+    for name in found:
+        if not isinstance(name, str):
+            hint = "Give the name of an item, or full names or patterns of tensors, as strings."
+            raise ConfigError(f"{name!r} is no name.", hint=hint)
+    return found
+
+
+def _items_in(what: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the items that names or patterns of tensors are about; () for all, or if that is not known."""
-    if what is None or not isinstance(what, str | Collection):
+    if what is None:
         return ()
     items = {name.partition(".")[0] for name in ((what,) if isinstance(what, str) else what)}
     return tuple(sorted(items)) if all(item.isidentifier() for item in items) else ()

@@ -253,6 +253,13 @@ def test_unknown_names_are_answered_with_the_nearest(opened: OpenedRun) -> None:
         opened.load("zzzz.*")
 
 
+@pytest.mark.parametrize("what", [b"model", 1, [b"model"], ["model.head", 1]])
+def test_names_of_another_type_are_refused(opened: OpenedRun, what: Any) -> None:
+    for load in (opened.load, opened.choose(50).load):
+        with pytest.raises(ConfigError, match="is no name"):
+            load(what)
+
+
 def test_names_and_objects_exclude_each_other(opened: OpenedRun) -> None:
     anything: Any = opened.load
     for arguments in ({"what": "model"}, {"rank": 1}):
