@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from fnmatch import fnmatchcase
 from itertools import islice, product
 from math import prod
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_ckpt.catalog.tables import MAX_HTML_ROWS
-from ray_ckpt.errors import ConfigError, CorruptionError, FormatError
+from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError
 from ray_ckpt.format.blocks import BlockCutter, merge_ranges
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.shard import ITEMSIZE
@@ -101,10 +101,11 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
 
     def check(self, reads: Iterable[Read]) -> None:
         """Raise CorruptionError if a file is too short for `reads`, before memory is allocated for them."""
-        for row in (read.row for read in reads):
-            size_bytes = self.open(row.file).size_bytes
-            if row.byte_offset + row.nbytes > size_bytes:
-                raise _damaged(self._files, row, f"cannot be read: it ends at byte {size_bytes}")
+        with self._forgetting():
+            for row in (read.row for read in reads):
+                size_bytes = self.open(row.file).size_bytes
+                if row.byte_offset + row.nbytes > size_bytes:
+                    raise _damaged(self._files, row, f"cannot be read: it ends at byte {size_bytes}")
 
     def read(self, read: Read, steps: Sequence[int], out: Bytes) -> None:
         """Read the regions of `read`, in each dimension only every `steps`th index, into `out`.
@@ -113,10 +114,14 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
         digest, or if its file is too short.
         """
         row = read.row
+        with self._forgetting():
+            self._read(row, read.copies, steps, out)
+
+    def _read(self, row: ManifestRow, copies: Iterable[Copy], steps: Sequence[int], out: Bytes) -> None:
         file = self.open(row.file)
         try:
             with readable(self._files.location):
-                for copy in read.copies:
+                for copy in copies:
                     _copy(file, row, copy, steps, out)
         except EOFError as error:
             raise _damaged(self._files, row, f"cannot be read: {error}") from error
@@ -124,6 +129,16 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
             raise _damaged(self._files, row, f"differs from its digest {row.digest}") from error
         except (CorruptionError, FormatError) as error:  # a frame or the seek table of a compressed file
             raise _damaged(self._files, row, f"cannot be read: {error.message}") from error
+
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """After an error, open all files again at the next access, because they may be repaired by then."""
+        try:
+            yield
+        except CheckpointError:
+            self._opened = {}
+            self._files.forget()
+            raise
 
 
 class LazyTensor:

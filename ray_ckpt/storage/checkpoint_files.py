@@ -12,7 +12,7 @@ from ray_ckpt.errors import CorruptionError, FormatError, StoragePathError
 from ray_ckpt.format import names, zstd
 from ray_ckpt.location import Location, StoragePath, locate
 from ray_ckpt.storage.local.files import NotRegular
-from ray_ckpt.storage.remote.file_store import Blocks, FileStore
+from ray_ckpt.storage.remote.file_store import Blocks, FileStore, StoredFile
 from ray_ckpt.storage.remote.tier import RemoteTier, open_store
 
 PERHAPS_DELETED = "If it has been deleted since the log was read, read the log again."
@@ -96,7 +96,7 @@ class SavedFiles(ABC):
 class CheckpointFiles(SavedFiles):
     """Files of one checkpoint in a folder of a store.
 
-    A shard may be compressed, as NAME.zst. The folder is listed once, at the first access.
+    A shard may be compressed, as NAME.zst. The folder is listed once, at the first access; see `forget`.
     """
 
     def __init__(self, location: Location, store: FileStore, folder: str = "") -> None:
@@ -104,7 +104,7 @@ class CheckpointFiles(SavedFiles):
         self.location = location
         self._store = store
         self._folder = folder
-        self._tables: dict[str, CheckpointFile | FormatError] = {}  # by name, of compressed files
+        self._tables: dict[StoredFile, CheckpointFile | FormatError] = {}  # of compressed files
 
     @property
     def folder_name(self) -> str:
@@ -114,30 +114,38 @@ class CheckpointFiles(SavedFiles):
         return str(self.location / name)
 
     @cached_property
-    def _stored_bytes(self) -> Mapping[str, int]:
-        """The size of each stored file in bytes, by the name in the folder. Raises OSError."""
+    def _stored(self) -> Mapping[str, StoredFile]:
+        """The stored files by the name in the folder. Raises OSError."""
         found = self._store.children(self._folder).files
-        return {stored.name.rpartition("/")[2]: stored.size_bytes for stored in found}
+        return {stored.name.rpartition("/")[2]: stored for stored in found}
+
+    def forget(self) -> None:
+        """List the folder again at the next access, because a file may have been repaired by then.
+
+        The seek table of a file that has the same size and time is not read again.
+        """
+        self.__dict__.pop("_stored", None)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted({_saved_name(name) for name in self._stored_bytes}))
+        return tuple(sorted({_saved_name(name) for name in self._stored}))
 
     @property
     def size_bytes(self) -> int:
         """The size in bytes of all stored files of the checkpoint. Raises OSError."""
-        sizes = self._stored_bytes.items()
-        return sum(size for name, size in sizes if names.is_file_name(_saved_name(name)))
+        found = self._stored.items()
+        return sum(stored.size_bytes for name, stored in found if names.is_file_name(_saved_name(name)))
 
     def open(self, name: str) -> CheckpointFile | None:
         path = f"{self._folder}/{name}" if self._folder else name
-        if (size := self._stored_bytes.get(name)) is not None:
-            return CheckpointFile(size_bytes=size, read=partial(self._store.read, path))
-        if not names.is_shard_name(name) or (size := self._stored_bytes.get(name + zstd.SUFFIX)) is None:
+        there = self._stored
+        if (stored := there.get(name)) is not None:
+            return CheckpointFile(size_bytes=stored.size_bytes, read=partial(self._store.read, path))
+        if not names.is_shard_name(name) or (stored := there.get(name + zstd.SUFFIX)) is None:
             return None
-        if name not in self._tables:
-            self._tables[name] = self._read_table(path + zstd.SUFFIX, size)
-        file = self._tables[name]
+        if stored not in self._tables:
+            self._tables[stored] = self._read_table(path + zstd.SUFFIX, stored.size_bytes)
+        file = self._tables[stored]
         if isinstance(file, FormatError):
             raise file.with_traceback(None)
         return file

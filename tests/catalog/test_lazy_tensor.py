@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import subprocess
@@ -336,6 +337,33 @@ def test_a_part_in_a_bucket_costs_its_bytes_and_one_request(
     after = settled(strict)
     assert requests(before, after) == 1
     assert 2 << 17 <= after["bytes_out"] - before["bytes_out"] < 3 << 17
+
+
+@pytest.mark.parametrize("harm", ["missing", "short", "table", "form"])
+def test_a_repaired_checkpoint_is_read_without_opening_the_run_again(run: SampleRun, harm: str) -> None:
+    """A notebook keeps the catalog, and the tensors of its last checkpoint."""
+    if harm == "table":
+        compress_shards(run.directory(30))
+    shard = max(run.directory(30).glob("shard-*"))
+    saved, catalog = shard.read_bytes(), Catalog(run.folder)
+    lazy = catalog[30][WEIGHT]
+    if harm == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(saved[:4096] if harm == "short" else saved[:-20] + bytes(20))
+        os.utime(shard, (1, 1))
+    if harm == "form":
+        lazy.load()
+        compress_shards(run.directory(30))
+        with pytest.raises(StoragePathError):
+            lazy.load()
+    else:
+        for _ in range(2):
+            with pytest.raises((CorruptionError, StoragePathError)):
+                catalog[30][WEIGHT].load()
+        shard.write_bytes(saved)
+    for tensor in (lazy, catalog[30][WEIGHT]):
+        np.testing.assert_array_equal(saved_as(tensor.load()), run.checkpoints[30].tensors[WEIGHT])
 
 
 def test_damage_in_a_bucket_is_found_in_a_whole_slice(
