@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
-from ray_ckpt.storage.remote import s3
+from ray_ckpt.storage.remote import object_store, s3
 from ray_ckpt.storage.remote.file_store import FileStore
 from ray_ckpt.storage.remote.s3 import S3Bucket
 from ray_ckpt.storage.remote.tier import open_objects
@@ -274,6 +275,21 @@ class TestGcs:
             with pytest.raises(OSError) as caught:
                 call()
             assert len(str(caught.value).splitlines()) == 1
+
+    def test_a_token_takes_no_longer_than_a_request_of_the_log(
+        self, strict: StrictStore, account: None, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """All requests wait for it, those of the log too."""
+        limits, send = [], requests.Session.request
+
+        def noted(session: requests.Session, method: str, url: str, **options: Any) -> requests.Response:
+            if url == tokens.uri:
+                limits.append(options["timeout"])
+            return send(session, method, url, **options)
+
+        monkeypatch.setattr(requests.Session, "request", noted)
+        assert works(open_at(url("gs", strict)))
+        assert limits and max(limits) <= object_store.LOG_REQUEST_S
 
     def test_anonymous(self, strict: StrictStore, monkeypatch: pytest.MonkeyPatch) -> None:
         """The strict store takes nobody without a token, so a refusal means that none was sent."""

@@ -8,6 +8,7 @@ import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -24,6 +25,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.file_store import Upload
 from ray_ckpt.storage.remote.object_store import (
+    LOG_REQUEST_S,
     MAX_TRIES,
     Checksum,
     client_options,
@@ -35,6 +37,7 @@ SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 ENDPOINT = "https://storage.googleapis.com"
 EMULATOR_ENV = "STORAGE_EMULATOR_HOST"  # Google's clients read it too; an emulator gets no credentials
 REQUEST_S = 30.0  # time for a request without a body
+TOKEN_S = LOG_REQUEST_S  # time for a token, for which requests of the log wait too
 BACKOFF_S = 0.2  # wait before the first retry, doubled for each further one: 6 s in all
 UPLOADS_PER_PAGE = 1000  # the largest page of a listing by GCS
 
@@ -145,7 +148,7 @@ class GcsBucket:
         assert credentials is not None
         with self._lock:
             if not credentials.valid:
-                credentials.refresh(Request())
+                credentials.refresh(partial(Request(), timeout=TOKEN_S))
             expiry = credentials.expiry
         return {"token": credentials.token, "expires_at": expiry.replace(tzinfo=UTC) if expiry else None}
 
