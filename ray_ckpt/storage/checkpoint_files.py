@@ -12,7 +12,7 @@ from ray_ckpt.errors import CorruptionError, FormatError, StoragePathError
 from ray_ckpt.format import names, zstd
 from ray_ckpt.location import Location, StoragePath, locate
 from ray_ckpt.storage.local.files import NotRegular
-from ray_ckpt.storage.remote.file_store import Blocks, FileStore, StoredFile
+from ray_ckpt.storage.remote.file_store import Blocks, FileStore, StoredFile, UnlistableKey
 from ray_ckpt.storage.remote.tier import RemoteTier, open_store
 
 PERHAPS_DELETED = "If it has been deleted since the log was read, read the log again."
@@ -29,6 +29,8 @@ def readable(location: Location) -> Iterator[None]:
             hint = "Checkpoints are private to the user that trained; read them as that user."
         if isinstance(error, FileNotFoundError):
             hint = PERHAPS_DELETED
+        if isinstance(error, UnlistableKey):
+            hint = "Delete that object, which another program made, or set the storage option backend=fsspec."
         if isinstance(error, NotRegular):
             hint = "Restore that file from a backup."
         where = "" if str(location) in str(error) else f" {location}"

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from ray_ckpt.errors import ConfigError, Unavailable
+from ray_ckpt.catalog.catalog import find_runs
+from ray_ckpt.errors import ConfigError, StoragePathError, Unavailable
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.location import Location
 from ray_ckpt.restore.sources import Remote
+from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.log_store import CreateResult
 from ray_ckpt.storage.remote import object_store, s3
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import FileEntry
 from tests.servers.programs import ACCESS_KEY, SECRET_KEY
-from tests.servers.stores import bucket_url
+from tests.servers.stores import BUCKET, bucket_url, s3_client
 from tests.servers.strict_store import StrictStore
 from tests.servers.strict_store.faults import Delay, Fault, Match, Status
 
@@ -149,6 +151,25 @@ def test_a_file_entry_that_is_empty_goes_there_and_back(tier: RemoteTier, tmp_pa
     entry = FileEntry(name=SHARD, size_bytes=0, digest=digest(b""))
     assert tier.put_file(DIRECTORY, entry, path) == 0
     assert list(tier.blocks(DIRECTORY, SHARD)) == [] and tier.size(DIRECTORY, SHARD) == 0
+
+
+@pytest.mark.parametrize("key", ["{0}//x", "{0}/run/ray_ckpt/checkpoints//x", "{0}/../x"])
+def test_an_object_of_others_that_stops_a_listing_is_named(strict: StrictStore, key: str) -> None:
+    """Other programs make such keys; obstore lists no folder that has one."""
+    root = uuid.uuid4().hex
+    url = bucket_url("s3", strict.endpoint, root)
+    tier = RemoteTier(Location.parse(url) / "run" / "ray_ckpt")
+    tier.put(DIRECTORY, SHARD, b"1")
+    s3_client(strict.endpoint).put_object(Bucket=BUCKET, Key=key.format(root), Body=b"1")
+    with pytest.raises(StoragePathError) as caught:
+        if "checkpoints" in key:
+            with readable(tier.root):
+                tier.delete(DIRECTORY)
+        else:
+            find_runs(url)
+    assert key.format(root).removesuffix("x") in caught.value.message
+    assert "another program" in caught.value.hint and "credentials" not in caught.value.hint
+    assert find_runs(url, {"backend": "fsspec"}) == (), "as the hint says"
 
 
 def test_an_answer_that_is_requested_ahead_may_wait_for_a_slow_reader(

@@ -46,6 +46,10 @@ class Upload:
     started_s: float  # Unix time of the first request, by the store's clock
 
 
+class UnlistableKey(OSError):
+    """An object of another program stops a listing, because the client library refuses its key."""
+
+
 class FileStore(Protocol):
     """A store of files, safe for threads. If it fails, it raises OSError with a text without secrets."""
 

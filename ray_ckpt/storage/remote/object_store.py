@@ -30,6 +30,7 @@ import obstore
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
+    InvalidPathError,
     NotSupportedError,
     PermissionDeniedError,
     PreconditionError,
@@ -40,7 +41,7 @@ from typing_extensions import Buffer
 from ray_ckpt.storage.local.direct import BLOCK_BYTES, new_buffer
 from ray_ckpt.storage.log_store import Unsupported
 from ray_ckpt.storage.parallel import map_in_order
-from ray_ckpt.storage.remote.file_store import Blocks, Children, StoredFile, Upload
+from ray_ckpt.storage.remote.file_store import Blocks, Children, StoredFile, UnlistableKey, Upload
 
 PART_BYTES = 16 << 20  # part of an upload: larger parts cost more to resend, smaller parts need more calls
 PARTS_IN_FLIGHT = 8  # parts of one file: the cores of a client and a bucket handle 8 without a queue
@@ -392,6 +393,8 @@ def _kind(error: Exception) -> type[OSError] | type[EOFError]:
         return PermissionError
     if isinstance(error, NotSupportedError | NotImplementedError):
         return Unsupported
+    if isinstance(error, InvalidPathError):  # our own names have no empty part, dots or control characters
+        return UnlistableKey
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError
     status = _STATUS.search(text)
