@@ -41,6 +41,8 @@ DESCRIPTION_VERSION = 2  # of checkpoint.json with the fragments; 1: with all fi
 ITEMS_VERSION = 3  # of checkpoint.json of some items alone, which older versions must not take for all
 _MAX_BYTES = {"state": MAX_TREE_BYTES, "header": 8 + MAX_HEADER_BYTES}  # size of the bytes of a row, by kind
 MAX_CHOICES = 64  # combinations to try if fragments differ between holders, which is rare
+MAX_COMPARED = 1_000_000  # pairs of slices of a tensor: about a second; more are checked by their corners
+MAX_CORNERS = 1 << 24  # corners of the slices of a tensor: half a minute; a million slices in 4 dimensions
 METADATA_KEY = b"ray_ckpt"
 
 _INT64S = pa.list_(pa.int64())
@@ -300,8 +302,8 @@ def check_coverage(rows: Iterable[ManifestRow]) -> None:
     """Raise FormatError, with the tensor's name, unless the slices of each tensor cover the tensor exactly.
 
     The same region may be stored more than once; different regions must not overlap. All slices of a tensor
-    must agree on dtype and global shape. The check takes one sort per tensor, and more for grids over several
-    dimensions.
+    must agree on dtype and global shape. The check takes one sort per tensor, and for grids over several
+    dimensions time in proportion to the corners of the slices.
     """
     tensors: dict[str, dict[Region, Slice]] = defaultdict(dict)
     for row in rows:
@@ -336,22 +338,34 @@ def by_tensor(rows: Iterable[ManifestRow]) -> Iterator[tuple[str, Sequence[Manif
 
 
 def _check_tiling(key: str, global_shape: tuple[int, ...], regions: Sequence[Region]) -> None:
-    if _overlap(regions, len(global_shape)):
+    has_overlap = _overlap(regions, len(global_shape))
+    if has_overlap is None:
+        if not _fills(key, global_shape, regions):
+            raise FormatError(f"Slices of {key} overlap, or leave elements out.", key=key)
+        return
+    if has_overlap:
         raise FormatError(f"Slices of {key} overlap.", key=key)
     missing = prod(global_shape) - sum(prod(shape) for _, shape in regions)
     if missing:
         raise FormatError(f"{missing} elements of {key} are in no slice.", key=key)
 
 
-def _overlap(regions: Sequence[Region], num_dims: int) -> bool:
-    """Return whether two of the non-empty, distinct `regions` overlap; sweep the axis with most cuts."""
+def _overlap(regions: Sequence[Region], num_dims: int) -> bool | None:
+    """Return whether two of the non-empty, distinct `regions` overlap; sweep the axis with most cuts.
+
+    Return None if more than MAX_COMPARED comparisons do not decide it.
+    """
     if len(regions) < 2:
         return False
+    left = MAX_COMPARED
     axis = max(range(num_dims), key=lambda d: len({offset[d] for offset, _ in regions}))
     reached: list[Region] = []  # regions that contain the sweep line
     for region in sorted(regions, key=lambda r: r[0][axis]):
         start = region[0][axis]
         reached = [r for r in reached if r[0][axis] + r[1][axis] > start]
+        left -= len(reached)
+        if left < 0:
+            return None
         if any(_share(region, other) for other in reached):
             return True
         reached.append(region)
@@ -360,6 +374,29 @@ def _overlap(regions: Sequence[Region], num_dims: int) -> bool:
 
 def _share(one: Region, other: Region) -> bool:
     return all(a < b + m and b < a + n for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True))
+
+
+def _fills(key: str, global_shape: tuple[int, ...], regions: Sequence[Region]) -> bool:
+    """Return whether the non-empty `regions` cover a tensor exactly. Raise FormatError for too many corners.
+
+    The corners of a region count 1 and -1 in turn. The sums at all points determine how often each element is
+    covered, so the sums of an exact cover are those of the whole tensor. (A sum of indicator functions with
+    bounded support is the integral, over all axes, of its mixed derivative, which has these sums as weights.)
+    """
+    axes = [d for d, size in enumerate(global_shape) if any(shape[d] != size for _, shape in regions)]
+    if len(regions) << len(axes) > MAX_CORNERS:
+        text = f"{key} has too many slices to check: {len(regions)}, cut along {len(axes)} dimensions."
+        raise FormatError(text, key=key)
+    sums: defaultdict[tuple[int, ...], int] = defaultdict(int)
+    whole = ((0,) * len(global_shape), global_shape)
+    for weight, boxes in ((1, regions), (-1, [whole])):
+        for offset, shape in boxes:
+            for ends in product((0, 1), repeat=len(axes)):
+                corner = tuple(offset[d] + end * shape[d] for d, end in zip(axes, ends, strict=True))
+                sums[corner] += -weight if sum(ends) % 2 else weight
+                if not sums[corner]:
+                    del sums[corner]
+    return not sums
 
 
 # Checks shared by both directions

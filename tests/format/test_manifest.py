@@ -23,6 +23,8 @@ from ray_ckpt.format.digest import digest, root_digest, root_files
 from ray_ckpt.format.jsontext import dumps_sealed, loads_sealed
 from ray_ckpt.format.manifest import (
     CheckpointDescription,
+    _fills,
+    _overlap,
     check_coverage,
     decode_checkpoint,
     decode_fragment,
@@ -505,5 +507,30 @@ def test_coverage_agrees_with_counting_cells(regions: list[tuple[Any, Any]]) -> 
             covers(*parts)
 
 
+@given(st.lists(st.tuples(boxes, boxes), min_size=2, max_size=5, unique=True))
+@examples(300)
+def test_coverage_by_corners_agrees_with_coverage_by_comparisons(regions: list[tuple[Any, Any]]) -> None:
+    whole = (3, 3)
+    found = [(tuple(a for a, _, _ in spans), tuple(m for _, m, _ in spans)) for spans in regions]
+    is_exact = sum(math.prod(shape) for _, shape in found) == math.prod(whole) and not _overlap(found, 2)
+    assert _fills("w", whole, found) == is_exact
+
+
 def test_many_chunks_are_cheap() -> None:
     covers(*(part("w", (0, 7, 7), (i, 1, 20_000)) for i in range(20_000)))
+
+
+def test_a_grid_takes_time_in_proportion_to_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(manifest, "_share", lambda *_: bool(compared.append(1)))
+    monkeypatch.setattr(manifest, "MAX_COMPARED", 1000)
+    grid = [part("w", (i, 1, 50), (k, 1, 50), (0, 9, 9)) for i in range(50) for k in range(50)]
+    covers(*grid)
+    for wrong in (grid[1:], [*grid[1:], part("w", (0, 1, 50), (1, 2, 50), (0, 9, 9))]):
+        with pytest.raises(FormatError, match=r"Slices of model\.w overlap, or leave elements out"):
+            covers(*wrong)
+    assert len(compared) <= 3 * 1000
+    many = [part("w", *((i >> d & 1, 1, 2) for d in range(10))) for i in range(1024)]
+    monkeypatch.setattr(manifest, "MAX_CORNERS", len(many) << 9)
+    with pytest.raises(FormatError, match="too many slices"):
+        covers(*many)
