@@ -398,7 +398,7 @@ def _checked(what: str | Iterable[str] | None) -> str | tuple[str, ...] | None:
     if what is None or isinstance(what, str):
         return what
     is_one = not isinstance(what, Iterable) or isinstance(what, bytes)
-    found = (what,) if is_one else tuple(what)
+    found: tuple[Any, ...] = (what,) if is_one else tuple(what)
     for name in found:
         if not isinstance(name, str):
             hint = "Give the name of an item, or full names or patterns of tensors, as strings."
