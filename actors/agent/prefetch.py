@@ -131,7 +131,7 @@ class Prefetch:
         return int(min(MEMORY_SHARE * self._free_bytes, left_bytes))
 
     def _try(self, ticket: RestoreTicket, file: str, rows: Sequence[ManifestRow], budget_bytes: int) -> None:
-        if self._is_ending or file in self._sources or not rows:
+        if self._is_ending or file in self._sources or not rows or not ticket.sources[file]:
             return
         try:
             self._prefetch(ticket, file, rows, budget_bytes)

@@ -100,6 +100,16 @@ def test_files_come_from_the_next_source_if_the_disk_is_damaged(
         assert merged.sources[file][0].is_verified and read(merged, file)[0] == saved.files[file]
 
 
+def test_a_file_without_a_source_is_left_to_the_ranks_and_others_are_read_ahead(
+    ticket: RestoreTicket,
+) -> None:
+    first, *others = ticket.sources
+    with closing(run(replace(ticket, sources={**ticket.sources, first: ()}))) as prefetch:
+        merged = prefetch.merged(ticket)
+        assert merged.sources[first] == ticket.sources[first]
+        assert others and all(merged.sources[file][0].is_verified for file in others)
+
+
 def test_a_file_that_no_source_has_intact_is_left_to_the_ranks(
     nodes: Nodes, ticket: RestoreTicket, saved: SampleCheckpoint
 ) -> None:
