@@ -105,7 +105,11 @@ class Agents:
                 return None
             try:
                 if node not in self._actors:
-                    self._actors[node] = self.start(node)
+                    started = await in_thread(self._control_io, self.start, node)
+                    if self._is_closed:
+                        started.exit.remote(None)
+                        return None
+                    self._actors[node] = started
                 agent = self._actors[node]
                 if node not in self.cards:
                     self._add(await asyncio.wait_for(agent.card.remote(), AGENT_START_S))
@@ -120,7 +124,7 @@ class Agents:
         return None
 
     def start(self, node: str) -> Any:
-        """Start the agent of a node, or find it; return its handle."""
+        """Start the agent of a node, or find it; return its handle. Blocks."""
         return (
             names.actor_class(NodeAgent)
             .options(

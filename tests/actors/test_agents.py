@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from types import SimpleNamespace
 
+import pytest
+
 from ray_ckpt.actors.coordinator.agents import Agents
 from ray_ckpt.actors.messages import AgentCard
 from ray_ckpt.transport.credentials import ServiceKeys
+
+CARD = AgentCard(node_id="n", endpoint="grpc+tls://10.0.0.1:1", staging="")
+
+
+async def answered(card: AgentCard) -> AgentCard:
+    return card
 
 
 def make() -> Agents:
@@ -41,3 +50,39 @@ def test_no_agent_is_started_once_the_service_ends() -> None:
     agents.close()
     assert asyncio.run(agents.request("n", "card")) is None
     assert not agents.nodes
+
+
+def test_other_work_goes_on_while_ray_starts_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's control store may hang."""
+    may_go = threading.Event()
+
+    def start(agents: Agents, node: str) -> SimpleNamespace:
+        assert may_go.wait(10), "the loop is blocked"
+        return SimpleNamespace(card=SimpleNamespace(remote=lambda: answered(CARD)))
+
+    monkeypatch.setattr(Agents, "start", start)
+
+    async def story() -> AgentCard:
+        asked = asyncio.ensure_future(make().request("n", "card"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        may_go.set()
+        found: AgentCard = await asked
+        return found
+
+    assert asyncio.run(story()) is CARD
+
+
+def test_an_agent_that_starts_while_the_service_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    exits = SimpleNamespace(exit=SimpleNamespace(remote=ended.append))
+
+    def start(agents: Agents, node: str) -> SimpleNamespace:
+        agents.close()
+        agents.end_all()
+        return exits
+
+    monkeypatch.setattr(Agents, "start", start)
+    agents = make()
+    assert asyncio.run(agents.request("n", "card")) is None
+    assert ended == [None] and not agents.nodes
