@@ -117,7 +117,8 @@ class NodeAgent(RankEndpoints, RelayEndpoints):
         """Check the staging folder and the storage path of a run, and return the run's files on this node."""
         async with self._runs.turn(order.run_uid):  # `put_away` of the run may be at work
             run = await self._runs.take_up(order.spec, order.run_uid)
-            run.use(order.spec)
+            if order.epoch >= run.machine.epoch:  # before the epoch, whose mark has the names of the spec
+                run.use(order.spec)
             await run.obey(n.EpochSeen(epoch=order.epoch))
         self._node.watch_cloud()
         if order.spec.options.compress is not None:
