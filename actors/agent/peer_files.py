@@ -51,7 +51,11 @@ class PeerFiles:
                 expect=request.digest,
             )
         run.reach_epoch(request.epoch)
-        self._check_wanted(run, name)
+        try:
+            self._check_wanted(run, name)
+        except Unavailable:  # the delete may have listed the folder before the file was there
+            run.staging.delete(name.run_uid, name.directory)
+            raise
         return request.digest
 
     def _check_wanted(self, run: NodeRun, name: FileName) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.errors import Fenced, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt
+from ray_ckpt.storage.local.direct import Written
+from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.transport.client import CALL_BASE_S
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.transport.wire import FileName, PutRequest
@@ -69,6 +72,22 @@ def test_no_order_of_a_lower_epoch_deletes_a_copy_that_counts(tmp_path: Path) ->
 def test_a_copy_that_was_dropped_while_it_was_written_does_not_count(tmp_path: Path) -> None:
     with pytest.raises((Unavailable, FileNotFoundError)):
         received(tmp_path, 5, DROP)
+
+
+def test_a_copy_that_comes_after_the_files_were_deleted_is_deleted_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Disks.put
+
+    def after_the_delete(
+        disks: Disks, uid: str, directory: str, file: str, chunks: Iterable[bytes], **options: Any
+    ) -> Written:
+        return write(disks, uid, directory, file, list(chunks), **options)  # the chunks wait for the delete
+
+    monkeypatch.setattr(Disks, "put", after_the_delete)
+    with pytest.raises(Unavailable, match="being deleted"):
+        received(tmp_path, 5, DROP)
+    assert not [path for path in (tmp_path / "staging").rglob("*") if ATTEMPT.directory in str(path)]
 
 
 def test_a_node_that_many_peers_read_from_sends_them_away_only_for_now(

@@ -388,10 +388,11 @@ def delete_checkpoint_dir(folder: Path) -> None:
     """Delete a checkpoint's files, data before manifests, and its folder if no other file is in it."""
     if not folder.is_dir():
         return
-    entries = [p for p in folder.iterdir() if names.is_file_name(p.name) or files.is_temporary(p.name)]
-    for path in sorted(
-        entries, key=lambda p: (p.name.startswith("manifest"), p.name == names.CHECKPOINT_JSON)
-    ):
-        path.unlink(missing_ok=True)
-    if not any(folder.iterdir()):
-        folder.rmdir()
+    with contextlib.suppress(FileNotFoundError):  # another thread deletes it too
+        entries = [p for p in folder.iterdir() if names.is_file_name(p.name) or files.is_temporary(p.name)]
+        for path in sorted(
+            entries, key=lambda p: (p.name.startswith("manifest"), p.name == names.CHECKPOINT_JSON)
+        ):
+            path.unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
