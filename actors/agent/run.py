@@ -30,7 +30,7 @@ from ray_ckpt.types import AttemptId
 CHECK_THREADS = 2  # concurrent checks and scrubs of the storage path
 DRAIN_THREADS = 2  # concurrent uploads; each holds some 200 MiB of parts and read-ahead
 START_S = 60.0  # longest wait of ranks that request their ticket for a session to begin
-EPOCH_S = 30.0  # longest wait of a peer for an epoch to become durable here; the peer then tries again
+EPOCH_S = 20.0  # longest wait for an epoch to become durable; then the peer, whose call may last, retries
 MISSING_LOOK_S = 5.0  # between checks of rank 0's node that the log is still at its place
 T = TypeVar("T")
 
@@ -103,11 +103,16 @@ class NodeRun:
     def reach_epoch(self, epoch: int) -> None:
         """Block until this node obeys `epoch` or a higher one; not for the thread of the event loop.
 
-        OSError if the disk does not take the epoch, TimeoutError after EPOCH_S.
+        OSError if the disk does not take the epoch; Unavailable after EPOCH_S, so that the peer tries again.
         """
         if epoch > self.machine.epoch:
             obeyed = asyncio.run_coroutine_threadsafe(self.obey(n.EpochSeen(epoch=epoch)), self._loop)
-            obeyed.result(EPOCH_S)
+            try:
+                obeyed.result(EPOCH_S)
+            except TimeoutError:
+                if obeyed.done():
+                    raise  # of the disk
+                raise Unavailable(f"epoch {epoch} is not durable here yet", refused=False) from None
 
     def require_plan(self) -> SessionPlan:
         """Return the plan of the session, else raise Unavailable."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from ray_ckpt.actors.agent import peer_files
+from ray_ckpt.actors.agent import run as run_module
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.peer_files import MAX_SERVED, SERVE_WAIT_S, PeerFiles
-from ray_ckpt.actors.agent.run import NodeRun
+from ray_ckpt.actors.agent.run import EPOCH_S, NodeRun
 from ray_ckpt.actors.agent.runs import NodeRuns
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.config import RunOptions
@@ -90,6 +92,26 @@ def test_a_copy_that_comes_after_the_files_were_deleted_is_deleted_too(
     assert not [path for path in (tmp_path / "staging").rglob("*") if ATTEMPT.directory in str(path)]
 
 
+def test_a_peer_tries_again_if_the_epoch_is_not_durable_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go = threading.Event()
+    monkeypatch.setattr(run_module, "EPOCH_S", 0.01)
+    write = NodeRun.persist_epoch
+
+    def slowly(run: NodeRun, epoch: int) -> None:
+        assert epoch == 4 or may_go.wait(10)
+        write(run, epoch)
+
+    monkeypatch.setattr(NodeRun, "persist_epoch", slowly)
+    try:
+        with pytest.raises(Unavailable, match="epoch 5") as caught:
+            received(tmp_path, 5)
+        assert caught.value.fields["refused"] is False
+    finally:
+        may_go.set()
+
+
 def test_a_node_that_many_peers_read_from_sends_them_away_only_for_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,5 +127,5 @@ def test_a_node_that_many_peers_read_from_sends_them_away_only_for_now(
     assert bytes(next(files.read(name, 0, None))) == DATA
 
 
-def test_a_peer_waits_for_its_turn_no_longer_than_its_call_may_take() -> None:
-    assert SERVE_WAIT_S < CALL_BASE_S
+def test_a_peer_waits_here_no_longer_than_its_call_may_take() -> None:
+    assert max(SERVE_WAIT_S, EPOCH_S) < CALL_BASE_S
