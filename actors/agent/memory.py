@@ -77,7 +77,12 @@ class RankMemory:
                 ranks=len(self._reserved),
                 taken_bytes=self._named_bytes(),
             )
-            arena = await in_thread(pool, make)
+            made = asyncio.ensure_future(in_thread(pool, make))
+            try:
+                arena = await asyncio.shield(made)
+            except asyncio.CancelledError:
+                made.add_done_callback(_close_unused)
+                raise
             if rank in self.arenas or not is_current():
                 arena.close()
                 raise Unavailable("Another process has opened this rank's memory meanwhile.")
@@ -137,3 +142,9 @@ class RankMemory:
     def _named_bytes(self) -> int:
         """Return the bytes that arenas of the run take in /dev/shm."""
         return sum(arena.named_bytes for arena in self.arenas.values())
+
+
+def _close_unused(made: asyncio.Future[RankArena]) -> None:
+    """Free the memory of a call that was cancelled."""
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -10,13 +11,17 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ray_ckpt.actors.agent import memory as memory_module
 from ray_ckpt.actors.agent import shared_memory as shared_memory_module
-from ray_ckpt.actors.agent.arena import ArenaMemory, ShmRoom, SignalPage, choose_mode, make_arena
+from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena, ShmRoom, SignalPage, choose_mode, make_arena
+from ray_ckpt.actors.agent.memory import RankMemory
 from ray_ckpt.actors.agent.shared_memory import SHM_FOLDER, named_file, sweep_named_files
 from ray_ckpt.capture.arena import Ring
 from ray_ckpt.errors import InsufficientSpace, Unavailable
@@ -338,3 +343,33 @@ def test_a_capture_that_comes_too_early_is_found_by_the_writer() -> None:
     with pytest.raises(Unavailable, match="captured into its arena again"):
         arena.check(buffer, ATTEMPT)
     arena.close()
+
+
+def test_memory_of_a_call_that_is_cancelled_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go = threading.Event(), threading.Event()
+    made: list[RankArena] = []
+
+    def slowly(*args: Any, **options: Any) -> RankArena:
+        begun.set()
+        assert may_go.wait(10)
+        made.append(make_arena(*args, **options))
+        return made[0]
+
+    monkeypatch.setattr(memory_module, "make_arena", slowly)
+
+    async def story() -> None:
+        memory = RankMemory()
+        with ThreadPoolExecutor(1) as pool:
+            opening = asyncio.ensure_future(
+                memory.open(0, MIB, mode="single", named=True, is_current=lambda: True, pool=pool)
+            )
+            assert await asyncio.to_thread(begun.wait, 10)
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+            may_go.set()
+        for _ in range(10):  # until the loop has the result
+            await asyncio.sleep(0)
+        assert not memory.arenas and not Path(made[0].buffers[0].path).exists()
+
+    asyncio.run(story())
