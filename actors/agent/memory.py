@@ -85,7 +85,7 @@ class RankMemory:
                 raise
             if rank in self.arenas or not is_current():
                 arena.close()
-                raise Unavailable("Another process has opened this rank's memory meanwhile.")
+                raise Unavailable("This rank's memory was opened again meanwhile, or its session is over.")
             self.arenas[rank] = arena
         arena.start_populating()
         return arena

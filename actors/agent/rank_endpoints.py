@@ -94,7 +94,7 @@ class RankEndpoints:
             size_bytes,
             mode=run.spec.options.memory,
             named=named,
-            is_current=lambda: run.machine.plan is not None and run.machine.plan.session == session,
+            is_current=lambda: run.host.plan is not None and run.host.plan.session == session,
             pool=self._node.disk_io,
         )
         return arena.grant()

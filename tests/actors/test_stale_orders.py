@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from ray_ckpt.actors.agent.arena import RankArena
 from ray_ckpt.actors.messages import OpenRun, RunSpec
 from ray_ckpt.config import RunOptions
-from ray_ckpt.errors import Fenced
+from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.values import SessionNode, SessionPlan
+from ray_ckpt.errors import Fenced, Unavailable
 from ray_ckpt.preemption.cloud import METADATA_ENV
 from ray_ckpt.storage.remote.tier import RemoteTier
 from tests.actors.test_hanging_storage import UID, make_agent
+
+SIZE_BYTES = 1 << 16
 
 
 def spec_of(tmp_path: Path, replicas: int) -> RunSpec:
@@ -39,3 +44,21 @@ def test_the_options_of_a_replaced_coordinator_do_not_apply(
         return used
 
     assert asyncio.run(story()) == [1, 1, 3]
+
+
+def test_no_memory_is_made_for_a_rank_of_a_released_run(tmp_path: Path) -> None:
+    """It would stay until the next group comes or the run is put away."""
+
+    async def story() -> dict[int, RankArena]:
+        agent = make_agent()
+        run = await agent._runs.take_up(spec_of(tmp_path, 1), UID)
+        here = SessionNode(node_index=0, node_id="node", ranks=(0,), holders=())
+        plan = SessionPlan(run_uid=UID, session=1, epoch=1, world_size=1, nodes=(here,), resume=None)
+        await run.obey(n.SessionStarted(plan=plan, node_id="node", epoch=1))
+        await agent.open_arena(UID, 1, 0, SIZE_BYTES, named=False)
+        await run.obey(n.RunReleased(session_key=plan.session_key, is_finished=True, epoch=1))
+        with pytest.raises(Unavailable, match="session is over"):
+            await agent.open_arena(UID, 1, 0, SIZE_BYTES, named=False)
+        return run.memory.arenas
+
+    assert asyncio.run(story()) == {}
