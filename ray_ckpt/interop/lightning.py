@@ -110,7 +110,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self._checkpointer is not None:
-            self._checkpointer.finish()
+            self._checkpointer.finish(_metrics(trainer))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self._checkpointer is not None:

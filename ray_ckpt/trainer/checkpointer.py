@@ -308,15 +308,15 @@ class Checkpointer:
         if rng is not None:
             self._require_items().items["rng"].load(rng)
 
-    def finish(self) -> bool:
+    def finish(self, metrics: Mapping[str, Any] | None = None) -> bool:
         """Save the last step unless it is saved, and wait until the save is committed: training is over.
 
-        Call this method on every rank, after the last step; `steps` calls it. Returns False if there is no
-        checkpoint of the last step: the reason is in the log and in the error that `wait` raises.
+        Call this on every rank, after the last step; `steps` does. Without `metrics`, a save has those of the
+        step's last call. Returns False if there is no checkpoint of the last step: see the log, or `wait`.
         """
         if self._saver is None:
             raise ConfigError("finish was called before restore.", hint="Restore first, also in a new run.")
-        self._save_last()
+        self._save_last(metrics)
         self._is_over = True
         self.flush(commit=True)
         if problem := self._outcomes.problem():
@@ -365,7 +365,7 @@ class Checkpointer:
         step, is_new = self._count.complete(step, call)
         if is_new:
             self._signals.completed()
-            self._rng = None
+            self._rng = self._last_metrics = None
         self._saver.check()
         return step
 
@@ -406,6 +406,7 @@ class Checkpointer:
         returned False may be tried again.
         """
         step = self._complete(step, "save")
+        self._last_metrics = self._last_metrics if metrics is None else detached(metrics)
         saved = self._save_now(step, metrics)
         if saved:
             self._count.captured()
@@ -547,7 +548,7 @@ class Checkpointer:
         self.stats.blocked_s.append(time.monotonic() - start_s)
         return saved
 
-    def _save_last(self) -> None:
+    def _save_last(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Save the last step unless it is saved; save it once more if the save was skipped or dropped."""
         step, pending = self._count.last, self._outcomes.pending
         if step == self._count.restored:
@@ -558,7 +559,7 @@ class Checkpointer:
                 return
         if self._require_items().postpone():
             log.warning("the loop ends in an accumulation window; its gradients are not in the checkpoint")
-        self._save(step, self._last_metrics, max_block_s=FLUSH_S)
+        self._save(step, self._last_metrics if metrics is None else metrics, max_block_s=FLUSH_S)
 
     def _attempt(self, step: int) -> AttemptId:
         assert self._session is not None

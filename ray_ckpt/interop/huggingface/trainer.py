@@ -130,7 +130,7 @@ class _ThroughRayCkpt(Trainer):  # type: ignore[misc]
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Save the last step, load the best model if it is wanted, and end as ever."""
-        self._ray_ckpt.checkpointer.finish()
+        self._ray_ckpt.checkpointer.finish(_metrics(self.state))
         best, state = self.state.best_model_checkpoint, self.state
         if self.args.load_best_model_at_end and state.best_global_step:
             self._load_best_model()

@@ -1,0 +1,44 @@
+"""The metrics of the save at the end of a loop that calls `due` and `save`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ray_ckpt.config import RunOptions
+from ray_ckpt.trainer.checkpointer import Checkpointer
+from tests.capture.local import LocalLink
+
+
+def begun() -> tuple[Checkpointer, LocalLink]:
+    link = LocalLink(RunOptions(memory="single", every_steps=4))
+    ckpt = Checkpointer(link=link, model=nn.Linear(2, 2))
+    ckpt.restore()
+    return ckpt, link
+
+
+def test_the_last_save_has_the_metrics_that_finish_gets() -> None:
+    ckpt, link = begun()
+    assert not ckpt.due(6)
+    assert ckpt.finish({"loss": 0.5})
+    ckpt.close()
+    assert [(s.attempt.step, s.metrics) for s in link.sealed] == [(6, {"loss": 0.5})]
+
+
+def test_a_save_that_failed_and_is_made_again_at_the_end_keeps_its_metrics() -> None:
+    ckpt, link = begun()
+    link.fails = True
+    ckpt.save(4, {"loss": 0.25})
+    ckpt._require_saver().settle()
+    link.fails = False
+    assert ckpt.finish()
+    ckpt.close()
+    assert [(s.attempt.step, s.metrics) for s in link.sealed] == [(4, {"loss": 0.25})]
+
+
+def test_metrics_of_an_earlier_step_are_not_those_of_the_last_one() -> None:
+    ckpt, link = begun()
+    ckpt.save(4, {"loss": 0.25})
+    ckpt.due(5)
+    assert ckpt.finish()
+    ckpt.close()
+    assert [(s.attempt.step, s.metrics) for s in link.sealed] == [(4, {"loss": 0.25}), (5, {})]
