@@ -148,6 +148,65 @@ def test_attributes_of_a_subclass_stay_its_own(tmp_path: Path) -> None:
     assert len(trainer._metrics["train"]) == 2 * TOTAL
 
 
+def evaluated(folder: Path, link: LocalLink, **args: Any) -> Trainer:
+    """Train with evaluations of a loss that falls."""
+    set_connection(Connection(link=link))
+    trainer = build(folder, seed=link.given.session, metric_for_best_model="eval_loss", **args)
+    ray_ckpt.huggingface.prepare_trainer(trainer).train()
+    trainer._ray_ckpt.checkpointer.close()
+    return trainer
+
+
+def test_the_end_of_an_epoch_is_saved_once_behind_its_evaluation(tmp_path: Path) -> None:
+    epochs = {"save_strategy": "epoch", "eval_strategy": "epoch", "max_steps": 12}
+    first = connect(every_steps=3)
+    whole = evaluated(tmp_path, first, **epochs)
+    assert [sealed.attempt.step for sealed in first.sealed] == [3, 6, 9, 12]
+    assert ["eval_loss" in sealed.metrics for sealed in first.sealed] == [False, True, False, True]
+    resumed = evaluated(tmp_path, first.resumed(tmp_path, 6), **epochs)
+    logged = [[e["eval_loss"] for e in t.state.log_history if "eval_loss" in e] for t in (whole, resumed)]
+    assert logged[0] == logged[1] and len(logged[0]) == 2, "an evaluation is neither lost nor repeated"
+
+
+def test_an_epoch_that_ends_early_adds_to_the_save_of_its_last_step(tmp_path: Path) -> None:
+    link = connect(every_steps=AT)
+    set_connection(Connection(link=link))
+    trainer = build(tmp_path, save_strategy="epoch", eval_strategy="epoch")
+    trainer.add_callback(Halt(AT))
+    ray_ckpt.huggingface.prepare_trainer(trainer).train()
+    trainer._ray_ckpt.checkpointer.close()
+    assert [sealed.attempt.step for sealed in link.sealed] == [AT]
+    assert [(step, "eval_loss" in metrics) for step, metrics, *_ in link.annotated] == [(AT, True)]
+
+
+def test_with_saves_of_the_best_the_cadence_holds_where_an_evaluation_is_not_the_best(tmp_path: Path) -> None:
+    link = connect(every_steps=AT)
+    args = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": AT, "greater_is_better": True}
+    assert evaluated(tmp_path, link, max_steps=TOTAL + 1, **args).state.best_global_step == AT
+    assert list(link.files) == [AT, TOTAL, TOTAL + 1], "the loss of the second evaluation is lower"
+
+
+def test_the_best_model_is_the_best_one_that_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[int] = []
+    run = SimpleNamespace(load=lambda *, into, step: loaded.append(step))
+    monkeypatch.setattr("ray_ckpt.interop.huggingface.trainer.open_run", lambda *args: run)
+    args = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = evaluated(tmp_path, connect(keep_best=("eval_loss", "min", 1)), **args)
+    assert (loaded, trainer.state.best_model_checkpoint) == ([TOTAL], f"/run@{TOTAL}")
+
+    highest = {**args, "greater_is_better": True}  # that of step 4
+    trainer = evaluated(tmp_path, connect(keep_best=("eval_loss", "max", 1)), save_steps=TOTAL, **highest)
+    assert trainer.state.best_global_step == AT
+    assert (loaded, trainer.state.best_model_checkpoint) == ([TOTAL], None)
+
+    first = connect(keep_best=("eval_loss", "max", 1))
+    evaluated(tmp_path, first, **highest)
+    evaluated(tmp_path, first.resumed(tmp_path, AT), eval_delay=99, **highest)
+    assert loaded == [TOTAL, AT, AT], "the last one is from before the restart"
+
+
 BEST = r"needs the best checkpoint by eval_loss.*keep_best=\('eval_loss', 'min', 1\)"
 REFUSED_ARGUMENTS = [
     ({"enable_jit_checkpoint": True}, {}, "enable_jit_checkpoint=True takes SIGTERM"),

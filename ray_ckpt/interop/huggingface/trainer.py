@@ -35,6 +35,7 @@ from ray_ckpt.types import Level
 log = logging.getLogger("ray_ckpt")
 
 OVERRIDDEN = (
+    "_determine_best_metric",
     "_finalize_training",
     "_load_best_model",
     "_load_from_checkpoint",
@@ -74,7 +75,7 @@ def prepare_trainer(trainer: Trainer) -> Trainer:
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (_ThroughRayCkpt, kind), {})
     trainer._ray_ckpt = _Run(trainer, checkpointer)
-    trainer.add_callback(_Cadence(checkpointer))
+    trainer.add_callback(_Cadence(trainer._ray_ckpt))
     return trainer
 
 
@@ -126,13 +127,18 @@ class _ThroughRayCkpt(Trainer):  # type: ignore[misc]
         self.store_flos()
         self._ray_ckpt.save()
 
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        """Return True also where the run's cadence asks for a save: save_strategy="best" saves if True."""
+        is_best = super()._determine_best_metric(*args, **kwargs)
+        return bool(is_best or self._ray_ckpt.due_step == self.state.global_step)
+
     # -- end -----------------------------------------------------------------------------------------
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Save the last step, load the best model if it is wanted, and end as ever."""
         self._ray_ckpt.checkpointer.finish(_metrics(self.state))
         best, state = self.state.best_model_checkpoint, self.state
-        if self.args.load_best_model_at_end and state.best_global_step:
+        if self.args.load_best_model_at_end and best:
             self._load_best_model()
         state.best_model_checkpoint = None  # else folders of other trainings in output_dir are deleted
         try:
@@ -151,6 +157,9 @@ class _Run:
         self.checkpointer = checkpointer
         self._trainer = trainer
         self._is_begun = False
+        self.due_step = 0  # the last step for which the run's cadence has asked for a save
+        self._requested = (0, False)  # the last step whose save was requested, and whether it was captured
+        self._best: str | None = None  # the URI of the best checkpoint, of the restored state
         self._upload: threading.Thread | None = None
 
     def begin(self, folder: str | bool | None, trial: Any) -> str:
@@ -172,7 +181,9 @@ class _Run:
         if saved is None:
             return ""
         if "trainer" in saved.trees:
-            return str(saved.trees["trainer"]["state"])
+            state = json.loads(saved.trees["trainer"]["state"])
+            self._best = state.get("best_model_checkpoint")  # Transformers would look for a folder
+            return json.dumps({**state, "best_model_checkpoint": None}, sort_keys=True)
         return json.dumps({"global_step": step})  # saved by another kind of loop; `restore` compares items
 
     def restore(self) -> None:
@@ -180,6 +191,7 @@ class _Run:
         for name, obj in self._items().items():
             self.checkpointer.add(name, obj)
         info = self.checkpointer.restore()
+        self._trainer.state.best_model_checkpoint = self._best
         restored, expected = info.step if info is not None else 0, self._trainer.state.global_step
         if restored != expected:
             raise RestoreError(
@@ -199,14 +211,29 @@ class _Run:
             **own_items(trainer.accelerator),
         }
 
+    def is_due(self, step: int, *, by_default: bool) -> bool:
+        """Return True if the run's cadence asks for a save after `step`."""
+        if self.checkpointer.due(step, by_default=by_default):
+            self.due_step = step
+        return self.due_step == step
+
     def save(self) -> None:
-        """Request a save of this step, with the numbers logged at it as metrics."""
+        """Request a save of this step, with the numbers logged at it as metrics.
+
+        A second request for a step, at the end of its epoch, adds the numbers logged since the first.
+        """
         state = self._trainer.state
-        if state.best_global_step:
-            state.best_model_checkpoint = f"{self.checkpointer.where}@{state.best_global_step}"
-        is_saved = self.checkpointer.save(state.global_step, _metrics(state))
-        is_best = state.best_global_step == state.global_step
-        if is_saved and is_best and self._trainer.args.load_best_model_at_end:
+        step, metrics, best = state.global_step, _metrics(state), state.best_model_checkpoint
+        is_best = state.best_global_step == step
+        if is_best:
+            state.best_model_checkpoint = f"{self.checkpointer.where}@{step}"
+        if self._requested[0] == step:
+            self.checkpointer.annotate(step, metrics=metrics)
+        else:
+            self._requested = (step, self.checkpointer.save(step, metrics))
+        if is_best and not self._requested[1]:
+            state.best_model_checkpoint = best
+        elif is_best and self._trainer.args.load_best_model_at_end:
             self._keep_best()
 
     def _keep_best(self) -> None:
@@ -222,8 +249,8 @@ class _Run:
             self._upload.join(BEST_S)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # rank 0 has waited for the upload
-        best = self._trainer.state.best_global_step
-        log.info("loading the model of step %s, the best one", best)
+        best = int(str(self._trainer.state.best_model_checkpoint).rpartition("@")[2])
+        log.info("loading the model of step %d, the best one", best)
         run = open_run(self.checkpointer.where, self.checkpointer.options.storage_options)
         run.load(into={"model": self._trainer.model_wrapped}, step=best)
 
@@ -248,15 +275,28 @@ class _StateItem(Item):
 
 
 class _Cadence(TrainerCallback):  # type: ignore[misc]
-    """Asks for a save where the coordinator has announced one."""
+    """Asks for a save where the run's cadence does; after the last step of an epoch, behind its evaluation.
 
-    def __init__(self, checkpointer: Checkpointer) -> None:
-        self._checkpointer = checkpointer
+    Transformers goes on from such a step with the next epoch, and does not repeat the end of the last one.
+    """
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> Any:
-        if self._checkpointer.due(state.global_step, by_default=args.save_strategy == "no"):
+        is_due = self._run.is_due(state.global_step, by_default=args.save_strategy == "no")
+        if is_due and not _is_at_epoch_end(state):
             control.should_save = True
         return control
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> Any:
+        if self._run.due_step == state.global_step and _is_at_epoch_end(state):
+            control.should_save = True
+        return control
+
+
+def _is_at_epoch_end(state: TrainerState) -> bool:
+    return state.epoch is not None and state.epoch % 1 == 0
 
 
 def _metrics(state: TrainerState) -> dict[str, float]:
