@@ -263,7 +263,8 @@ class _Wanted:
         saved = row.slice
         assert saved is not None
         try:
-            return item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
+            with torch.inference_mode(False):  # an optimizer cannot change an inference tensor later
+                return item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
         except RuntimeError as error:  # torch has no class for lack of memory on the CPU
             if isinstance(error, CheckpointError):
                 raise

@@ -200,6 +200,17 @@ def test_tensors_are_restored_in_place(tmp_path: Path) -> None:
     assert second.everything() == first.everything()
 
 
+def test_training_goes_on_after_a_restore_in_inference_mode(tmp_path: Path) -> None:
+    run = Training()
+    run.train(1)
+    saved = Saved(tmp_path).save(run.items)
+    losses = run.train(3)
+    there = Training()
+    with torch.inference_mode():
+        saved.load(there.items)
+    assert there.train(3) == losses
+
+
 def test_every_byte_is_read_once_and_counted(tmp_path: Path) -> None:
     training = Training()
     training.train(1)
