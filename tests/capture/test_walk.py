@@ -66,7 +66,8 @@ def test_stateful_items_are_named_by_rank() -> None:
     assert walked.trees["sampler"]["order"] == TensorRef("rank2.sampler.order")
 
 
-def test_every_dtype_is_of_the_format() -> None:
+def test_the_dtypes_are_those_of_the_format() -> None:
+    assert set(DTYPE_NAMES.values()) == set(ITEMSIZE)
     for dtype, name in DTYPE_NAMES.items():
         assert torch.empty(1, dtype=dtype).element_size() == ITEMSIZE[name]
 
