@@ -279,6 +279,7 @@ class RunOptions:
     def __post_init__(self) -> None:
         for option in fields(self):
             self._check_type(option.name, option.type)
+        self._need("restore_timeout_s", self.restore_timeout_s > 0, "a number of seconds above 0")
         budget = self.overhead_budget
         self._need("overhead_budget", _is_number(budget) and 0 < budget < 1, "a fraction above 0 and below 1")
         is_known = self.resume in ("auto", "never", "must") or resume_step(self.resume) is not None
@@ -358,6 +359,7 @@ class RunOptions:
                 good = _is_whole(k, 2) and k <= MAX_PARITY_DATA and _is_whole(m, 1) and m <= MAX_PARITY
             case _:
                 good = False
+        good = good and isinstance(self.parity, tuple)
         wanted = f"(k, m) with k from 2 to {MAX_PARITY_DATA} and m from 1 to {MAX_PARITY}, such as (6, 2)"
         self._need("parity", good, f"{wanted}, or to None")
         if self.replicas > 1:

@@ -82,6 +82,8 @@ def test_the_defaults_are_good_and_so_is_everything_at_once() -> None:
         ("repair_bytes_per_s", 0),
         ("scrub_bytes_per_s", 1.5),
         ("resume", "yes"),
+        ("restore_timeout_s", 0),
+        ("parity", [6, 2]),
     ],
 )
 def test_an_impossible_option_is_refused_by_name(option: str, value: Any) -> None:
