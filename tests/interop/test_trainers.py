@@ -162,7 +162,7 @@ def test_the_end_of_an_epoch_is_saved_once_behind_its_evaluation(tmp_path: Path)
     first = connect(every_steps=3)
     whole = evaluated(tmp_path, first, **epochs)
     assert [sealed.attempt.step for sealed in first.sealed] == [3, 6, 9, 12]
-    assert ["eval_loss" in sealed.metrics for sealed in first.sealed] == [False, True, False, True]
+    assert ["eval_loss" in (sealed.metrics or {}) for sealed in first.sealed] == [False, True, False, True]
     resumed = evaluated(tmp_path, first.resumed(tmp_path, 6), **epochs)
     logged = [[e["eval_loss"] for e in t.state.log_history if "eval_loss" in e] for t in (whole, resumed)]
     assert logged[0] == logged[1] and len(logged[0]) == 2, "an evaluation is neither lost nor repeated"
