@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback
 
 from ray_ckpt.capture.items import Item
@@ -39,12 +40,14 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         require("lightning", extra="lightning")
         self._module = module
         self._checkpointer: Checkpointer | None = None
+        self._position: _PositionItem | None = None
         self._step = 0  # the last one that was passed to the Checkpointer
-        self._is_deferred = False  # its save follows the validation that is due
+        self._deferred: Literal["", "validation", "epoch"] = ""  # the end of which its save follows
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Go behind the other callbacks, so that a save has what they did in the same step."""
-        trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
+        others = [each for each in trainer.callbacks if each is not self and not isinstance(each, _Between)]
+        trainer.callbacks = [_Between(self), *others, self]
 
     # -- restore -------------------------------------------------------------------------------------
 
@@ -55,6 +58,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
             raise ConfigError(
                 "This callback has served a fit.", hint="Give another Trainer another callback."
             )
+        self._position = _PositionItem(trainer, pl_module)
         self._checkpointer = Checkpointer(**self._items(trainer, pl_module))
         info = self._checkpointer.restore()
         self._step = info.step if info is not None else 0
@@ -74,10 +78,14 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
     def _items(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
         model = trainer.strategy.model if self._module is None else getattr(pl_module, self._module)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        found = {"model": model, "lightning": _PositionItem(trainer, pl_module)}
+        found = {"model": model, "lightning": self._position}
         for name, objects in (("optimizer", trainer.optimizers), ("scheduler", schedulers)):
             found |= {name if k == 0 else f"{name}_{k}": obj for k, obj in enumerate(objects)}
         return found
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._position is not None:
+            self._position.complete_load()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._checkpointer is not None:
@@ -90,20 +98,24 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
     ) -> None:
         """Save if a save is due; between two optimizer steps, as in accumulation, nothing is.
 
-        If a validation is due as well, the save follows it: Lightning does not repeat or begin a validation
-        of the step from which it resumes.
+        If a validation or the end of an epoch comes next, the save follows it: Lightning does not repeat or
+        begin these for the step from which it resumes.
         """
         if self._checkpointer is None or trainer.global_step == self._step:
             return
-        self._step = trainer.global_step
+        self._step, self._deferred = trainer.global_step, ""
         if self._checkpointer.due(self._step):
-            self._is_deferred = _validates_next(trainer)
-            if not self._is_deferred:
+            self._deferred = _next(trainer)
+            if not self._deferred:
                 self._checkpointer.save(self._step, _metrics(trainer))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._is_deferred and self._checkpointer is not None:
-            self._is_deferred = False
+        self._save_behind("validation", trainer)
+
+    def _save_behind(self, what: str, trainer: Any) -> None:
+        """Save the last step if its save was to follow `what`. After the last epoch, `finish` saves it."""
+        if self._deferred == what and self._checkpointer is not None:
+            self._deferred = ""
             self._checkpointer.save(self._step, _metrics(trainer))
 
     # -- end -----------------------------------------------------------------------------------------
@@ -121,6 +133,16 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
             self._checkpointer.close()
 
 
+class _Between(Callback):  # type: ignore[misc]
+    """Saves between two epochs, before the other callbacks begin the next one."""
+
+    def __init__(self, saves: CheckpointCallback) -> None:
+        self._saves = saves
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._saves._save_behind("epoch", trainer)
+
+
 class _PositionItem(Item):
     """The state of Lightning itself, each rank's own."""
 
@@ -128,14 +150,21 @@ class _PositionItem(Item):
 
     def __init__(self, trainer: Any, pl_module: Any) -> None:
         self._trainer, self._pl_module = trainer, pl_module
+        self._metrics: Mapping[str, float] | None = None  # restored; None: none were saved
+        self._is_step_open = False  # the restored step has not moved its schedulers on plateaus
 
     def tree(self) -> Any:
-        trainer = self._trainer
+        trainer, fit_loop = self._trainer, self._trainer.fit_loop.state_dict()
+        is_cut = not fit_loop["epoch_loop.batch_progress"]["is_last_batch"]  # as by max_steps
+        for counts in fit_loop["epoch_progress"].values():
+            counts["ready"] = counts["started"]  # between two epochs, the next one is ready
+            if is_cut and 0 < counts["started"] == counts["completed"]:
+                counts["processed"] = counts["completed"] = counts["started"] - 1
         callbacks = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
         dumped: dict[str, Any] = {
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
-            "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+            "loops": {"fit_loop": fit_loop},
             "callbacks": {key: state for key, state in callbacks.items() if state},
         }
         for callback in trainer.callbacks:
@@ -145,6 +174,7 @@ class _PositionItem(Item):
             "dumped": dumped,
             "precision": trainer.precision_plugin.state_dict(),
             "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
+            "metrics": {name: float(value) for name, value in _metrics(trainer).items()},
         }
 
     def load(self, tree: Mapping[str, Any]) -> None:
@@ -158,15 +188,41 @@ class _PositionItem(Item):
             trainer.precision_plugin.load_state_dict(tree["precision"])
         if tree["datamodule"] and trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(tree["datamodule"])
-        trainer.fit_loop.load_state_dict(dumped["loops"]["fit_loop"])
+        loop, saved = trainer.fit_loop, dumped["loops"]["fit_loop"]
+        loop.load_state_dict(saved)
+        self._metrics = tree.get("metrics")
+        epochs, batches = saved["epoch_progress"]["total"], saved["epoch_loop.batch_progress"]
+        if epochs["completed"] == epochs["started"] and batches["is_last_batch"]:
+            loop._restarting = True  # else Lightning does not load the states of loaders between epochs
+            loop.epoch_loop.restarting = False  # else the next epoch is taken for the last one, and is over
+        self._is_step_open = batches["total"]["completed"] < batches["total"]["processed"]
+
+    def complete_load(self) -> None:
+        """Load what Lightning clears when it begins: the metrics that schedulers and callbacks watch.
+
+        With them the end of a resumed epoch is as that of any other, plateaus included.
+        """
+        if self._metrics is not None:
+            trainer, metrics, self._metrics = self._trainer, self._metrics, None
+            connector, device = trainer._logger_connector, trainer.strategy.root_device
+            require("lightning", extra="lightning", owner=connector, names=("_callback_metrics",))
+            require("lightning", extra="lightning", owner=trainer.fit_loop, names=("_restarting",))
+            for name, value in metrics.items():
+                connector._callback_metrics.setdefault(name, torch.tensor(value, device=device))
+            trainer.fit_loop._restarting = False  # its last use is to leave out schedulers on plateaus
+            if self._is_step_open:
+                trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
 
 
-def _validates_next(trainer: Any) -> bool:
-    """Return whether a validation follows the batch that ends."""
+def _next(trainer: Any) -> Literal["", "validation", "epoch"]:
+    """Return what ends after the batch that ends: its epoch, or a validation within the epoch."""
     loop = trainer.fit_loop
     require("lightning", extra="lightning", owner=loop, names=("_data_fetcher",))
-    require("lightning", extra="lightning", owner=loop.epoch_loop, names=("_should_check_val_fx",))
-    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+    names = ("_num_ready_batches_reached", "_should_check_val_fx")
+    require("lightning", extra="lightning", owner=loop.epoch_loop, names=names)
+    if loop.epoch_loop._num_ready_batches_reached():
+        return "epoch"
+    return "validation" if loop.epoch_loop._should_check_val_fx(loop._data_fetcher) else ""
 
 
 def _metrics(trainer: Any) -> dict[str, Any]:

@@ -1,0 +1,159 @@
+"""Trainings with Lightning that resume at the end of an epoch, or with schedulers that watch a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers.logger import Logger
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ray_ckpt
+from ray_ckpt.config import RunOptions
+from ray_ckpt.trainer.connection import Connection, set_connection
+from tests.capture.local import LocalLink
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*ended before the epoch ended"),
+]
+EPOCH, TOTAL = 4, 12
+
+
+@pytest.fixture(autouse=True)
+def disconnect() -> Iterator[None]:
+    yield
+    set_connection(Connection())
+
+
+def new_run(every_steps: int) -> LocalLink:
+    return LocalLink(RunOptions(memory="single", max_block_s=10.0, every_steps=every_steps))
+
+
+class Rows(Logger):  # type: ignore[misc]
+    """Keeps what is logged, with its step."""
+
+    name, version = "rows", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Watched(pl.LightningModule):  # type: ignore[misc]
+    """A model whose rate falls at each look at a metric; `seen` has what happened, with the rate."""
+
+    def __init__(self, interval: str, monitor: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Linear(2, 1)
+        self.interval, self.monitor = interval, monitor
+        self.seen: list[tuple[Any, ...]] = []
+
+    def note(self, what: str, *values: Any) -> None:
+        self.seen.append((self.global_step, what, self.current_epoch, *values))
+
+    def on_train_epoch_start(self) -> None:
+        self.note("begin")
+
+    def on_train_epoch_end(self) -> None:
+        self.note("end")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.note("train", batch_idx, float(loss.detach()), self.optimizers().param_groups[0]["lr"])
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+        self.log("val_loss", loss)
+        self.note("validate", float(loss))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        watched = {"scheduler": scheduler, "interval": self.interval, "monitor": self.monitor}
+        return {"optimizer": optimizer, "lr_scheduler": watched}
+
+
+def fit(
+    link: LocalLink, *, interval: str = "epoch", monitor: str = "val_loss", data: Any = None, **args: Any
+) -> tuple[Watched, list[tuple[int | None, dict[str, float]]]]:
+    set_connection(Connection(link=link))
+    rows: Any = list(torch.randn(2 * EPOCH, 2, generator=torch.Generator().manual_seed(7)))
+    stops = [EarlyStopping("val_loss", patience=99)] if interval == "epoch" else []
+    logger, model = Rows(), Watched(interval, monitor)
+    pl.Trainer(
+        **args,
+        accelerator="cpu",
+        devices=1,
+        use_distributed_sampler=False,
+        callbacks=[ray_ckpt.lightning.CheckpointCallback(), *stops],
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=logger,
+    ).fit(model, data or DataLoader(rows, batch_size=2), DataLoader(rows[:2], batch_size=2))
+    return model, logger.rows
+
+
+@pytest.mark.parametrize("length", [{"max_epochs": TOTAL // EPOCH}, {"max_steps": TOTAL}], ids=str)
+def test_a_save_of_the_last_step_of_an_epoch_follows_its_end(tmp_path: Path, length: dict[str, Any]) -> None:
+    first = new_run(EPOCH)
+    whole, logged = fit(first, **length)
+    assert [sealed.attempt.step for sealed in first.sealed] == [EPOCH, 2 * EPOCH, TOTAL]
+    assert all({"val_loss", "loss_epoch"} <= set(sealed.metrics or ()) for sealed in first.sealed)
+    resumed, rest = fit(first.resumed(tmp_path, EPOCH), **length)
+    begin = whole.seen.index((EPOCH, "begin", 1))
+    assert resumed.seen == whole.seen[begin:], "with the same rates, and each hook once"
+    assert rest == [row for row in logged if row[0] is not None and row[0] >= EPOCH]
+
+
+def test_a_run_that_ended_with_an_epoch_is_extended_by_the_next_one(tmp_path: Path) -> None:
+    whole, logged = fit(new_run(99), max_epochs=3)
+    first = new_run(99)
+    fit(first, max_epochs=1)
+    resumed, rest = fit(first.resumed(tmp_path, EPOCH), max_epochs=3)
+    assert resumed.seen == whole.seen[whole.seen.index((EPOCH, "begin", 1)) :]
+    assert rest == [row for row in logged if row[0] is not None and row[0] >= EPOCH]
+
+
+def test_a_run_that_ended_within_an_epoch_is_extended_in_this_epoch(tmp_path: Path) -> None:
+    first = new_run(99)
+    watch = {"interval": "step", "monitor": "loss_step"}
+    fit(first, max_steps=2, **watch)
+    resumed, _ = fit(first.resumed(tmp_path, 2), max_steps=2 * EPOCH, **watch)
+    steps = [(step, epoch) for step, what, epoch, *_ in resumed.seen if what == "train"]
+    assert steps == [(2, 0), (3, 0), (4, 1), (5, 1), (6, 1), (7, 1)]
+
+
+@pytest.mark.parametrize("monitor", ["loss_step", "val_loss"])
+def test_a_scheduler_that_watches_each_step_is_moved_once_for_each(tmp_path: Path, monitor: str) -> None:
+    def data() -> Any:
+        rows: Any = list(torch.randn(8, 2, generator=torch.Generator().manual_seed(7)))
+        sampler = ray_ckpt.GlobalBatchSampler(8, global_batch=2, rank=0, world_size=1, num_batches=TOTAL)
+        return sampler.batches(DataLoader(rows, batch_sampler=sampler))
+
+    args: dict[str, Any] = {"interval": "step", "monitor": monitor, "max_steps": TOTAL}
+    args |= {"val_check_interval": 1} if monitor == "val_loss" else {"limit_val_batches": 0}
+    first = new_run(3)
+    whole, _ = fit(first, data=data(), **args)
+    resumed, _ = fit(first.resumed(tmp_path, 3), data=data(), **args)
+    trained = [[each for each in model.seen if each[1] == "train"] for model in (whole, resumed)]
+    assert trained[1] == trained[0][3:]
