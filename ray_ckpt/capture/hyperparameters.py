@@ -390,7 +390,8 @@ def _restored(live: Any, value: Any) -> Any:
         with torch.no_grad():
             return live.copy_(torch.as_tensor(value))
     if isinstance(live, tuple | list):
-        return type(live)([_restored(*pair) for pair in zip(live, value, strict=True)])
+        make = getattr(type(live), "_make", type(live))  # a named tuple takes its fields one by one
+        return make([_restored(*pair) for pair in zip(live, value, strict=True)])
     return copy.deepcopy(value)
 
 
@@ -418,18 +419,21 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Compare two plain values; a tensor equals its number, a tuple an equal list."""
+    """Compare two plain values; a tensor equals its number, a tuple an equal list, NaN another NaN."""
     for tensor, value in ((one, other), (other, one)):
         if isinstance(tensor, torch.Tensor):
             if not isinstance(value, torch.Tensor | Number):
                 return False
-            a, b = (torch.as_tensor(v, dtype=tensor.dtype, device="cpu") for v in (tensor, value))
-            return torch.equal(a, b)
+            try:
+                a, b = (torch.as_tensor(v, dtype=tensor.dtype, device="cpu") for v in (tensor, value))
+            except (TypeError, ValueError, RuntimeError):  # the dtype cannot hold this number
+                return False
+            return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
     if _is_sequence(one) and _is_sequence(other):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return bool(one == other)
+    return bool(one == other) or bool(one != one and other != other)
 
 
 def _number(value: Any) -> Any:
