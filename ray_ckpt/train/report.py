@@ -20,7 +20,8 @@ import ray.train
 import ray.train.collective
 
 from ray_ckpt.actors.messages import RunSpec
-from ray_ckpt.train.pointers import POINTER_FILE, Pointer
+from ray_ckpt.errors import NewerFormat
+from ray_ckpt.train.pointers import MAX_POINTER_BYTES, POINTER_FILE, Pointer
 from ray_ckpt.types import AttemptId
 
 log = logging.getLogger("ray_ckpt")
@@ -115,15 +116,31 @@ class PointerReporter:
 
 
 def _write(storage: Any, pointer: Pointer) -> bool:
-    """Write the pointer; return False if the pointer exists already."""
+    """Write the pointer; return False if a complete pointer exists already."""
     files = storage.storage_filesystem
     folder = storage.build_checkpoint_path_from_name(pointer.directory)
     path = f"{folder}/{POINTER_FILE}"
-    if files.get_file_info(path).type != pyarrow.fs.FileType.NotFound:
+    if _is_written(files, path):
         return False
     files.create_dir(folder, recursive=True)
     with files.open_output_stream(path) as stream:
         stream.write(pointer.encode())
+    return True
+
+
+def _is_written(files: pyarrow.fs.FileSystem, path: str) -> bool:
+    """Return whether a complete pointer exists: a part of one, left by a crash, was never reported."""
+    kind = files.get_file_info(path).type
+    if kind != pyarrow.fs.FileType.File:
+        return bool(kind != pyarrow.fs.FileType.NotFound)
+    with files.open_input_stream(path) as stream:
+        data = stream.read(MAX_POINTER_BYTES)
+    try:
+        Pointer.decode(data, files.type_name)
+    except NewerFormat:
+        return True
+    except (ValueError, RecursionError):
+        return False
     return True
 
 
