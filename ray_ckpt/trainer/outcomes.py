@@ -150,8 +150,8 @@ class Outcomes:
         self._stats.saved += 1
 
     def in_flight(self, step: int) -> AttemptId | None:
-        """Return this rank's newest save of `step` whose outcome is open."""
-        found = (p.attempt for p in reversed(self.pending) if not p.outcome.done())
+        """Return this rank's newest save of `step` whose outcome is open; for any thread."""
+        found = (p.attempt for p in reversed(tuple(self.pending)) if not p.outcome.done())
         return next((attempt for attempt in found if attempt.step == step), None)
 
     def count_wait(self, seconds: float) -> None:

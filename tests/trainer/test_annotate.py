@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from torch import nn
 
 from ray_ckpt.actors import client as service
 from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
+from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.trainer.checkpointer import Checkpointer
+from ray_ckpt.trainer.outcomes import PendingSave
 from tests.capture.local import LocalLink
 
 
@@ -64,6 +68,22 @@ def test_a_save_that_is_on_its_way_is_named_and_one_that_has_ended_is_not() -> N
         ckpt.annotate(5, metrics={"loss": 1.0})
         named = [attempt.step if attempt else None for _, _, attempt, _ in link.annotated]
     assert named == [5, None, None]
+
+
+def test_a_save_that_another_thread_begins_meanwhile_costs_no_metrics() -> None:
+    class Busy(Future[SaveOutcome]):
+        def done(self) -> bool:
+            pending.append(pending[0])
+            return False
+
+    with trained() as (ckpt, link):
+        ckpt.save(5)
+        pending = ckpt._outcomes.pending
+        busy = PendingSave(attempt=replace(pending[0].attempt, step=6), metrics={}, outcome=Busy())
+        pending.append(busy)
+        ckpt.annotate(5, metrics={"loss": 1.0})
+        pending.remove(busy)
+    assert [(step, attempt and attempt.step) for step, _, attempt, _ in link.annotated] == [(5, 5)]
 
 
 @pytest.mark.parametrize("how", ["at once", "later", "no numbers' mapping"])
