@@ -91,6 +91,17 @@ class Snapshot:
             running.end(self)
         self._waited(time.monotonic() - start_s)
 
+    def wait(self) -> None:
+        """Wait until nothing is copied any more, as before the target's memory is given up.
+
+        A copy that training has given up is not waited for again.
+        """
+        if self._is_abandoned:
+            return
+        self.before_change()
+        for _, _, event in self.device_copied:
+            event.synchronize()
+
     def judge(self) -> None:
         """Check for changes if all slices are copied; called by the training thread between operations."""
         if self.host_copied.is_set() and not self.device_copied:

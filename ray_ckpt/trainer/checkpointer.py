@@ -30,7 +30,6 @@ from ray_ckpt.errors import (
     ConfigError,
     NotConnected,
     RunConflict,
-    ServiceError,
     named_text,
     text_of,
 )
@@ -535,8 +534,6 @@ class Checkpointer:
                 raise
             except (CheckpointError, OSError) as error:
                 self.stats.dropped += 1
-                if isinstance(error, ServiceError | OSError):
-                    saver.lose_agent()
                 outcomes.skip(attempt, text_of(error))
             except Exception as error:  # no memory for a copy, or a state_dict that raises: training goes on
                 self.stats.dropped += 1

@@ -25,7 +25,7 @@ from ray_ckpt.capture.replica_watch import ReplicaWatch
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 from ray_ckpt.capture.still import StillSlices
 from ray_ckpt.capture.walk import LiveSlice, Walked
-from ray_ckpt.errors import ConfigError, InsufficientSpace, Unavailable, text_of
+from ray_ckpt.errors import ConfigError, InsufficientSpace, ServiceError, Unavailable, text_of
 from ray_ckpt.format.shard import RankLayout
 from ray_ckpt.trainer.handoff import CopyPlan, Handoff, SaveBuffer, SaveParts, SharedDigest
 from ray_ckpt.trainer.link import ArenaGrant, SaveLink
@@ -138,6 +138,8 @@ class Saver:
         return grant is not None and (self._is_stream or layout.size_bytes <= grant.size_bytes)
 
     def _forget_buffers(self) -> None:
+        if self._snapshot is not None and self._is_ours():
+            self._snapshot.wait()
         self._grant = self._snapshot = None
         for buffer in self._buffers:
             buffer.target.mapping.give_up()
@@ -184,14 +186,21 @@ class Saver:
         """Start the capture of this rank's slices; a buffer must be free.
 
         Returns when everything that may change before the next optimizer step has been copied. Raises
-        CheckpointError or OSError for a failure before the return. A later failure drops only this attempt
-        and is reported to the agent.
+        CheckpointError or OSError for a failure before the return, and gives up the memory if the agent may
+        be the cause. A later failure drops only this attempt and is reported to the agent.
         """
         if not self._is_ours():
             raise ConfigError(
                 "This Checkpointer belongs to the process that this one was forked from.",
                 hint="Save from the process that restored.",
             )
+        try:
+            self._start(walked, parts)
+        except (ServiceError, OSError):
+            self.lose_agent()
+            raise
+
+    def _start(self, walked: Walked, parts: SaveParts) -> None:
         self.settle()
         self._stall_s = None
         plan, has_still = self._prepared(walked)

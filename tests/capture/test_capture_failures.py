@@ -234,6 +234,30 @@ def test_whatever_a_capture_raises_training_goes_on(
     assert list(small.link.files) == [2]
 
 
+@pytest.mark.parametrize("error", [OSError("no such position"), Unavailable("the store is away")])
+def test_an_error_of_a_users_object_does_not_cost_the_memory_of_the_agent(error: Exception) -> None:
+    class Loader:
+        error: Exception | None = None
+
+        def state_dict(self) -> dict[str, int]:
+            if self.error is not None:
+                raise self.error
+            return {"position": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    link, loader = LocalLink(options()), Loader()
+    ckpt = Checkpointer(link=link, model=nn.Linear(4, 4), loader=loader)
+    ckpt.restore()
+    assert ckpt.save(1)
+    loader.error = error
+    assert not ckpt.save(2) and str(error) in link.skipped[2]
+    loader.error = None
+    assert ckpt.save(3)
+    ckpt.close()
+    assert (link.recovered, len(link.grants), list(link.files)) == (0, 1, [1, 3])
+
+
 def test_after_an_interrupted_save_the_agent_gets_the_layout_again(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 import ray_ckpt.capture.snapshot as snapshot_module
 from ray_ckpt.capture import overlap_guard as guard
+from ray_ckpt.capture.arena import Mapping
 from ray_ckpt.config import RunOptions
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink
@@ -205,4 +206,20 @@ def test_a_blocking_save_copies_nothing_on_the_device(
     assert not guard.running._copies
     run.forward(2)
     run.step(2)
+    run.check(1)
+
+
+def test_memory_is_not_given_up_while_a_device_copies_into_it(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(device)
+    run.forward(1)
+    run.step(1)
+    run.ckpt.save(1)
+    saver = run.ckpt._saver
+    assert saver is not None and saver._snapshot is not None
+    (copied,), pending = [event.passed for _, _, event in saver._snapshot.device_copied], []
+    monkeypatch.setattr(Mapping, "give_up", lambda mapping: pending.append(not copied.is_set()))
+    saver.lose_agent()
+    assert pending == [False]
     run.check(1)
