@@ -187,6 +187,14 @@ DAMAGES: dict[str, tuple[Any, type[CheckpointError], str]] = {
         CorruptionError,
         "rank_0.pt is damaged: .* the local",
     ),
+    "names alike": (
+        lambda d: [
+            _resave(path, lambda state: state.update({"_orig_mod.count": torch.tensor(4)}))
+            for path in d.glob("model_*")
+        ],
+        ConfigError,
+        "rank_0.pt has several tensors with the name count",
+    ),
     "hostile": (lambda d: torch.save({"w": Evil()}, model_file(d)), ConfigError, "has builtins.exec, which"),
 }
 

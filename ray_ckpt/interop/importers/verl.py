@@ -116,8 +116,11 @@ def _trees(values: RankValues, paths: Mapping[str, Path]) -> Iterator[tuple[str,
     """Yield the items of a rank."""
     model = TorchArchive(paths["model"], form="verl")
     with interpreting(str(paths["model"])):
-        state = _dict(model.value())
-        named = {clean_name(str(name)): value for name, value in state.items()}
+        named: dict[str, Any] = {}
+        for full, value in _dict(model.value()).items():
+            if (name := clean_name(str(full))) in named:
+                raise ConfigError(f"{paths['model']} has several tensors with the name {name}.", name=name)
+            named[name] = value
         yield MODEL, values.take(named, model, (MODEL,))
     if "optim" in paths:
         optimizer = TorchArchive(paths["optim"], form="verl")
