@@ -4,6 +4,7 @@
     |- ConfigError (ValueError)          an option, a path or the environment is wrong
     |  |- StorageNotShared               the storage path is not the same place on every node
     |  |- StoragePathError               the storage path cannot be written, read or used for commits
+    |  |- NoRun                          there is no run at a path, or it has not started
     |  |- StagingError                   a node's staging folder cannot be used
     |  |- NotConnected (RuntimeError)    a Checkpointer has neither callback nor connection
     |- StateError (TypeError)            the training state cannot be stored
@@ -64,6 +65,10 @@ class StorageNotShared(ConfigError):
 
 class StoragePathError(ConfigError):
     """The storage path cannot be written, read or used for commits."""
+
+
+class NoRun(ConfigError):
+    """There is no run at a path, or it has not started."""
 
 
 class StagingError(ConfigError):

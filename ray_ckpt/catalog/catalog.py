@@ -33,7 +33,7 @@ from ray_ckpt.catalog.tables import (
     slices_table,
 )
 from ray_ckpt.core.history import SessionInfo
-from ray_ckpt.errors import CheckpointError, ConfigError, FormatError, missing_package
+from ray_ckpt.errors import CheckpointError, ConfigError, FormatError, NoRun, missing_package
 from ray_ckpt.format import names
 from ray_ckpt.location import Location, StoragePath, locate, without_tilde
 from ray_ckpt.storage.checkpoint_files import readable
@@ -71,8 +71,8 @@ class Catalog:
     `catalog[30]` is the durable checkpoint, and a warning is logged. Iteration yields the live checkpoints in
     log order.
 
-    Raise ConfigError if there is no run at `path` or `path` cannot be opened, StoragePathError if the log
-    cannot be read, FormatError if the log is damaged.
+    Raise NoRun if there is no run at `path`, ConfigError if `path` cannot be opened, StoragePathError if the
+    log cannot be read, FormatError if the log is damaged.
     """
 
     def __init__(self, path: StoragePath, storage_options: Mapping[str, str] | None = None) -> None:
@@ -109,7 +109,7 @@ class Catalog:
                 path=self.where,
             )
         if history.next_seq == 0:
-            raise ConfigError(
+            raise NoRun(
                 f"The log in {self.where} has no records.", hint="The run has not started.", path=self.where
             )
         self._base, self._history, self._newest = base, history, tuple(record for record, _ in found)
@@ -461,7 +461,7 @@ def find_runs(path: StoragePath, storage_options: Mapping[str, str] | None = Non
 
 
 def _run_at(location: Location, storage_options: Mapping[str, str] | None) -> Location:
-    """Return the folder of the run at `location`. Raise ConfigError if it has no run."""
+    """Return the folder of the run at `location`. Raise NoRun if it has no run."""
     with readable(location):
         files = open_store(location, storage_options)[0]
         if (run := _run_in(location, files)) is not None:
@@ -472,7 +472,7 @@ def _run_at(location: Location, storage_options: Mapping[str, str] | None) -> Lo
     if found:
         listed = ", ".join(found[:_MAX_NAMED_RUNS])
         hint = f"It holds the runs {listed}{more}; open {location / found[0]}, for example."
-    raise ConfigError(f"There is no run at {location}.", hint=hint, path=str(location))
+    raise NoRun(f"There is no run at {location}.", hint=hint, path=str(location))
 
 
 def _runs_in(location: Location, files: FileStore) -> tuple[Location, ...]:

@@ -104,3 +104,15 @@ def test_the_log_decides_from_which_step_verl_resumes(
     assert f"step {steps[-1]} has no data.pt" in caplog.text
     (root / f"global_step_{steps[-1]}" / "data_0.pt").touch()
     assert latest_folder(settings, str(root)) == str(root / f"global_step_{steps[-1]}")
+
+
+def test_a_wrong_option_is_no_run_that_has_not_started(tmp_path: Path) -> None:
+    root = write_run(tmp_path).folder
+    settings = Settings(
+        storage_path="s3://bucket/runs", run=root.name, options={"storage_options": {"re": "x"}}
+    )
+    with pytest.raises(ConfigError, match="re"):
+        latest_folder(settings, str(root))
+    (root / "ray_ckpt/log").rename(root / "old")
+    (root / "ray_ckpt/log").mkdir()
+    assert latest_folder(Settings(), str(root)) is None, "its log has no records"

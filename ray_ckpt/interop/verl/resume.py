@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ray_ckpt.catalog.catalog import Catalog
-from ray_ckpt.errors import ConfigError, StoragePathError
+from ray_ckpt.errors import NoRun
 from ray_ckpt.interop.verl.settings import Settings, write_tracker
 
 log = logging.getLogger("ray_ckpt")
@@ -20,14 +20,13 @@ log = logging.getLogger("ray_ckpt")
 def committed_steps(settings: Settings, root: Path) -> Sequence[int]:
     """Return the steps to which the run can resume, the newest first; () if there is no run.
 
-    Raises StoragePathError if the log cannot be read, FormatError if it is damaged.
+    Raises ConfigError if an option is wrong, StoragePathError if the log cannot be read, FormatError if it is
+    damaged.
     """
     storage_path, run = settings.run_of(root)
     try:
         catalog = Catalog(f"{storage_path}/{run}", settings.options.get("storage_options"))
-    except StoragePathError:
-        raise
-    except ConfigError:  # the run has not started
+    except NoRun:
         return ()
     return [checkpoint.step for checkpoint in reversed(catalog.lineage)]
 
