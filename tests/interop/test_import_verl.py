@@ -142,6 +142,11 @@ def _resave(path: Path, change: Any) -> None:
     torch.save(value, path)
 
 
+def _named_alike(source: Path) -> None:
+    for path in source.glob("model_*"):
+        _resave(path, lambda state: state.update({"_orig_mod.count": torch.tensor(4)}))
+
+
 def _placed(source: Path, kind: str) -> None:
     def change(state: dict[str, Any]) -> None:
         spec = state["2.weight"]._spec
@@ -188,10 +193,7 @@ DAMAGES: dict[str, tuple[Any, type[CheckpointError], str]] = {
         "rank_0.pt is damaged: .* the local",
     ),
     "names alike": (
-        lambda d: [
-            _resave(path, lambda state: state.update({"_orig_mod.count": torch.tensor(4)}))
-            for path in d.glob("model_*")
-        ],
+        lambda d: _named_alike(d),
         ConfigError,
         "rank_0.pt has several tensors with the name count",
     ),
