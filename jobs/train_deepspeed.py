@@ -105,13 +105,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--name", default="deepspeed", help="run name")
-    parser.add_argument("--storage-path", default="~/ray_ckpt_runs", help="folder that all nodes share")
+    parser.add_argument(
+        "--storage-path", default="~/ray_ckpt_runs", help="folder that all nodes share, or s3://"
+    )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps in all")
     parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3), help="stage of ZeRO")
     parser.add_argument("--workers", type=int, default=2, help="number of ranks")
     parser.add_argument("--out", default=".", help="folder for the losses")
     args = parser.parse_args(argv)
-    storage = str(Path(args.storage_path).expanduser().absolute())
+    path = args.storage_path
+    storage = path if "://" in path else str(Path(path).expanduser().absolute())
     out = str(Path(args.out).absolute())
     build_trainer(args.name, storage, args.steps, out, stage=args.stage, workers=args.workers).fit()
     print(f"{args.steps} steps; ray-ckpt ls {storage}/{args.name}")

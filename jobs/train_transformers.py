@@ -79,7 +79,7 @@ def build_trainer(args: argparse.Namespace) -> TorchTrainer:
         scaling_config=ray.train.ScalingConfig(num_workers=args.workers),
         run_config=ray.train.RunConfig(
             name=args.name,
-            storage_path=str(Path(args.storage_path).expanduser().absolute()),
+            storage_path=args.storage_path,
             callbacks=[CheckpointCallback(keep_last=3)],
             failure_config=ray.train.FailureConfig(max_failures=3),
         ),
@@ -93,13 +93,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--name", default="transformers", help="run name")
-    parser.add_argument("--storage-path", default="~/ray_ckpt_runs", help="folder that all nodes share")
+    parser.add_argument(
+        "--storage-path",
+        type=absolute,
+        default="~/ray_ckpt_runs",
+        help="folder that all nodes share, or s3://",
+    )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps in all")
     parser.add_argument("--every", type=int, default=5, help="optimizer steps between two saves")
     parser.add_argument("--workers", type=int, default=2, help="number of workers")
     parser.add_argument("--fsdp", action="store_true", help="shard the model by FSDP2 in place of DDP")
     parser.add_argument("--out", default=".", help="folder for losses.json and model.pt")
     return parser.parse_args(argv)
+
+
+def absolute(path: str) -> str:
+    """Make a path absolute; a URL stays as it is."""
+    return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
