@@ -50,6 +50,8 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def prepare(out: Path) -> None:
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        sys.exit(f"{out} is not a folder, but a link or a file; choose another one with --out")
     if out.exists() and any(out.iterdir()) and not (out / MARKER).exists():
         sys.exit(f"{out} is not a folder of this demo and not empty; choose another one with --out")
     shutil.rmtree(out, ignore_errors=True)
