@@ -229,7 +229,14 @@ def test_a_checkpoint_with_a_bad_slice_in_every_copy_is_skipped_by_all_ranks(
     results = group.run(full_state, "rotten", storage, {})
     assert [r["step"] for r in results] == [4, 4]
     catalog = Catalog(f"{storage}/rotten")
-    assert any("restored step 4" in text for text in catalog.events()["text"].to_pylist())
+
+    def texts() -> list[str]:
+        catalog.refresh()
+        return list(catalog.events()["text"].to_pylist())
+
+    wait_until(
+        lambda: any("restored step 4" in text for text in texts()), texts
+    )  # recorded after the ranks go on
     first, *_, last = catalog.sessions
     assert first.ended is not None and first.ended.cause == "process" and first.ended.step == 6
     assert last.restored_at_s is not None and sum(last.read_bytes.values()) > 0
