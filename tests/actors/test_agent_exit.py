@@ -44,7 +44,9 @@ def exited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_refused: bool)
                     await agent.exit({})
             else:
                 await agent.exit(None)
-            await asyncio.sleep(0.01)
+            ended = asyncio.Event()
+            asyncio.get_running_loop().call_later(0, ended.set)  # behind the agent's own timer
+            await ended.wait()
             return Path(arena.buffers[0].path).exists() + page.exists()
         finally:
             run.memory.close()

@@ -368,8 +368,9 @@ def test_memory_of_a_call_that_is_cancelled_is_freed(monkeypatch: pytest.MonkeyP
             with pytest.raises(asyncio.CancelledError):
                 await opening
             may_go.set()
-        for _ in range(10):  # until the loop has the result
-            await asyncio.sleep(0)
-        assert not memory.arenas and not Path(made[0].buffers[0].path).exists()
+        async with asyncio.timeout(10):  # until the loop has the result
+            while Path(made[0].buffers[0].path).exists():
+                await asyncio.sleep(0)
+        assert not memory.arenas
 
     asyncio.run(story())
