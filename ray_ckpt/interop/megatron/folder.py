@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config, save_config
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
-from ray_ckpt.errors import ConfigError, UnsupportedItem
+from ray_ckpt.errors import ConfigError, UnsupportedItem, text_of
 from ray_ckpt.interop.dcp.session import current
 
 BACKEND, VERSION = "ray_ckpt", 1  # in metadata.json
@@ -90,18 +90,27 @@ def resume_folder(save_dir: str | os.PathLike[str]) -> str | None:
 
     None in a new run. All ranks call it, in a run, with torch.distributed initialized. The folder and the
     file latest_checkpointed_iteration.txt are written anew, since a run may have a newer checkpoint than
-    they name, or an older one. Raises NotConnected outside a run, OSError if `save_dir` cannot be written.
+    they name, or an older one. Raises NotConnected outside a run, OSError on all ranks if `save_dir` cannot
+    be written.
     """
     session = current()
     if not (step := session.step):
         return None
-    folder = Path(save_dir, f"iter_{step:07d}")
+    folder, failure = Path(save_dir, f"iter_{step:07d}"), None
     if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_reference(folder, session.where, step)
-        save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
-        _replace(Path(save_dir, TRACKER), str(step))
-    dist.barrier()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_reference(folder, session.where, step)
+            save_config(CheckpointingConfig(BACKEND, VERSION), str(folder))
+            _replace(Path(save_dir, TRACKER), str(step))
+        except Exception as error:
+            failure = error
+    problem = ["" if failure is None else text_of(failure)]
+    dist.broadcast_object_list(problem, src=0)  # the other ranks wait for the folder, or for the error
+    if failure is not None:
+        raise failure
+    if problem[0]:
+        raise OSError(f"Rank 0 cannot write {save_dir}: {problem[0]}")
     return str(folder)
 
 
