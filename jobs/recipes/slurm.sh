@@ -20,6 +20,9 @@ set -euo pipefail
 : "${RAY_AUTH_TOKEN:=$(python -c 'import secrets; print(secrets.token_hex(32))')}"  # srun passes it on
 export RAY_CKPT_STAGING RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 
+is_over=0
+trap 'is_over=1' USR1 TERM
+
 on() { # runs a command on a node, as a step of the job
     srun --nodes=1 --ntasks=1 --overlap --nodelist="$1" "${@:2}"
 }
@@ -39,11 +42,11 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 RAY_ADDRESS="$(address_of "${nodes[0]}"):$PORT"
 export RAY_ADDRESS
 
-newest() { # prints the step of the newest durable checkpoint, or 0
+newest() { # prints the step of the newest durable checkpoint from which the run may resume, or 0
     ray-ckpt ls "$RUN" --json 2>/dev/null | python -c '
 import json, sys
-steps = [each["step"] for each in json.load(sys.stdin)["checkpoints"] if each["level"] == "durable"]
-print(max(steps, default=0))' 2>/dev/null || echo 0
+known = [each for each in json.load(sys.stdin)["checkpoints"] if each["on_lineage"]]
+print(max((each["step"] for each in known if each["level"] == "durable"), default=0))' 2>/dev/null || echo 0
 }
 
 save() { # announce the end to Ray, and wait until a checkpoint from after that is durable
@@ -58,8 +61,6 @@ save() { # announce the end to Ray, and wait until a checkpoint from after that 
     echo "before the end: step $(newest) is durable"
 }
 
-is_over=0
-trap 'is_over=1' USR1 TERM
 start "${nodes[0]}" --head --port="$PORT" &
 until ray health-check --address "$RAY_ADDRESS" >/dev/null 2>&1; do
     kill -0 $! 2>/dev/null || { echo "the head has not started" >&2; exit 1; }
@@ -67,14 +68,20 @@ until ray health-check --address "$RAY_ADDRESS" >/dev/null 2>&1; do
 done
 for node in "${nodes[@]:1}"; do start "$node" --address="$RAY_ADDRESS" & done
 
+requeue() { # ends this job, which starts again and resumes
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
+}
+
+((is_over)) && requeue # the signal came before the driver
 "$@" &
 driver=$!
-status=0
-wait "$driver" || status=$? # a trapped signal ends the wait
+until ((is_over)) || ! kill -0 "$driver" 2>/dev/null; do sleep 1; done # a wait could miss the signal
 if ((is_over)); then
     save || true # without a save too, the job goes on from an older checkpoint
     kill -KILL "$driver" 2>/dev/null || true
-    scontrol requeue "$SLURM_JOB_ID" # ends this job, which starts again and resumes
-    exit 0
+    requeue
 fi
+status=0
+wait "$driver" || status=$?
 exit "$status" # Slurm ends the steps

@@ -276,3 +276,33 @@ def test_a_job_is_requeued_even_if_its_last_save_cannot_be_announced(tmp_path: P
     assert run_stubbed(tmp_path, drain, "bash", "-c", driver) == 0
     assert (tmp_path / "requeued").read_text() == "17\n"
     assert (tmp_path / "drained").read_text() == "01\n02\n"
+
+
+def test_a_job_that_is_over_before_its_driver_starts_is_requeued(tmp_path: Path) -> None:
+    signals = 'if [ "$1" = health-check ]; then kill -USR1 $PPID; fi'
+    assert run_stubbed(tmp_path, signals, "bash", "-c", "touch trained; exec /bin/sleep 60") == 0
+    assert (tmp_path / "requeued").read_text() == "17\n"
+    assert not (tmp_path / "trained").exists()
+
+
+def test_a_signal_while_the_driver_starts_is_not_lost(tmp_path: Path) -> None:
+    assert run_stubbed(tmp_path, "", "bash", "-c", "kill -USR1 $PPID; exec /bin/sleep 60") == 0
+    assert (tmp_path / "requeued").read_text() == "17\n"
+
+
+def test_the_exit_status_of_the_driver_is_that_of_the_job(tmp_path: Path) -> None:
+    assert run_stubbed(tmp_path, "", "bash", "-c", "exit 3") == 3
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_only_a_checkpoint_from_which_the_run_resumes_is_waited_for(tmp_path: Path) -> None:
+    rows = [(20, "durable", True), (30, "local", True), (90, "durable", False)]
+    listed = [{"step": step, "level": level, "on_lineage": here} for step, level, here in rows]
+    (tmp_path / "ls.json").write_text(json.dumps({"checkpoints": listed}))
+    (tmp_path / "ray-ckpt").write_text(f"#!/bin/sh\ncat {tmp_path}/ls.json\n")
+    (tmp_path / "ray-ckpt").chmod(0o755)
+    found = re.search(r"^newest\(\) \{.*?^\}", (RECIPES / "slurm.sh").read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    env = {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.defpath}", "RUN": "/runs/gpt"}
+    done = subprocess.run(["bash", "-c", f"{found[0]}; newest"], env=env, capture_output=True, text=True)
+    assert done.stdout == "20\n"
