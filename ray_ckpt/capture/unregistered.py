@@ -45,7 +45,8 @@ def find_gaps(objects: Mapping[str, object]) -> tuple[list[str], list[str]]:
     The search for missing objects finds schedulers of a registered optimizer, enabled GradScalers, optimizers
     of registered parameters, AveragedModels with the shapes of a registered module, torchdata
     StatefulDataLoaders, and DistributedSamplers that shuffle; it leaves out objects that a registered object
-    or another found object holds, since the holder saves them.
+    or another found object holds, since the holder saves them. An optimizer saves one inside it only if both
+    have the same state.
 
     The search examines every object that the collector tracks, in 0.1 s for a million. If the search finds
     something, it collects garbage (0.2 s) and starts again, to leave out objects that only a reference cycle
@@ -140,11 +141,16 @@ def _references(obj: Any) -> Iterable[Any]:
         return []
     if _is(obj, nn.Module):  # its state_dict has the state of its modules only
         return (child for child in obj.modules() if child is not obj)
-    if _is(obj, Optimizer):  # an optimizer may wrap another optimizer
-        return (child for child in vars(obj).values() if _is(child, Optimizer))
+    if _is(obj, Optimizer):  # it saves its own state, which may be that of an optimizer inside
+        return (inner for inner in _inner_optimizers(obj) if inner.state is obj.state)
     if _is(obj, LRScheduler):  # a scheduler does not save its optimizer
         return (child for child in vars(obj).values() if not _is(child, Optimizer))
     return gc.get_referents(obj)
+
+
+def _inner_optimizers(optimizer: Optimizer) -> list[Any]:
+    """Return the optimizers that an optimizer wraps."""
+    return [child for child in vars(optimizer).values() if _is(child, Optimizer)]
 
 
 def _is(obj: object, *classes: type) -> bool:
@@ -160,7 +166,7 @@ class _Owners:
         self.shapes: dict[tuple[torch.Size, ...], str] = {}
         for name, obj in objects.items():
             if isinstance(obj, Optimizer):
-                self.optimizers |= {id(o): name for o in (obj, *_children(obj))}
+                self.optimizers |= {id(o): name for o in (obj, *_inner_optimizers(obj))}
             elif isinstance(obj, nn.Parameter):
                 self.params[id(obj)] = name
             elif isinstance(obj, nn.Module):
@@ -175,7 +181,7 @@ def _phrase(suspect: Any, owners: _Owners) -> str | None:
         owner = owners.optimizers.get(id(suspect.optimizer))
         return owner and f"a learning-rate scheduler ({kind}) of the registered optimizer {owner!r}"
     if _is(suspect, Optimizer):
-        if any(id(inner) in owners.optimizers for inner in _children(suspect)):
+        if any(id(inner) in owners.optimizers for inner in _inner_optimizers(suspect)):
             return None
         params = (id(param) for group in suspect.param_groups for param in group["params"])
         owner = next((owners.params[param] for param in params if param in owners.params), None)

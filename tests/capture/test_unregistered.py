@@ -72,6 +72,31 @@ def test_a_scheduler_of_a_registered_optimizer_is_named(
     assert unregistered(objects | {"state": Holder(scheduler=scheduler)}) == []
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, with state of its own, as Lookahead and SAM."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+
+def test_an_optimizer_whose_state_the_registered_one_around_it_lacks_is_named(
+    objects: dict[str, object], optimizer: torch.optim.Optimizer
+) -> None:
+    around = Around(optimizer)
+    scheduler = lr_scheduler.StepLR(optimizer, 3)
+    registered = {"model": objects["model"], "optimizer": around, "scheduler": scheduler}
+    assert unregistered(registered) == ["an optimizer (AdamW) of parameters of the registered 'model'"]
+    assert unregistered(registered | {"inner": optimizer}) == []
+    del registered["scheduler"]
+    assert "a learning-rate scheduler (StepLR) of the registered optimizer 'optimizer'" in unregistered(
+        registered
+    )
+    around.state = optimizer.state
+    assert unregistered(registered | {"scheduler": scheduler}) == []
+
+
 def test_a_scheduler_of_a_strangers_optimizer_is_not() -> None:
     stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     scheduler = lr_scheduler.StepLR(stranger, 3)
