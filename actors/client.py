@@ -256,18 +256,18 @@ class RayLink:
         ticket: RestoreTicket = get_result(self._agent.get_ticket.remote(self._uid, self._named()), OPEN_S)
         return ticket
 
-    def whole_ticket(self, session: int) -> RestoreTicket:
-        call = self._agent.get_whole_ticket.remote(self._uid, session, self._named())
+    def whole_ticket(self, session_key: SessionKey) -> RestoreTicket:
+        call = self._agent.get_whole_ticket.remote(self._uid, session_key, self._named())
         ticket: RestoreTicket = get_result(call, OPEN_S)
         return ticket
 
-    def origin(self, session: int, epoch: int) -> RestoreTicket | None:
-        return None if self._origin is None else self._origin.ticket(session, epoch)
+    def origin(self, session_key: SessionKey) -> RestoreTicket | None:
+        return None if self._origin is None else self._origin.ticket(session_key)
 
-    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
+    def restored(self, session_key: SessionKey, report: RankRestore) -> Future[RestoreTicket | None]:
         agent, named = self._agent, self._named()
         report = replace(report, connected_at_s=self._connected_at_s)
-        answer = _future_of(agent.report_restored.remote(self._uid, session, report, named))
+        answer = _future_of(agent.report_restored.remote(self._uid, session_key, report, named))
         if self._rank == 0:
             answer.add_done_callback(lambda restored: self._keep_group(agent, restored))
         return answer
@@ -288,22 +288,22 @@ class RayLink:
         found: tuple[Awaited, ...] = get_result(self._agent.awaited_ranks.remote(self._uid), AWAITED_S)
         return found
 
-    def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
-        return _future_of(self._agent.await_barrier.remote(self._uid, session, self._rank, number))
+    def reach_barrier(self, session_key: SessionKey, number: int) -> Future[tuple[int, ...]]:
+        return _future_of(self._agent.await_barrier.remote(self._uid, session_key, self._rank, number))
 
     def fetch(
-        self, session: int, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
+        self, session_key: SessionKey, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
     ) -> SharedRows:
         shared: SharedRows = get_result(
-            self._agent.fetch.remote(self._uid, session, self._rank, wants, taken), CALL_S
+            self._agent.fetch.remote(self._uid, session_key, self._rank, wants, taken), CALL_S
         )
         return shared
 
     def reserve(self, size_bytes: int) -> None:
         get_result(self._agent.reserve.remote(self._uid, self._rank, size_bytes, self._named()), CALL_S)
 
-    def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
-        call = self._agent.open_arena.remote(self._uid, session, self._rank, size_bytes, named)
+    def open_arena(self, session_key: SessionKey, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+        call = self._agent.open_arena.remote(self._uid, session_key, self._rank, size_bytes, named)
         grant: ArenaGrant = get_result(call, CALL_S)
         return grant
 
@@ -321,20 +321,22 @@ class RayLink:
     def outcome(self, attempt: AttemptId, level: Level) -> Future[SaveOutcome]:
         return self._agent.await_outcome.remote(self._uid, attempt, level).future()  # type: ignore[no-any-return]
 
-    def ended(self, session: int) -> Future[CheckpointError]:
-        return self._agent.await_session_end.remote(self._uid, session).future()  # type: ignore[no-any-return]
+    def ended(self, session_key: SessionKey) -> Future[CheckpointError]:
+        return self._agent.await_session_end.remote(self._uid, session_key).future()  # type: ignore[no-any-return]
 
     def skip(self, attempt: AttemptId, reason: str) -> None:
         with contextlib.suppress(Unavailable):
             self._agent.skip.remote(self._uid, attempt, self._rank, reason)
 
-    def progress(self, session: int, progress: RankProgress) -> None:
+    def progress(self, session_key: SessionKey, progress: RankProgress) -> None:
         """Send progress; log what an earlier answer reports as missing on the storage path."""
         with contextlib.suppress(Unavailable, ray.exceptions.RayError):
             if self._answer is None:
-                self._answer = self._agent.report_progress.remote(self._uid, session, self._rank, progress)
+                self._answer = self._agent.report_progress.remote(
+                    self._uid, session_key, self._rank, progress
+                )
                 return
-            self._agent.report_progress.remote(self._uid, session, self._rank, progress)
+            self._agent.report_progress.remote(self._uid, session_key, self._rank, progress)
             if ray.wait([self._answer], timeout=0)[0]:
                 answer, self._answer = self._answer, None
                 missing = ray.get(answer)
@@ -353,11 +355,11 @@ class RayLink:
             if len(self._keeping) < MAX_KEEPING:
                 self._keeping.append(self._agent.keep_state.remote(self._uid, session_key, state))
 
-    def asked(self, session: int) -> Future[bool]:
-        return _future_of(self._agent.await_question.remote(self._uid, session))
+    def asked(self, session_key: SessionKey) -> Future[bool]:
+        return _future_of(self._agent.await_question.remote(self._uid, session_key))
 
-    def offer(self, session: int, step: int) -> Future[Salvage]:
-        return _future_of(self._agent.offer_survivor.remote(self._uid, session, self._rank, step))
+    def offer(self, session_key: SessionKey, step: int) -> Future[Salvage]:
+        return _future_of(self._agent.offer_survivor.remote(self._uid, session_key, self._rank, step))
 
     def annotate(self, step: int, metrics: Mapping[str, float], attempt: AttemptId | None) -> Future[None]:
         return self._agent.annotate.remote(self._uid, step, metrics, attempt).future()  # type: ignore[no-any-return]

@@ -49,31 +49,33 @@ class RankEndpoints:
         """
         return await (await self._runs.get(run_uid).current_restore()).ticket(named=named)
 
-    async def get_whole_ticket(self, run_uid: str, session: int, named: bool) -> RestoreTicket:
+    async def get_whole_ticket(self, run_uid: str, session_key: SessionKey, named: bool) -> RestoreTicket:
         """Return the ticket with the manifest of all nodes. RunSuperseded if the session is over."""
         run = self._runs.get(run_uid)
-        run.check_session(session)
+        run.check_session(session_key)
         return await require(run.restore).ticket(named=named, is_whole=True)
 
     async def fetch(
         self,
         run_uid: str,
-        session: int,
+        session_key: SessionKey,
         rank: int,
         wants: Mapping[RowKey, tuple[int, ...]],
         taken: tuple[RowKey, ...],
     ) -> SharedRows:
         """Read rows that several ranks of this node want, once for all these ranks."""
-        return await (await self._runs.get(run_uid).current_restore()).fetch(session, rank, wants, taken)
+        return await (await self._runs.get(run_uid).current_restore()).fetch(session_key, rank, wants, taken)
 
     async def report_restored(
-        self, run_uid: str, session: int, report: RankRestore, named: bool
+        self, run_uid: str, session_key: SessionKey, report: RankRestore, named: bool
     ) -> RestoreTicket | None:
         """Wait until all ranks have restored, or return a ticket that the rank restores instead."""
         run = self._runs.get(run_uid)
         if run.restore is not None:
             report = run.restore.completed(report)
-        is_over = await run.request(lambda token: RankRestored(token=token, session=session, report=report))
+        is_over = await run.request(
+            lambda token: RankRestored(token=token, session_key=session_key, report=report)
+        )
         return None if is_over else await self.get_ticket(run_uid, named)
 
     async def reserve(self, run_uid: str, rank: int, size_bytes: int, named: bool) -> None:
@@ -84,17 +86,17 @@ class RankEndpoints:
         self._runs.get(run_uid).reserve(rank, size_bytes, named=named)
 
     async def open_arena(
-        self, run_uid: str, session: int, rank: int, size_bytes: int, named: bool
+        self, run_uid: str, session_key: SessionKey, rank: int, size_bytes: int, named: bool
     ) -> ArenaGrant:
         """Make shared memory for a rank; it replaces the rank's earlier arena."""
         run = self._runs.get(run_uid)
-        run.check_session(session)
+        run.check_session(session_key)
         arena = await run.memory.open(
             rank,
             size_bytes,
             mode=run.spec.options.memory,
             named=named,
-            is_current=lambda: run.host.plan is not None and run.host.plan.session == session,
+            is_current=lambda: run.host.plan is not None and run.host.plan.session_key == session_key,
             pool=self._node.disk_io,
         )
         return arena.grant()
@@ -137,17 +139,17 @@ class RankEndpoints:
             )
             run.host.handle(kept)
 
-    async def await_question(self, run_uid: str, session: int) -> bool:
+    async def await_question(self, run_uid: str, session_key: SessionKey) -> bool:
         """Wait until the ranks of this node are asked for an offer. Return False if the session is over."""
         run = self._runs.get(run_uid)
-        asked: bool = await run.request(lambda token: AskAwaited(token=token, session=session))
+        asked: bool = await run.request(lambda token: AskAwaited(token=token, session_key=session_key))
         return asked
 
-    async def offer_survivor(self, run_uid: str, session: int, rank: int, step: int) -> Salvage:
+    async def offer_survivor(self, run_uid: str, session_key: SessionKey, rank: int, step: int) -> Salvage:
         """Take the offer of a rank for a salvage, and return the decision."""
         run = self._runs.get(run_uid)
         decided: Salvage = await run.request(
-            lambda token: SurvivorCame(token=token, session=session, rank=rank, step=step)
+            lambda token: SurvivorCame(token=token, session_key=session_key, rank=rank, step=step)
         )
         return decided
 
@@ -165,10 +167,12 @@ class RankEndpoints:
         )
         return outcome
 
-    async def await_session_end(self, run_uid: str, session: int) -> CheckpointError:
+    async def await_session_end(self, run_uid: str, session_key: SessionKey) -> CheckpointError:
         """Wait until the session is over, and return the reason."""
         run = self._runs.get(run_uid)
-        error: CheckpointError = await run.request(lambda token: EndAwaited(token=token, session=session))
+        error: CheckpointError = await run.request(
+            lambda token: EndAwaited(token=token, session_key=session_key)
+        )
         return error
 
     async def annotate(
@@ -191,23 +195,27 @@ class RankEndpoints:
     async def make_durable(self, run_uid: str) -> None:
         await self._node.request("make_durable", run_uid)
 
-    async def report_progress(self, run_uid: str, session: int, rank: int, progress: RankProgress) -> str:
+    async def report_progress(
+        self, run_uid: str, session_key: SessionKey, rank: int, progress: RankProgress
+    ) -> str:
         """Record the progress of a rank. For rank 0, return what is missing on the storage path, or ""."""
         run = self._runs.get(run_uid)
         if rank == 0 and run.missing_is_due():
             self._node.spawn(run.check_missing())
-        run.host.handle(RankProgressed(session=session, rank=rank, progress=progress))
+        run.host.handle(RankProgressed(session_key=session_key, rank=rank, progress=progress))
         return run.missing if rank == 0 else ""
 
     async def awaited_ranks(self, run_uid: str) -> tuple[Awaited, ...]:
         """Return the ranks that the group waits for, by the coordinator's last answer."""
         return self._runs.get(run_uid).host.awaited
 
-    async def await_barrier(self, run_uid: str, session: int, rank: int, number: int) -> tuple[int, ...]:
+    async def await_barrier(
+        self, run_uid: str, session_key: SessionKey, rank: int, number: int
+    ) -> tuple[int, ...]:
         """Wait at a barrier for all ranks of the group. Return the ranks that did not come."""
         run = self._runs.get(run_uid)
         missing: tuple[int, ...] = await run.request(
-            lambda token: RankMet(token=token, session=session, rank=rank, number=number)
+            lambda token: RankMet(token=token, session_key=session_key, rank=rank, number=number)
         )
         return missing
 

@@ -127,8 +127,7 @@ class SourceFinder:
     ) -> RestoreTicket:
         here = self._here(plan)
         return RestoreTicket(
-            session=plan.session,
-            epoch=plan.epoch,
+            session_key=plan.session_key,
             checkpoint=resume.checkpoint,
             manifest=memory.seal(),
             sources=self._all_sources(resume, found),

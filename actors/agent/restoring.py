@@ -16,7 +16,7 @@ from ray_ckpt.actors.agent.priority import yield_to_training
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.shared_reads import SharedReads
 from ray_ckpt.actors.threads import BriefThreads
-from ray_ckpt.core.values import SessionPlan
+from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.errors import CheckpointError, Unavailable, named_text
 from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.restore.reader import RestoreTicket, SharedRows
@@ -116,15 +116,20 @@ class NodeRestore:
 
     async def fetch(
         self,
-        session: int,
+        session_key: SessionKey,
         rank: int,
         wants: Mapping[RowKey, tuple[int, ...]],
         taken: tuple[RowKey, ...],
     ) -> SharedRows:
         """Read rows that several ranks of this node want, once for all of them; see `SharedReads.fetch`."""
         ticket = self._newest
-        if ticket is None or ticket.checkpoint is None or ticket.session != session or self._is_superseded:
-            raise Unavailable(f"Session {session} restores nothing here.")
+        if (
+            ticket is None
+            or ticket.checkpoint is None
+            or ticket.session_key != session_key
+            or self._is_superseded
+        ):
+            raise Unavailable(f"Session {session_key[1]} restores nothing here.")
         if self._shared is None:
             try:
                 self._shared = SharedReads(ticket, threads=self._threads)
@@ -152,7 +157,7 @@ class NodeRestore:
     async def _make_ticket(self, *, named: bool, is_whole: bool) -> RestoreTicket | None:
         """Make a ticket; None if this node's own fragment is wanted and does not suffice."""
         run, plan = self._run, self._plan
-        ticket = partial(RestoreTicket, session=plan.session, epoch=plan.epoch)
+        ticket = partial(RestoreTicket, session_key=plan.session_key)
         if plan.resume is None:
             return ticket(checkpoint=None)
         try:

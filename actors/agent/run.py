@@ -122,8 +122,8 @@ class NodeRun:
         """Return this node's part of the plan, else raise Unavailable."""
         return require(self.machine.here)
 
-    def check_session(self, session: int) -> None:
-        if self.require_plan().session != session:
+    def check_session(self, session_key: SessionKey) -> None:
+        if self.require_plan().session_key != session_key:
             raise RunSuperseded("A newer session owns this run.")
 
     def use(self, spec: RunSpec) -> None:

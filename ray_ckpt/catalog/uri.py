@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
 from ray_ckpt.catalog.load import open as open_run
 from ray_ckpt.config import RunOptions, is_uri
+from ray_ckpt.core.values import SessionKey
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names
 from ray_ckpt.location import Location
@@ -75,7 +76,7 @@ class Origin:
     storage: RemoteRef
     attempt: AttemptId
 
-    def ticket(self, session: int, epoch: int) -> RestoreTicket:
+    def ticket(self, session_key: SessionKey) -> RestoreTicket:
         """Return a ticket for a rank to read the checkpoint. Raise the errors of `CheckpointUri.open`."""
         run = open_run(
             Location.parse(self.storage.storage_path) / self.storage.run_name, dict(self.storage.options)
@@ -85,8 +86,7 @@ class Origin:
         source = (FileSource(tier="remote", where=self.uri),)
         files = {row.file for fragment in fragments for row in fragment.rows}
         return RestoreTicket(
-            session=session,
-            epoch=epoch,
+            session_key=session_key,
             checkpoint=opened.info,
             manifest=ListedRows(row for fragment in fragments for row in fragment.rows),
             sources=dict.fromkeys(files, source),

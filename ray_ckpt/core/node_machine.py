@@ -122,7 +122,7 @@ class NodeMachine:
         if last is None or last.session_key < event.plan.session_key:  # else the order is repeated
             self.is_released = self.is_finished = self._frees = False
             self._kept, self._offers = {}, {}
-            yield n.BeginSession(plan=event.plan, replaced=last.session if last is not None else None)
+            yield n.BeginSession(plan=event.plan, replaced=last.session_key if last is not None else None)
 
     def _on_session_ended(self, event: n.SessionEnded) -> Iterator[n.NodeEffect]:
         if self.plan is not None and self.plan.session_key > event.session_key:
@@ -131,14 +131,14 @@ class NodeMachine:
         for save in list(self._saves.values()):
             yield from self._settle(save.attempt, None, event.error, keep_files=True)
         self.plan = self.here = None
-        yield n.EndSession(session=event.session_key[1], error=event.error)
+        yield n.EndSession(session_key=event.session_key, error=event.error)
 
     def _on_run_released(self, event: n.RunReleased) -> Iterator[n.NodeEffect]:
         if self.plan is None or self.plan.session_key <= event.session_key:
             self._ended = max(self._ended, event.session_key)
             self.is_released, self.is_finished = True, event.is_finished
             error = RunSuperseded("The launcher has ended the run.")
-            yield n.EndSession(session=event.session_key[1], error=error)
+            yield n.EndSession(session_key=event.session_key, error=error)
             self._frees = True
             yield from self._free()
 
@@ -154,7 +154,7 @@ class NodeMachine:
             yield from self._settle(save.attempt, None, error, keep_files=True)
         plan, self.plan, self.here = self.plan, None, None
         if plan is not None:
-            yield n.EndSession(session=plan.session, error=error)
+            yield n.EndSession(session_key=plan.session_key, error=error)
         yield n.ForgetRun(kept=event.kept)
 
     def _on_shard_sealed(self, event: n.ShardSealed) -> Iterator[n.NodeEffect]:

@@ -402,7 +402,7 @@ class BeginSession:
     """Begin the session of a newer plan; callers that wait for the session before it get RunSuperseded."""
 
     plan: SessionPlan
-    replaced: int | None  # the session that was at work until now
+    replaced: SessionKey | None  # the session that was at work until now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,7 +414,7 @@ class FreeMemory:
 class EndSession:
     """Fail the callers that wait for a session here."""
 
-    session: int
+    session_key: SessionKey
     error: CheckpointError
 
 

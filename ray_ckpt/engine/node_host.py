@@ -14,7 +14,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.node_machine import NodeMachine
-from ray_ckpt.core.values import SessionPlan, Token
+from ray_ckpt.core.values import SessionKey, SessionPlan, Token
 from ray_ckpt.engine.node_ports import (
     AskAwaited,
     BarrierDue,
@@ -70,9 +70,11 @@ class NodeHost:
         self._held: list[OrderReceived] = []  # orders whose epoch is not durable yet
         self._persisting: int | None = None  # the epoch that is being written
         self._outcomes: dict[Token, OutcomeAwaited] = {}
-        self._ends: dict[Token, int] = {}  # callers that wait for the end of a session
+        self._ends: dict[Token, SessionKey] = {}  # callers that wait for the end of a session
         self._beginnings: list[Token] = []  # callers that wait for the first session
-        self._end: tuple[int, CheckpointError] | None = None  # the last session that is over, and the reason
+        self._end: tuple[SessionKey, CheckpointError] | None = (
+            None  # the last session that is over, and the reason
+        )
 
     @property
     def plan(self) -> SessionPlan | None:
@@ -108,8 +110,8 @@ class NodeHost:
             case OutcomeAwaited():
                 self._outcomes[event.token] = event
                 self._reply_outcomes(event.token)
-            case EndAwaited(token=token, session=session):
-                self._ends[token] = session
+            case EndAwaited(token=token, session_key=key):
+                self._ends[token] = key
                 self._reply_ends()
             case SessionAwaited(token=token):
                 self._beginnings.append(token)
@@ -144,7 +146,7 @@ class NodeHost:
 
     def _rank_came(self, event: RankProgressed | RankMet | RankRestored | SurvivorCame | AskAwaited) -> None:
         """Pass an event of a rank to the session at work, if the event is of that session."""
-        if self.session is not None and self.session.plan.session == event.session:
+        if self.session is not None and self.session.plan.session_key == event.session_key:
             self.session.rank_came(event)
         elif not isinstance(event, RankProgressed):
             error: CheckpointError = RunSuperseded("A newer session owns this run.")
@@ -228,11 +230,11 @@ class NodeHost:
                 ports.show(signal)
             case n.BeginSession():
                 self._begin(effect)
-            case n.EndSession(session=session, error=error):
+            case n.EndSession(session_key=key, error=error):
                 if self.session is not None:
                     self.session.fail(error)
                     self.session = None
-                self._end_session(session, error)
+                self._end_session(key, error)
                 self._reply_outcomes(*self._outcomes)
             case n.FreeMemory():
                 ports.free()
@@ -289,8 +291,7 @@ class NodeHost:
         if self.machine.here is None:  # no rank of the group is on this node to restore from memory
             self.ports.free_arenas()
         self.ports.show(None)
-        # All sessions with lower numbers are over. A session that was not logged may have had this number.
-        self._end = (effect.plan.session - 1, error)
+        self._end = ((effect.plan.epoch, effect.plan.session - 1), error)  # all earlier sessions are over
         self._reply_ends()
         self._reply_beginnings()
         self._reply_outcomes(*self._outcomes)
@@ -324,9 +325,9 @@ class NodeHost:
             for token in tokens:
                 self.ports.reply(token, None)
 
-    def _end_session(self, session: int, error: CheckpointError) -> None:
-        if self._end is None or session >= self._end[0]:
-            self._end = (session, error)
+    def _end_session(self, session_key: SessionKey, error: CheckpointError) -> None:
+        if self._end is None or session_key >= self._end[0]:
+            self._end = (session_key, error)
         self._reply_ends()
 
     def _reply_ends(self) -> None:
@@ -334,8 +335,8 @@ class NodeHost:
         if self._end is None:
             return
         last, error = self._end
-        for token, session in list(self._ends.items()):
-            if session <= last:
+        for token, session_key in list(self._ends.items()):
+            if session_key <= last:
                 del self._ends[token]
                 self.ports.reply(token, error)
 

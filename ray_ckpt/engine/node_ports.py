@@ -92,7 +92,7 @@ class EndAwaited:
     """A rank of a session waits until the session is over. The reply is the reason, a CheckpointError."""
 
     token: Token
-    session: int
+    session_key: SessionKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class CallerLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgressed:
-    session: int
+    session_key: SessionKey
     rank: int
     progress: RankProgress
 
@@ -121,7 +121,7 @@ class RankMet:
     """A rank waits at a barrier for all ranks of its group. The reply has the ranks that did not come."""
 
     token: Token
-    session: int
+    session_key: SessionKey
     rank: int
     number: int
 
@@ -131,7 +131,7 @@ class SurvivorCame:
     """A rank offers its live state, that of a finished step, for a salvage. The reply is a `Salvage`."""
 
     token: Token
-    session: int
+    session_key: SessionKey
     rank: int
     step: int
 
@@ -141,7 +141,7 @@ class AskAwaited:
     """A rank waits until it is asked for an offer. The reply False means that its session is over."""
 
     token: Token
-    session: int
+    session_key: SessionKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class RankRestored:
     """A rank has restored, and waits for the group. The reply False means that a new session has begun."""
 
     token: Token
-    session: int
+    session_key: SessionKey
     report: RankRestore
 
 

@@ -25,7 +25,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ray_ckpt.core.values import GroupPlaces
+from ray_ckpt.core.values import GroupPlaces, SessionKey
 from ray_ckpt.errors import CheckpointError, CorruptionError, FormatError, Unavailable
 from ray_ckpt.format.blocks import BlockCutter
 from ray_ckpt.format.digest import Digester, digest
@@ -111,8 +111,7 @@ class RestoreTicket:
     more requests the whole ticket.
     """
 
-    session: int
-    epoch: int  # epoch of the coordinator that opened the session
+    session_key: SessionKey
     checkpoint: CheckpointInfo | None
     manifest: ManifestRef | None = None
     sources: Mapping[str, tuple[FileSource, ...]] = field(default_factory=dict)

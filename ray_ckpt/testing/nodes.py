@@ -249,12 +249,12 @@ class Nodes:
                     is_for = attempt == order.attempt
                     is_for &= order.error is not None or (order.level or 0) >= level
                     text = f"the outcome of step {attempt.step}"
-                case n.SessionEnded(session_key=key), EndAwaited(session=session):
-                    is_for = call.plan.session_key <= key and session <= key[1]
-                    text = f"the end of session {session}"
-                case n.SessionStarted(plan=plan), EndAwaited(session=session):
-                    is_for = call.plan.session_key < plan.session_key and session < plan.session
-                    text = f"the end of session {session}"
+                case n.SessionEnded(session_key=key), EndAwaited(session_key=awaited):
+                    is_for = awaited <= key
+                    text = f"the end of session {awaited}"
+                case n.SessionStarted(plan=plan), EndAwaited(session_key=awaited):
+                    is_for = awaited < plan.session_key
+                    text = f"the end of session {awaited}"
                 case n.RunReleased(session_key=key), waiting if node.agent.machine.is_released:
                     is_for = call.plan.session_key <= key
                     text = f"the end of the run, for which {type(waiting).__name__} waits"

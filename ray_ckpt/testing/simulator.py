@@ -307,7 +307,9 @@ class World(Survivors):
         self.oracle.read(plan, damage)
         for rank in ranks:
             report = RankRestore(rank=rank, damage=damage, bad_nodes=bad_nodes)
-            self.call_agent(member, RankRestored(token=self._token(), session=plan.session, report=report))
+            self.call_agent(
+                member, RankRestored(token=self._token(), session_key=plan.session_key, report=report)
+            )
 
     def save(self, group: Group, member: Member, gap: int) -> None:
         """Let the ranks of a node capture the group's next save; the first member chooses the step."""
@@ -439,7 +441,7 @@ class World(Survivors):
                 agent = self.nodes[member.node].agent
                 for rank in member.ranks if agent is not None else ():
                     assert agent is not None
-                    event = RankProgressed(session=member.plan.session, rank=rank, progress=progress)
+                    event = RankProgressed(session_key=member.plan.session_key, rank=rank, progress=progress)
                     self.wire.append(Local(member.node, agent.number, event))
 
     def meet(self, member: Member, num_ranks: int | None = None) -> None:
@@ -451,7 +453,7 @@ class World(Survivors):
         plan, number = member.plan, member.met + 1
         for rank in member.ranks[:num_ranks]:
             self.oracle.comes(plan.session_key, number, rank)
-            event = RankMet(token=self._token(), session=plan.session, rank=rank, number=number)
+            event = RankMet(token=self._token(), session_key=plan.session_key, rank=rank, number=number)
             self.call_agent(member, event)
 
     def upload_late(self, attempt: AttemptId, *, age_s: float = 0.0) -> None:
@@ -556,7 +558,7 @@ class World(Survivors):
                 member.state = "training"
                 self.oracle.go(call.plan)
                 token = f"end-{member.node}-{call.plan.session_key}"
-                self.call_agent(member, EndAwaited(token=token, session=call.plan.session))
+                self.call_agent(member, EndAwaited(token=token, session_key=call.plan.session_key))
             case RankRestored(), None:
                 member.state, member.error = "ended", message.error
 

@@ -57,8 +57,8 @@ class Survivors(Coordinators):
         self.clock += 1
         assert member.plan is not None
         group.offered.add(rank)
-        session, step = member.plan.session, group.done[rank]
-        self.call_agent(member, SurvivorCame(token=self._token(), session=session, rank=rank, step=step))
+        key, step = member.plan.session_key, group.done[rank]
+        self.call_agent(member, SurvivorCame(token=self._token(), session_key=key, rank=rank, step=step))
 
     def request_salvage(self, launcher: Launcher) -> None:
         """Let a launcher wait for a salvage before it ends its group."""

@@ -153,6 +153,8 @@ class WirePorts:
         if isinstance(event, m.Appended) and event.outcome == "ok":
             self.process.waits_since_s = None
         if isinstance(event, m.GroupOpened):
+            if self.process.machine.view.objection(event.owner, event.dead_owner) is not None:
+                return  # a group that is refused: its inventories do not count
             oracle.group_opened(self.name, event)
             if event.dead_owner:
                 is_dead = self.world.launchers[event.dead_owner].state in ("dead", "done")

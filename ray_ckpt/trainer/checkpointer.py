@@ -23,7 +23,7 @@ from ray_ckpt.capture.engines import parts_of
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import RestoreInfo, SavedState
 from ray_ckpt.config import RunOptions, is_uri
-from ray_ckpt.core.values import STILL_WRITING, RankProgress
+from ray_ckpt.core.values import STILL_WRITING, RankProgress, SessionKey
 from ray_ckpt.errors import (
     CheckpointError,
     CollectiveError,
@@ -96,8 +96,7 @@ class Checkpointer:
         self._probe = connection.probe
         self._objects: dict[str, Any] = {}
         # Set by the restore:
-        self._session: int | None = None
-        self._epoch = 0
+        self._session_key: SessionKey | None = None
         self._items: RankItems | None = None
         self._saver: Saver | None = None
         self._watch: ProgressThread | None = None
@@ -137,7 +136,7 @@ class Checkpointer:
     def _add(self, name: str, obj: Any) -> None:
         if self._objects.get(name, self) is obj:  # the optimizer of an engine that is registered too
             return
-        if self._session is not None:
+        if self._session_key is not None:
             raise ConfigError(f"The item {name!r} comes too late.", hint="Add all items before the restore.")
         if RESERVED_ITEM.fullmatch(name) or name in self._objects or not name.isidentifier():
             raise ConfigError(f"{name!r} cannot be the name of an item.", hint="Use another identifier.")
@@ -183,7 +182,7 @@ class Checkpointer:
         Raises MismatchError (each difference listed) if the checkpoint does not fit, RestoreError if
         there are checkpoints but none intact, InsufficientSpace if saves would not fit on this node.
         """
-        if self._session is not None or self._is_closed:
+        if self._session_key is not None or self._is_closed:
             when = "after close" if self._is_closed else "twice"
             raise ConfigError(f"restore was called {when}.", hint="Call it once, before the first step.")
         link, options = self._link, self._link.options
@@ -193,22 +192,22 @@ class Checkpointer:
             log.warning("%s", warning)
         link.reserve(items.preflight().size_bytes)
         restoring, ticket = Restoring(link, items), link.ticket()
-        self._session = ticket.session
+        self._session_key = ticket.session_key
         restored = restoring.run(ticket) if live_step is None else restoring.keep(ticket, live_step)
-        self._session, self._epoch = restored.session, restored.epoch
+        key = self._session_key = restored.session_key
         info = restored.info
         self._rng = items.items["rng"].tree() if info else None  # a walk may draw, as for a loader's state
         checkpoint = restored.checkpoint
         if self._probe is not None:
             self._probe.restored(items.items, checkpoint.step if checkpoint else None, warnings)
-        self._saver = Saver(link, restored.session, items.still, on_wait=self._outcomes.count_wait)
-        self._survivor = make_survivor(link, (self._epoch, restored.session), items, self._saver)
+        self._saver = Saver(link, key, items.still, on_wait=self._outcomes.count_wait)
+        self._survivor = make_survivor(link, key, items, self._saver)
         self._saver.prepare(items.predicted_layout(items.walk()))
         self._saved_step = info.step if info else live_step or 0
         self._count.restore(self._saved_step)
-        self._outcomes.begin(restored.session, checkpoint)
-        self._reports.begin(restored.session, self._saved_step)
-        self._watch = ProgressThread(link, restored.session, self._progress, self._signals)
+        self._outcomes.begin(key, checkpoint)
+        self._reports.begin(key, self._saved_step)
+        self._watch = ProgressThread(link, key, self._progress, self._signals)
         return info
 
     def _progress(self) -> RankProgress:
@@ -294,7 +293,7 @@ class Checkpointer:
         ticket = self._link.ticket()
         if ticket.checkpoint is not None:
             return ticket
-        return self._link.origin(ticket.session, ticket.epoch) if is_uri(self.options.resume) else None
+        return self._link.origin(ticket.session_key) if is_uri(self.options.resume) else None
 
     def restore_random_state(self) -> None:
         """Set random state to the restored state again, once, before the first step; `steps` calls it.
@@ -559,13 +558,14 @@ class Checkpointer:
         self._save(step, self._last_metrics if metrics is None else metrics, max_block_s=FLUSH_S)
 
     def _attempt(self, step: int) -> AttemptId:
-        assert self._session is not None
+        assert self._session_key is not None
+        epoch, session = self._session_key
         count = self._tries.get(step, 0)
         self._tries = {step: count + 1}
         return make_attempt(
             run_uid=self._link.identity.run_uid,
-            epoch=self._epoch,
-            session=self._session,
+            epoch=epoch,
+            session=session,
             step=step,
             attempt=count,
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ray_ckpt.core.values import RankProgress
+from ray_ckpt.core.values import RankProgress, SessionKey
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.trainer.link import Link, Reporter, SignalLink
 from ray_ckpt.trainer.save_signal import SaveSignals
@@ -53,10 +53,14 @@ class ProgressThread:
     """Reports this rank's progress to the agent every second, and logs the ranks that the group waits for."""
 
     def __init__(
-        self, link: SignalLink, session: int, progress: Callable[[], RankProgress], signals: SaveSignals
+        self,
+        link: SignalLink,
+        session_key: SessionKey,
+        progress: Callable[[], RankProgress],
+        signals: SaveSignals,
     ) -> None:
         self._link = link
-        self._session = session
+        self._session_key = session_key
         self._progress = weakref.WeakMethod(progress)  # the thread ends with the Checkpointer
         self._signals = signals
         self._waiting = WaitingLog(link, "save", "report")
@@ -73,7 +77,7 @@ class ProgressThread:
             self._stop.set()
             return
         try:
-            self._link.progress(self._session, progress())
+            self._link.progress(self._session_key, progress())
         except Exception as error:
             log.debug("progress was not reported: %s", error)
 

@@ -103,7 +103,7 @@ class ItemReader:
             sources,
             credentials=ticket.credentials,
             remote=ticket.remote,
-            fetch=partial(self.link.fetch, ticket.session),
+            fetch=partial(self.link.fetch, ticket.session_key),
             progress=ProgressLog(checkpoint.step, log=log.info),
         )
         return _States(reader, self._rows(ticket, sources), checkpoint.world_size)
@@ -115,7 +115,7 @@ class ItemReader:
             return rows
 
         def complete() -> SavedRows:
-            whole = self.link.whole_ticket(ticket.session)
+            whole = self.link.whole_ticket(ticket.session_key)
             if whole.damage:
                 raise _ManifestDamaged(whole.damage)
             sources.update(whole.sources)

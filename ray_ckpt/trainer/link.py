@@ -115,14 +115,14 @@ class RestoreLink(RankLink, Protocol):
         """Return the ticket of the checkpoint to restore, the same for the whole group."""
         ...
 
-    def whole_ticket(self, session: int) -> RestoreTicket:
+    def whole_ticket(self, session_key: SessionKey) -> RestoreTicket:
         """Return the ticket with the whole manifest, in place of a ticket that is not whole.
 
         Raises RunSuperseded if that session is over.
         """
         ...
 
-    def origin(self, session: int, epoch: int) -> RestoreTicket | None:
+    def origin(self, session_key: SessionKey) -> RestoreTicket | None:
         """Return a ticket for the checkpoint of another run that this run begins with; None without one.
 
         `resume=URI` or `init_from` names that checkpoint. Raises ConfigError or StoragePathError if the
@@ -130,7 +130,7 @@ class RestoreLink(RankLink, Protocol):
         """
         ...
 
-    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
+    def restored(self, session_key: SessionKey, report: RankRestore) -> Future[RestoreTicket | None]:
         """Report that this rank has read and verified everything, or report the damage that this rank found.
 
         The result None means that all ranks have verified everything and may continue. A ticket means that
@@ -140,7 +140,7 @@ class RestoreLink(RankLink, Protocol):
         ...
 
     def fetch(
-        self, session: int, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
+        self, session_key: SessionKey, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
     ) -> SharedRows:
         """Return rows that several ranks of this node need and its agent reads once; see `restore.FetchRows`.
 
@@ -156,7 +156,7 @@ class RestoreLink(RankLink, Protocol):
 class SaveLink(RankLink, Protocol):
     """Calls that a rank makes for saves and their outcomes."""
 
-    def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+    def open_arena(self, session_key: SessionKey, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         """Return memory for a layout of that size. Raises InsufficientSpace if there is too little memory.
 
         With `named` the memory is a file in /dev/shm, for a rank that cannot open the agent's descriptors.
@@ -175,7 +175,7 @@ class SaveLink(RankLink, Protocol):
         """Return a future that is done when the attempt has reached `level` or was dropped."""
         ...
 
-    def ended(self, session: int) -> Future[CheckpointError]:
+    def ended(self, session_key: SessionKey) -> Future[CheckpointError]:
         """Return a future that is done, with the reason, when another launcher has taken the run over."""
         ...
 
@@ -202,11 +202,11 @@ class SignalLink(RankLink, Protocol):
         """
         ...
 
-    def progress(self, session: int, progress: RankProgress) -> None:
+    def progress(self, session_key: SessionKey, progress: RankProgress) -> None:
         """Report this rank's progress. Does not raise if the agent does not answer."""
         ...
 
-    def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
+    def reach_barrier(self, session_key: SessionKey, number: int) -> Future[tuple[int, ...]]:
         """Report that this rank has reached a barrier of all ranks.
 
         The future is done when all ranks have reached the barrier or the wait is over; its result lists the
@@ -227,11 +227,11 @@ class SurvivorLink(RankLink, Protocol):
         """Send this rank's own state after a step; drop it if the agent is slow or gone. Does not wait."""
         ...
 
-    def asked(self, session: int) -> Future[bool]:
+    def asked(self, session_key: SessionKey) -> Future[bool]:
         """Return a future that is done with True when this rank is to make an offer, or else with False."""
         ...
 
-    def offer(self, session: int, step: int) -> Future[Salvage]:
+    def offer(self, session_key: SessionKey, step: int) -> Future[Salvage]:
         """Offer this rank's live state, which is that of a finished step; the result is the decision."""
         ...
 

@@ -17,6 +17,7 @@ from datetime import timedelta
 from functools import partial
 
 from ray_ckpt.core.node_messages import SaveOutcome
+from ray_ckpt.core.values import SessionKey
 from ray_ckpt.errors import CheckpointError, CollectiveError, RunConflict, Unavailable, Unprotected, text_of
 from ray_ckpt.trainer.link import SaveLink
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
@@ -117,10 +118,10 @@ class Outcomes:
         self._requested: PendingSave | str | None = None  # the last one, or why it has not begun
         self._ended: Future[CheckpointError] | None = None
 
-    def begin(self, session: int, restored: CheckpointInfo | None) -> None:
+    def begin(self, session_key: SessionKey, restored: CheckpointInfo | None) -> None:
         """Begin a session; `restored` is a checkpoint of this run."""
         self._restored = restored
-        self._ended = self._link.ended(session)
+        self._ended = self._link.ended(session_key)
         self._guard.renew()
 
     @property

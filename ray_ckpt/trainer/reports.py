@@ -8,6 +8,7 @@ from concurrent.futures import wait
 
 from ray_ckpt.core.awaited import ranks_text
 from ray_ckpt.core.barriers import BARRIER_S
+from ray_ckpt.core.values import SessionKey
 from ray_ckpt.errors import CollectiveError, RunConflict
 from ray_ckpt.trainer.link import Reporter, SignalLink
 from ray_ckpt.trainer.outcomes import Outcomes
@@ -27,13 +28,13 @@ class Reports:
         self._link = link
         self._reporter = reporter if link.options.ray_report else None
         self._outcomes = outcomes
-        self._session = 0
+        self._session_key: SessionKey = (0, 0)
         self._num_missed = 0  # reports missed since the last report of all ranks
         self.next_step = 0
 
-    def begin(self, session: int, step: int) -> None:
+    def begin(self, session_key: SessionKey, step: int) -> None:
         """Begin a session after `step`."""
-        self._session = session
+        self._session_key = session_key
         save_steps = self._link.options.steps_between_saves or 0
         self.next_step = step + max(FIRST_REPORT_STEPS, 2 * save_steps)
 
@@ -59,7 +60,7 @@ class Reports:
             return True
         end_s = time.monotonic() + BARRIER_S + BARRIER_SLACK_S
         try:
-            answer = self._link.reach_barrier(self._session, number)
+            answer = self._link.reach_barrier(self._session_key, number)
             while not answer.done() and time.monotonic() < end_s:
                 wait((answer,), CHECK_S)
                 self._outcomes.check()

@@ -14,6 +14,7 @@ from ray_ckpt.capture.classes import check_settings
 from ray_ckpt.capture.hyperparameters import Changed, Hyperparameters
 from ray_ckpt.capture.load import Load, RestoreInfo
 from ray_ckpt.config import is_uri
+from ray_ckpt.core.values import SessionKey
 from ray_ckpt.data import is_bound_to_world_size
 from ray_ckpt.errors import ConfigError, RestoreError
 from ray_ckpt.restore.reader import RestoreTicket
@@ -31,8 +32,7 @@ log = logging.getLogger("ray_ckpt")
 class RestoreResult:
     """The result of a restore: the session that begins with the restore, and the restored checkpoint."""
 
-    session: int
-    epoch: int
+    session_key: SessionKey
     checkpoint: CheckpointInfo | None  # a checkpoint of this run
     info: RestoreInfo | None  # also for a checkpoint of another run; None: training begins anew
 
@@ -55,9 +55,9 @@ class Restoring:
         while True:
             origin = None
             if ticket.checkpoint is None:
-                origin = self._link.origin(ticket.session, ticket.epoch)
+                origin = self._link.origin(ticket.session_key)
             report, load = self._reader.read_all(ticket) if origin is None else self._begin_from(origin)
-            answer = self._link.restored(ticket.session, report)
+            answer = self._link.restored(ticket.session_key, report)
             older = wait_for_restore(answer, self._link, self._options.restore_timeout_s)
             if older is None:
                 break
@@ -70,9 +70,7 @@ class Restoring:
             if self._options.keep:
                 check_settings(self._items.items)
             self._log(info)
-        return RestoreResult(
-            session=ticket.session, epoch=ticket.epoch, checkpoint=ticket.checkpoint, info=info
-        )
+        return RestoreResult(session_key=ticket.session_key, checkpoint=ticket.checkpoint, info=info)
 
     def keep(self, ticket: RestoreTicket, step: int) -> RestoreResult:
         """Begin the session of `ticket` and load nothing: the live state is that after `step`.
@@ -84,11 +82,9 @@ class Restoring:
                 f"The live state is that of step {step}, and the run has a checkpoint of {step_of(ticket)}.",
                 hint="Restore that checkpoint.",
             )
-        answer = self._link.restored(ticket.session, RankRestore(rank=self._link.identity.rank))
+        answer = self._link.restored(ticket.session_key, RankRestore(rank=self._link.identity.rank))
         wait_for_restore(answer, self._link, self._options.restore_timeout_s)
-        return RestoreResult(
-            session=ticket.session, epoch=ticket.epoch, checkpoint=ticket.checkpoint, info=None
-        )
+        return RestoreResult(session_key=ticket.session_key, checkpoint=ticket.checkpoint, info=None)
 
     def _begin_from(self, origin: RestoreTicket) -> tuple[RankRestore, Load]:
         """Read the checkpoint of another run that this run begins with; see `Link.origin`."""

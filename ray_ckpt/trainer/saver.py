@@ -25,6 +25,7 @@ from ray_ckpt.capture.replica_watch import ReplicaWatch
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
 from ray_ckpt.capture.still import StillSlices
 from ray_ckpt.capture.walk import LiveSlice, Walked
+from ray_ckpt.core.values import SessionKey
 from ray_ckpt.errors import ConfigError, InsufficientSpace, ServiceError, Unavailable, text_of
 from ray_ckpt.format.shard import RankLayout
 from ray_ckpt.trainer.handoff import CopyPlan, Handoff, SaveBuffer, SaveParts, SharedDigest
@@ -41,14 +42,14 @@ class Saver:
     def __init__(
         self,
         link: SaveLink,
-        session: int,
+        session_key: SessionKey,
         still: StillSlices,
         *,
         on_wait: Callable[[float], None],
     ) -> None:
         """Call `on_wait` with the seconds of each wait before an optimizer step."""
         self._link = link
-        self._session = session
+        self._session_key = session_key
         self._still = still
         self.optimizers = still.optimizers
         options = link.options
@@ -93,12 +94,12 @@ class Saver:
         threading.Thread(target=work, name="ray_ckpt-setup", daemon=True).start()
 
     def _open(self, layout: RankLayout) -> tuple[ArenaGrant, deque[SaveBuffer]]:
-        grant = self._link.open_arena(self._session, layout.size_bytes)
+        grant = self._link.open_arena(self._session_key, layout.size_bytes)
         try:
             targets = [_map(grant, path) for path in grant.paths]
         except OSError as error:  # no access through /proc: ptrace rules, or another PID namespace
             log.info("the agent's memory is opened as a file in /dev/shm: %s", error)
-            grant = self._link.open_arena(self._session, layout.size_bytes, named=True)
+            grant = self._link.open_arena(self._session_key, layout.size_bytes, named=True)
             targets = [_map(grant, path) for path in grant.paths]
         for target in targets:
             if isinstance(target, Arena):

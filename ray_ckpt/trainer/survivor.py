@@ -84,7 +84,7 @@ class Survivor:
                 self._start()
 
         try:
-            self._link.asked(self._session_key[1]).add_done_callback(asked)
+            self._link.asked(self._session_key).add_done_callback(asked)
         except Unavailable as error:
             log.debug("this rank cannot be asked: %s", error)
 
@@ -197,7 +197,7 @@ class Survivor:
         kept = self._freeze()
         if kept is None:
             return
-        salvage: Salvage = self._link.offer(self._session_key[1], kept.step).result(DECIDED_S)
+        salvage: Salvage = self._link.offer(self._session_key, kept.step).result(DECIDED_S)
         if salvage.attempt is None or self._link.identity.rank not in salvage.savers:
             return
         if salvage.attempt.step != kept.step:

@@ -48,7 +48,7 @@ def test_a_rank_reports_when_it_was_connected(monkeypatch: pytest.MonkeyPatch) -
     link = RayLink(Joined(run_uid="0" * 32, spec=SPEC, world_size=2, nodes={0: "a", 1: "b"}, origin=None), 1)
     after_s = time.time()
     link._handle = actor = Actor()
-    link.restored(7, RankRestore(rank=1, seconds=2.0)).result(1.0)
-    _, session, report, _ = actor.calls["report_restored"]
-    assert (session, report.rank, report.seconds) == (7, 1, 2.0)
+    link.restored((1, 7), RankRestore(rank=1, seconds=2.0)).result(1.0)
+    _, session_key, report, _ = actor.calls["report_restored"]
+    assert (session_key, report.rank, report.seconds) == ((1, 7), 1, 2.0)
     assert before_s <= report.connected_at_s <= after_s

@@ -102,7 +102,7 @@ def test_ranks_share_tickets_and_the_end_frees_them(
         restore.close_shared()
         assert not any(path.exists() for path in paths)
         with pytest.raises(Unavailable, match="restores nothing here"):
-            await restore.fetch(1, 0, {}, ())
+            await restore.fetch((9, 9), 0, {}, ())
         late = stage.restore()
         late.close_shared()
         assert not path_of(await late.ticket()).exists(), "made after the end"
@@ -193,7 +193,7 @@ def test_a_restore_that_hangs_takes_no_thread_from_local_work(
             for restore, ticket in zip(restores, tickets, strict=True):
                 assert ticket.manifest is not None
                 row = next(row for row in ticket.manifest.open().of_file(shard_file(0, 2)) if row.nbytes)
-                fetch = restore.fetch(ticket.session, 0, {row_key(row): (0, 1)}, ())
+                fetch = restore.fetch(ticket.session_key, 0, {row_key(row): (0, 1)}, ())
                 calls.append(asyncio.ensure_future(fetch))
         else:
             monkeypatch.setattr(SourceFinder, "own_ticket", hang)

@@ -52,7 +52,7 @@ def ticket_of(checkpoint: Checkpoint, sources: Mapping[str, FileSource]) -> Rest
     )
     given_sources = {file: (source,) for file, source in sources.items()}
     return RestoreTicket(
-        session=1, epoch=1, checkpoint=info, manifest=ListedRows(fragment.rows), sources=given_sources
+        session_key=(1, 1), checkpoint=info, manifest=ListedRows(fragment.rows), sources=given_sources
     )
 
 

@@ -55,10 +55,10 @@ def test_no_memory_is_made_for_a_rank_of_a_released_run(tmp_path: Path) -> None:
         here = SessionNode(node_index=0, node_id="node", ranks=(0,), holders=())
         plan = SessionPlan(run_uid=UID, session=1, epoch=1, world_size=1, nodes=(here,), resume=None)
         await run.obey(n.SessionStarted(plan=plan, node_id="node", epoch=1))
-        await agent.open_arena(UID, 1, 0, SIZE_BYTES, named=False)
+        await agent.open_arena(UID, plan.session_key, 0, SIZE_BYTES, named=False)
         await run.obey(n.RunReleased(session_key=plan.session_key, is_finished=True, epoch=1))
         with pytest.raises(Unavailable, match="session is over"):
-            await agent.open_arena(UID, 1, 0, SIZE_BYTES, named=False)
+            await agent.open_arena(UID, plan.session_key, 0, SIZE_BYTES, named=False)
         return run.memory.arenas
 
     assert asyncio.run(story()) == {}

@@ -67,7 +67,7 @@ class LocalLink:
     offers: list[int] = field(default_factory=list)
     decision: Future[Salvage] = field(default_factory=Future)
     page: SignalPage | None = None
-    given: RestoreTicket = field(default_factory=lambda: RestoreTicket(session=1, epoch=1, checkpoint=None))
+    given: RestoreTicket = field(default_factory=lambda: RestoreTicket(session_key=(1, 1), checkpoint=None))
     whole: RestoreTicket | None = None
     num_whole: int = 0  # calls of `whole_ticket`
     reserved_bytes: int = 0
@@ -84,7 +84,7 @@ class LocalLink:
             run_uid="0" * 32, run_name="run", rank=self.rank, world_size=self.world_size, node_id="node"
         )
 
-    def whole_ticket(self, session: int) -> RestoreTicket:
+    def whole_ticket(self, session_key: SessionKey) -> RestoreTicket:
         assert self.whole is not None
         self.num_whole += 1
         return self.whole
@@ -92,27 +92,27 @@ class LocalLink:
     def ticket(self) -> RestoreTicket:
         return self.given
 
-    def origin(self, session: int, epoch: int) -> RestoreTicket | None:
+    def origin(self, session_key: SessionKey) -> RestoreTicket | None:
         return None
 
-    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
+    def restored(self, session_key: SessionKey, report: RankRestore) -> Future[RestoreTicket | None]:
         return _done(None)
 
     def awaited(self) -> tuple[Awaited, ...]:
         return ()
 
-    def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
+    def reach_barrier(self, session_key: SessionKey, number: int) -> Future[tuple[int, ...]]:
         return _done(())
 
     def fetch(
-        self, session: int, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
+        self, session_key: SessionKey, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
     ) -> SharedRows:
         raise Unavailable("every rank reads for itself here")
 
     def reserve(self, size_bytes: int) -> None:
         self.reserved_bytes = size_bytes
 
-    def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+    def open_arena(self, session_key: SessionKey, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         if self.arena is not None:
             self.arena.close()
         mode = self.options.memory
@@ -166,7 +166,7 @@ class LocalLink:
     def _outcome(self, attempt: AttemptId) -> Future[SaveOutcome]:
         return self._outcomes.setdefault(attempt.attempt, Future())
 
-    def ended(self, session: int) -> Future[CheckpointError]:
+    def ended(self, session_key: SessionKey) -> Future[CheckpointError]:
         return Future()
 
     def skip(self, attempt: AttemptId, reason: str) -> None:
@@ -175,7 +175,7 @@ class LocalLink:
         if not outcome.done():
             outcome.set_result(SaveOutcome(level=None, error=Unavailable(reason)))
 
-    def progress(self, session: int, progress: RankProgress) -> None:
+    def progress(self, session_key: SessionKey, progress: RankProgress) -> None:
         pass
 
     def notify_preemption(self, notice: Notice) -> None:
@@ -191,10 +191,10 @@ class LocalLink:
     def keep(self, session_key: SessionKey, state: StepState) -> None:
         self.kept.append(state)
 
-    def asked(self, session: int) -> Future[bool]:
+    def asked(self, session_key: SessionKey) -> Future[bool]:
         return self.question
 
-    def offer(self, session: int, step: int) -> Future[Salvage]:
+    def offer(self, session_key: SessionKey, step: int) -> Future[Salvage]:
         self.offers.append(step)
         return self.decision
 
@@ -273,7 +273,7 @@ def restored_from(
     files = {row.file for row in rows}
     sources = {file: (FileSource(tier="local", where="node", path=str(folder / file)),) for file in files}
     ticket = RestoreTicket(
-        session=2, epoch=1, checkpoint=info, manifest=ListedRows(tuple(rows)), sources=sources
+        session_key=(1, 2), checkpoint=info, manifest=ListedRows(tuple(rows)), sources=sources
     )
     return LocalLink(options=options, rank=rank, world_size=world_size, given=ticket)
 

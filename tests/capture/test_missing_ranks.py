@@ -15,6 +15,7 @@ import torch
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.awaited import Awaited, awaited_restore, awaited_save
 from ray_ckpt.core.node_messages import SaveOutcome
+from ray_ckpt.core.values import SessionKey
 from ray_ckpt.errors import CollectiveError, SaveNotCollective, Unavailable
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer import reports, waiting
@@ -37,13 +38,13 @@ class Alone(LocalLink):
     answer: Future[tuple[int, ...]] = field(default_factory=Future)
     answers_restore: bool = True
 
-    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
-        return LocalLink.restored(self, session, report) if self.answers_restore else Future()
+    def restored(self, session_key: SessionKey, report: RankRestore) -> Future[RestoreTicket | None]:
+        return LocalLink.restored(self, session_key, report) if self.answers_restore else Future()
 
     def awaited(self) -> tuple[Awaited, ...]:
         return self.missing
 
-    def reach_barrier(self, session: int, number: int) -> Future[tuple[int, ...]]:
+    def reach_barrier(self, session_key: SessionKey, number: int) -> Future[tuple[int, ...]]:
         self.met.append(number)
         return self.answer
 

@@ -20,6 +20,7 @@ import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
 import ray_ckpt
+from ray_ckpt.core.values import SessionKey
 from ray_ckpt.train import CheckpointCallback
 from tests.cluster.regression import Regression
 
@@ -49,7 +50,7 @@ def train_loop(config: dict[str, Any]) -> None:
     ckpt = ray_ckpt.Checkpointer(model=training.model, optimizer=training.optimizer, batches=training.batches)
     info = ckpt.restore()
     step = info.step if info else 0
-    record = _recorder(Path(config["folder"]), training, ckpt._session)
+    record = _recorder(Path(config["folder"]), training, ckpt._session_key)
     record("restored", step, tiers=sorted(info.bytes_by_tier()) if info else [])
     batches = iter(training.batches)
     while step < _total(Path(config["folder"])):
@@ -61,14 +62,14 @@ def train_loop(config: dict[str, Any]) -> None:
         ckpt.step(step)
 
 
-def _recorder(folder: Path, training: Regression, session: int | None) -> Callable[..., None]:
+def _recorder(folder: Path, training: Regression, session_key: SessionKey | None) -> Callable[..., None]:
     path = folder / f"{training.rank}-{os.getpid()}.jsonl"
 
     def record(kind: str, step: int, **fields: Any) -> None:
         entry = Entry(
             kind=kind,
             time_s=time.time(),
-            session=session or 0,
+            session=session_key[1] if session_key is not None else 0,
             rank=training.rank,
             world_size=training.world_size,
             step=step,

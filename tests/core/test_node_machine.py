@@ -160,7 +160,7 @@ def test_a_new_session_ends_saves_but_leaves_their_files() -> None:
     machine.handle(sealed(at, 0))
     settle, begin = machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
     assert isinstance(settle, n.ResolveSave) and isinstance(settle.error, RunSuperseded)
-    assert begin == n.BeginSession(plan=plan(2), replaced=1)
+    assert begin == n.BeginSession(plan=plan(2), replaced=(0, 1))
 
 
 @pytest.mark.parametrize("node", ["b", "z"])
@@ -345,7 +345,7 @@ def test_an_ended_session_settles_its_saves_and_takes_no_more() -> None:
     assert machine.handle(n.SessionEnded(session_key=(0, 1), error=error, epoch=1)) == (
         n.ResolveSave(attempt=stored, level=None, error=error),
         n.ResolveSave(attempt=open_, level=None, error=error),
-        n.EndSession(session=1, error=error),
+        n.EndSession(session_key=(0, 1), error=error),
     )
     assert machine.plan is None and machine.here is None
     assert not machine.is_deleted(stored.attempt), "it may have been committed; files stay"
@@ -401,7 +401,7 @@ def test_a_run_is_released_only_after_its_last_session() -> None:
     assert machine.handle(late) == () and not machine.is_released
     released = replace(late, session_key=(0, 2))
     end, free = machine.handle(released)
-    assert isinstance(end, n.EndSession) and (end.session, free) == (2, n.FreeMemory())
+    assert isinstance(end, n.EndSession) and (end.session_key, free) == ((0, 2), n.FreeMemory())
     assert (machine.is_released, machine.is_finished, machine.plan) == (True, True, plan(2))
     assert machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1)) == (), "a repeated order"
     assert machine.is_released

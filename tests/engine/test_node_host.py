@@ -48,11 +48,15 @@ def started(node: str = "a") -> NodeStory:
 
 
 def met(token: str, rank: int, number: int = 1, session: int = 1) -> RankMet:
-    return RankMet(token=token, session=session, rank=rank, number=number)
+    return RankMet(token=token, session_key=(0, session), rank=rank, number=number)
 
 
 def restored(token: str, rank: int, session: int = 1) -> RankRestored:
-    return RankRestored(token=token, session=session, report=RankRestore(rank=rank))
+    return RankRestored(token=token, session_key=(0, session), report=RankRestore(rank=rank))
+
+
+def progressed(step: int) -> RankProgressed:
+    return RankProgressed(session_key=(0, 1), rank=0, progress=RankProgress(step=step, saved_step=-1))
 
 
 def went(story: NodeStory, *tokens: str) -> list[object]:
@@ -139,8 +143,8 @@ def test_a_run_that_is_put_away_fails_whoever_waits() -> None:
     story = started()
     story.host.handle(
         OutcomeAwaited(token="level", attempt=attempt(10), level=Level.DURABLE),
-        EndAwaited(token="end", session=1),
-        EndAwaited(token="later", session=2),
+        EndAwaited(token="end", session_key=(0, 1)),
+        EndAwaited(token="later", session_key=(0, 2)),
         met("barrier", 0),
         restored("restore", 0),
     )
@@ -176,12 +180,12 @@ def test_whoever_waits_for_an_outcome_is_woken_at_the_level_and_by_a_drop() -> N
 def test_whoever_waits_for_the_end_of_a_session_is_woken_by_that_end_alone() -> None:
     story = started()
     over = RunSuperseded("over")
-    story.host.handle(EndAwaited(token="1", session=1))
+    story.host.handle(EndAwaited(token="1", session_key=(0, 1)))
     story.order("old", n.SessionEnded(session_key=(0, 0), error=over, epoch=1))
     assert went(story, "1") == ["waits"]
     story.start(2)
     assert isinstance(story.ports.replies["1"], RunSuperseded)
-    story.host.handle(EndAwaited(token="2", session=2), EndAwaited(token="late", session=1))
+    story.host.handle(EndAwaited(token="2", session_key=(0, 2)), EndAwaited(token="late", session_key=(0, 1)))
     assert isinstance(story.ports.replies["late"], RunSuperseded)
     story.start(1)
     story.start(2)
@@ -193,12 +197,24 @@ def test_whoever_waits_for_the_end_of_a_session_is_woken_by_that_end_alone() -> 
 def test_a_session_with_the_number_of_one_that_was_not_logged_is_not_over() -> None:
     story = started()
     story.start(3)
-    story.host.handle(EndAwaited(token="unlogged", session=3))
+    story.host.handle(EndAwaited(token="unlogged", session_key=(0, 3)))
     again = n.SessionStarted(plan=replace(plan(3), epoch=2), node_id="a", epoch=2)
     assert story.order("again", again) is None
     assert isinstance(story.ports.replies["unlogged"], RunSuperseded)
-    story.host.handle(EndAwaited(token="3", session=3))
+    story.host.handle(EndAwaited(token="3", session_key=(2, 3)))
     assert went(story, "3") == ["waits"]
+
+
+def test_the_ranks_of_a_session_of_the_same_number_that_was_not_logged_do_not_count() -> None:
+    story = started()
+    again = n.SessionStarted(plan=replace(plan(1), epoch=2), node_id="a", epoch=2)
+    assert story.order("again", again) is None
+    old = met("barrier", 0), restored("restore", 0)
+    story.host.handle(progressed(20), *old, AskAwaited(token="question", session_key=(0, 1)))
+    story.wait(PROGRESS_GATHER_S)
+    assert not story.ports.reports
+    for token in ("barrier", "restore", "question"):
+        assert isinstance(story.ports.replies[token], RunSuperseded)
 
 
 def test_ranks_wait_for_the_first_session_and_a_new_one_frees_the_memory_of_the_last() -> None:
@@ -218,9 +234,9 @@ def test_ranks_wait_for_the_first_session_and_a_new_one_frees_the_memory_of_the_
 
 RELEASED = n.RunReleased(session_key=(0, 1), is_finished=False, epoch=1)
 CALLS: dict[str, NodeHostEvent] = {
-    "end": EndAwaited(token="end", session=1),
-    "question": AskAwaited(token="question", session=1),
-    "offer": SurvivorCame(token="offer", session=1, rank=0, step=3),
+    "end": EndAwaited(token="end", session_key=(0, 1)),
+    "question": AskAwaited(token="question", session_key=(0, 1)),
+    "offer": SurvivorCame(token="offer", session_key=(0, 1), rank=0, step=3),
     "barrier": met("barrier", 0),
     "restore": restored("restore", 0),
     "save": OutcomeAwaited(token="save", attempt=attempt(10), level=Level.LOCAL),
@@ -261,7 +277,7 @@ def test_a_call_after_the_release_of_its_run_does_not_wait(call: str) -> None:
 def test_a_released_run_has_no_timers_and_reports_nothing() -> None:
     story = started()
     story.host.handle(restored("restore", 0), met("barrier", 0))
-    story.host.handle(RankProgressed(session=1, rank=0, progress=RankProgress(step=1, saved_step=-1)))
+    story.host.handle(progressed(1))
     story.order("over", RELEASED)
     story.wait(max(RESTORED_AGAIN_S, BARRIER_GATHER_S, PROGRESS_GATHER_S))
     assert not story.ports.timers and not story.ports.reports
@@ -278,7 +294,7 @@ def test_the_release_of_a_run_ends_no_save_and_lets_the_next_session_begin() -> 
     story.host.handle(n.FragmentWritten(attempt=at, entry=MANIFEST))
     (stored,) = story.ports.reports
     assert isinstance(stored, m.NodeStored)
-    story.host.handle(SessionAwaited(token="early"), EndAwaited(token="next", session=2))
+    story.host.handle(SessionAwaited(token="early"), EndAwaited(token="next", session_key=(0, 2)))
     story.start(2)
     assert went(story, "early", "next") == [None, "waits"]
 
@@ -322,7 +338,7 @@ def test_the_progress_of_all_ranks_is_one_report_of_their_session() -> None:
     story = started()
     for rank, session in ((0, 1), (1, 1), (1, 7)):
         progress = RankProgress(step=10 * session, saved_step=-1)
-        story.host.handle(RankProgressed(session=session, rank=rank, progress=progress))
+        story.host.handle(RankProgressed(session_key=(0, session), rank=rank, progress=progress))
     story.wait(PROGRESS_GATHER_S)
     (report,) = story.ports.reports
     assert isinstance(report, m.RanksProgressed) and report.session_key == (0, 1)
@@ -330,7 +346,7 @@ def test_the_progress_of_all_ranks_is_one_report_of_their_session() -> None:
     assert 0 < story.ports.may_wait_s < PROGRESS_GATHER_S, "each report is sent before the next one"
     story.answer(value=("awaited",))
     assert story.host.awaited == ("awaited",)  # type: ignore[comparison-overlap]
-    story.host.handle(RankProgressed(session=1, rank=0, progress=RankProgress(step=20, saved_step=-1)))
+    story.host.handle(progressed(20))
     story.start(2)
     story.wait(PROGRESS_GATHER_S)
     assert not story.ports.reports, "its session is over"
@@ -341,7 +357,7 @@ def test_an_agent_that_comes_late_to_a_session_keeps_no_memory_for_its_restore()
     story = started()
     for step in (10, 11):
         progress = RankProgress(step=step, saved_step=-1)
-        story.host.handle(RankProgressed(session=1, rank=0, progress=progress))
+        story.host.handle(RankProgressed(session_key=(0, 1), rank=0, progress=progress))
     assert story.ports.memory == ["free restore"], "at the first report"
 
 
@@ -349,15 +365,15 @@ def test_a_missed_save_step_is_reported_at_once_and_progress_seldom_in_a_large_g
     assert [progress_period_s(n) for n in (1, 1_800, 4_000, 10_000, 100_000)] == [0.9, 1.8, 4.0, 10.0, 10.0]
     assert [fresh_s(n) for n in (1, 1_800, 4_000, 10_000)] == [10.0, 10.0, 12.0, 30.0]
     story = started()
-    story.host.handle(RankProgressed(session=1, rank=0, progress=RankProgress(step=1, saved_step=-1)))
+    story.host.handle(progressed(1))
     late = RankProgress(step=2, saved_step=-1, missed=7)
-    story.host.handle(RankProgressed(session=1, rank=0, progress=late))
+    story.host.handle(RankProgressed(session_key=(0, 1), rank=0, progress=late))
     assert len(story.ports.timers) == 2, "the usual one, and one for the missed step"
     story.wait(PROGRESS_GATHER_S)
     (report,) = story.ports.reports
     assert isinstance(report, m.RanksProgressed) and report.ranks == {0: late}
     assert story.ports.may_wait_s == 0, "a save step waits for it"
-    story.host.handle(RankProgressed(session=1, rank=0, progress=late))
+    story.host.handle(RankProgressed(session_key=(0, 1), rank=0, progress=late))
     story.wait(PROGRESS_GATHER_S)
     assert story.ports.may_wait_s > 0
 
@@ -382,7 +398,7 @@ def test_ranks_of_a_node_come_to_a_barrier_together_and_late_ones_get_the_same_a
     assert went(story, "0", "1") == [(), ()]
     story.host.handle(met("late", 1))
     assert went(story, "late") == [()]
-    story.host.handle(RankProgressed(session=1, rank=0, progress=RankProgress(step=1, saved_step=-1)))
+    story.host.handle(progressed(1))
     story.wait(PROGRESS_GATHER_S)
     assert isinstance(report := story.ports.reports[0], m.RanksProgressed) and report.met == 1
 
@@ -396,7 +412,7 @@ def test_ranks_that_wait_for_another_on_their_node_are_reported_early() -> None:
     story.answer(m.BarrierAnswer(missing=(2,)))
     story.answer(m.BarrierAnswer(missing=(2,)))
     assert went(story, "0", "1") == [(2,), (2,)]
-    story.host.handle(RankProgressed(session=1, rank=0, progress=RankProgress(step=1, saved_step=-1)))
+    story.host.handle(progressed(1))
     story.wait(PROGRESS_GATHER_S)
     assert isinstance(report := story.ports.reports[0], m.RanksProgressed) and report.met == 0
 
@@ -464,7 +480,7 @@ def test_a_rank_that_goes_on_before_the_others_takes_no_memory_from_their_restor
     """Parts that a driver restores one after the other: the first reports its progress while others read."""
     story = started()
     story.host.handle(restored("0", 0))
-    story.host.handle(RankProgressed(session=1, rank=0, progress=RankProgress(step=0, saved_step=-1)))
+    story.host.handle(progressed(0))
     assert "free restore" not in story.ports.memory
     story.host.handle(restored("1", 1))
     story.ports.reports[:] = [report for report in story.ports.reports if isinstance(report, m.NodeRestored)]

@@ -23,6 +23,7 @@ import xxhash
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ckpt.errors import Unavailable
+from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.cluster.ranks import CALL_S, Training
 from tests.fault.journal import Journal
 
@@ -115,7 +116,7 @@ def train(job: Job) -> int:
     step = 0
     for step in ckpt.steps(total=job.total):
         if first:
-            journal.write("restored", step - 1, digest=state_digest(training), session=ckpt._session)
+            journal.write("restored", step - 1, digest=state_digest(training), session=session_of(ckpt))
             first = False
         training.step()
         if ckpt.due(step):
@@ -128,13 +129,19 @@ def train(job: Job) -> int:
     return step
 
 
+def session_of(ckpt: Checkpointer) -> int:
+    """Return the number of the session in which a rank trains."""
+    assert ckpt._session_key is not None
+    return ckpt._session_key[1]
+
+
 def restore(job: Job) -> tuple[int, str]:
     """Return the step and the digest of the newest checkpoint; the group does not train."""
     training = Training(job.run, job.storage, **job.options)
     info = training.ckpt.restore()
     step, digest = info.step if info else 0, state_digest(training)
     journal = Journal(Path(job.journal), training.rank)
-    journal.write("restored", step, digest=digest, session=training.ckpt._session)
+    journal.write("restored", step, digest=digest, session=session_of(training.ckpt))
     training.ckpt.close()
     return step, digest
 

@@ -39,7 +39,7 @@ class ImportedLink(LocalLink):
         storage, _, name = self.run.rpartition("/")
         attempt = ray_ckpt.open(self.run).choose().info.id
         ref = RemoteRef(storage_path=storage, run_name=name)
-        return Origin(uri=self.run, storage=ref, attempt=attempt).ticket(2, 1)
+        return Origin(uri=self.run, storage=ref, attempt=attempt).ticket((1, 2))
 
 
 def restore(run: Path, **objects: Any) -> RestoreInfo:

@@ -34,7 +34,7 @@ def resume(folder: Path, prepare: Prepare, **args: Any) -> tuple[Trainer, Traine
 
     def train(link: LocalLink, until: int) -> Trainer:
         set_connection(Connection(link=link))
-        trainer = build(folder / "hf", seed=link.given.session, **args)
+        trainer = build(folder / "hf", seed=link.given.session_key[1], **args)
         trainer.add_callback(Halt(until))
         trainer = prepare(trainer)
         trainer.train()

@@ -110,7 +110,7 @@ def build(folder: Path, kind: type[Trainer] = Trainer, *, seed: int = 0, **args:
 
 def train(folder: Path, link: LocalLink, kind: type[Trainer] = Trainer, *, until: int = TOTAL) -> Trainer:
     set_connection(Connection(link=link))
-    trainer = build(folder, kind, seed=link.given.session)
+    trainer = build(folder, kind, seed=link.given.session_key[1])
     trainer.add_callback(Halt(until))
     ray_ckpt.huggingface.prepare_trainer(trainer).train()
     trainer._ray_ckpt.checkpointer.close()
@@ -151,7 +151,7 @@ def test_attributes_of_a_subclass_stay_its_own(tmp_path: Path) -> None:
 def evaluated(folder: Path, link: LocalLink, **args: Any) -> Trainer:
     """Train with evaluations of a loss that falls."""
     set_connection(Connection(link=link))
-    trainer = build(folder, seed=link.given.session, metric_for_best_model="eval_loss", **args)
+    trainer = build(folder, seed=link.given.session_key[1], metric_for_best_model="eval_loss", **args)
     ray_ckpt.huggingface.prepare_trainer(trainer).train()
     trainer._ray_ckpt.checkpointer.close()
     return trainer
@@ -290,7 +290,7 @@ def test_a_trainer_that_belongs_to_no_run_is_refused_unchanged(tmp_path: Path) -
 def loop(link: LocalLink, *, stateful: bool, until: int = TOTAL) -> State:
     """Train with accumulation over an epoch of six steps, as the guide does; return the weights."""
     set_connection(Connection(link=link))
-    accelerate.utils.set_seed(link.given.session)
+    accelerate.utils.set_seed(link.given.session_key[1])
     accelerator = accelerate.Accelerator(
         cpu=True,
         gradient_accumulation_steps=2,
@@ -413,7 +413,7 @@ def fit(link: LocalLink, trainer: pl.Trainer, **kwargs: Any) -> Small:
     sampler = ray_ckpt.GlobalBatchSampler(
         24, global_batch=2, rank=0, world_size=1, seed=3, num_batches=2 * TOTAL
     )
-    model = Small(seed=link.given.session)
+    model = Small(seed=link.given.session_key[1])
     loader = sampler.batches(DataLoader(data, batch_sampler=sampler))
     trainer.fit(model, loader, DataLoader(data[:4], batch_size=2), **kwargs)
     return model

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from ray_ckpt.config import RunOptions
+from ray_ckpt.core.values import SessionKey
 from ray_ckpt.errors import RestoreError, Unavailable
 from ray_ckpt.interop.verl.parts import PartLink
 from ray_ckpt.restore.reader import RestoreTicket
@@ -17,7 +18,7 @@ from ray_ckpt.trainer.link import ArenaGrant, Identity, Link
 from ray_ckpt.types import GroupPart, RankRestore
 
 REPORT = RankRestore(rank=0)
-OLDER = RestoreTicket(session=2, epoch=1, checkpoint=None)
+OLDER = RestoreTicket(session_key=(1, 2), checkpoint=None)
 IDENTITY = Identity(
     run_uid="u",
     run_name="rl",
@@ -39,12 +40,12 @@ class GroupAnswer:
 
     options = RunOptions(restore_timeout_s=30)
 
-    def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+    def open_arena(self, session_key: SessionKey, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         assert self.answer.done(), "the agents would free it"
         return ArenaGrant(mode="double", paths=(), size_bytes=size_bytes)
 
-    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
-        self.reported.append((session, report))
+    def restored(self, session_key: SessionKey, report: RankRestore) -> Future[RestoreTicket | None]:
+        self.reported.append((session_key, report))
         return self.answer
 
 
@@ -56,7 +57,7 @@ def test_the_first_part_goes_on_and_learns_the_outcome_later() -> None:
     group = GroupAnswer("actor")
     part = part_of(group)
     assert not part.is_last and part.identity.part == "actor"
-    assert part.restored(1, REPORT).result(0) is None and group.reported == [(1, REPORT)]
+    assert part.restored((1, 1), REPORT).result(0) is None and group.reported == [((1, 1), REPORT)]
     part.check()  # the critic has not been called yet
     group.answer.set_result(OLDER)
     with pytest.raises(RestoreError, match="step 0 is restored instead"):
@@ -66,17 +67,17 @@ def test_the_first_part_goes_on_and_learns_the_outcome_later() -> None:
 def test_memory_for_saves_is_opened_when_the_group_has_restored() -> None:
     group = GroupAnswer("actor")
     part = part_of(group)
-    part.restored(1, REPORT)
+    part.restored((1, 1), REPORT)
     assert not part.is_answered
     threading.Timer(0.05, group.answer.set_result, (None,)).start()
-    assert part.open_arena(1, 64).size_bytes == 64
+    assert part.open_arena((1, 1), 64).size_bytes == 64
     assert part.is_answered
 
 
 def test_the_last_part_waits_for_all() -> None:
     group = GroupAnswer("critic")
     part = part_of(group)
-    found = part.restored(1, REPORT)
+    found = part.restored((1, 1), REPORT)
     assert part.is_last and not found.done()
     group.answer.set_result(None)
     assert found.result(0) is None
@@ -84,7 +85,7 @@ def test_the_last_part_waits_for_all() -> None:
 
 def test_the_last_part_ends_the_driver_if_an_older_step_is_chosen() -> None:
     group = GroupAnswer("critic")
-    found = part_of(group).restored(1, REPORT)
+    found = part_of(group).restored((1, 1), REPORT)
     group.answer.set_result(OLDER)
     with pytest.raises(RestoreError, match="goes on from that step"):
         found.result(0)
@@ -92,7 +93,7 @@ def test_the_last_part_ends_the_driver_if_an_older_step_is_chosen() -> None:
 
 def test_errors_of_the_service_reach_the_last_part() -> None:
     group = GroupAnswer("critic")
-    found = part_of(group).restored(1, REPORT)
+    found = part_of(group).restored((1, 1), REPORT)
     group.answer.set_exception(Unavailable("The agent does not answer."))
     with pytest.raises(Unavailable):
         found.result(0)

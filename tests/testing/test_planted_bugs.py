@@ -23,7 +23,7 @@ from ray_ckpt.core.open_attempts import MAX_OPEN_ATTEMPTS, OpenAttempts
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sweep import Sweeps
-from ray_ckpt.core.values import Salvage, SessionPlan, Token
+from ray_ckpt.core.values import Salvage, SessionKey, SessionPlan, Token
 from ray_ckpt.engine import launchers, stopping
 from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.groups import Groups
@@ -518,8 +518,8 @@ def an_outcome_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
 def the_end_of_a_session_wakes_nobody(patch: pytest.MonkeyPatch) -> None:
     """A rank has the end of its session only if it comes after it."""
 
-    def end(self: NodeHost, session: int, error: CheckpointError) -> None:
-        self._end = (session, error)
+    def end(self: NodeHost, session_key: SessionKey, error: CheckpointError) -> None:
+        self._end = (session_key, error)
 
     patch.setattr(NodeHost, "_end_session", end)
 

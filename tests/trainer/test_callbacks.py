@@ -35,7 +35,7 @@ class Resumed(LocalLink):
     def ticket(self) -> RestoreTicket:
         attempt = ray_ckpt.open(f"{self.storage}/gpt").choose(AT).info.id
         ref = RemoteRef(storage_path=self.storage, run_name="gpt")
-        return Origin(uri=f"{self.storage}/gpt", storage=ref, attempt=attempt).ticket(2, 1)
+        return Origin(uri=f"{self.storage}/gpt", storage=ref, attempt=attempt).ticket((1, 2))
 
 
 class Trainer:

@@ -12,7 +12,7 @@ import torch
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.node_messages import SaveOutcome
-from ray_ckpt.core.values import STILL_WRITING
+from ray_ckpt.core.values import STILL_WRITING, SessionKey
 from ray_ckpt.errors import (
     CheckpointError,
     CollectiveError,
@@ -41,10 +41,10 @@ class Agent(LocalLink):
     has_disk: bool = True
     level: Level = Level.DURABLE  # that saves reach
 
-    def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+    def open_arena(self, session_key: SessionKey, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         if not self.has_arena:
             raise InsufficientSpace("There is no memory for captures.")
-        return LocalLink.open_arena(self, session, size_bytes, named=named)
+        return LocalLink.open_arena(self, session_key, size_bytes, named=named)
 
     def seal(self, shard: SealedShard) -> Future[None]:
         if self.has_disk:
@@ -209,7 +209,7 @@ class Restores(Agent):
             committed_at_s=0.0,
             metrics={},
         )
-        return RestoreTicket(session=2, epoch=1, checkpoint=checkpoint)
+        return RestoreTicket(session_key=(1, 2), checkpoint=checkpoint)
 
     def make_durable(self) -> Future[None]:
         self.brought += 1

@@ -11,6 +11,7 @@ import torch
 
 from ray_ckpt.capture.load import Load
 from ray_ckpt.config import RunOptions
+from ray_ckpt.core.values import SessionKey
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.restore.manifest import ListedRows, MappedManifest
@@ -31,7 +32,7 @@ class Begins(LocalLink):
 
     reports: list[RankRestore] = field(default_factory=list)
 
-    def origin(self, session: int, epoch: int) -> RestoreTicket:
+    def origin(self, session_key: SessionKey) -> RestoreTicket:
         checkpoint = CheckpointInfo(
             id=make_attempt(run_uid=UID, session=1, step=STEP, attempt=1),
             seq=1,
@@ -45,9 +46,9 @@ class Begins(LocalLink):
         )
         return replace(self.ticket(), checkpoint=checkpoint)
 
-    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
+    def restored(self, session_key: SessionKey, report: RankRestore) -> Future[RestoreTicket | None]:
         self.reports.append(report)
-        return LocalLink.restored(self, session, report)
+        return LocalLink.restored(self, session_key, report)
 
 
 PART = RestoredPart(file="shard", tier="remote", where="s3://bucket", size_bytes=7, seconds=1.0)
@@ -147,7 +148,7 @@ def test_the_whole_manifest_is_requested_only_if_something_is_missing(tmp_path: 
 
 def test_a_whole_manifest_that_cannot_be_read_is_damage_of_the_checkpoint(tmp_path: Path) -> None:
     link = saved_model(tmp_path)
-    link.whole = RestoreTicket(session=2, epoch=1, checkpoint=link.given.checkpoint, damage=("manifest",))
+    link.whole = RestoreTicket(session_key=(1, 2), checkpoint=link.given.checkpoint, damage=("manifest",))
     ticket = replace(link.given, manifest=ListedRows([]), is_whole=False)
     report, load = ItemReader(link, {}).read_all(ticket)
     assert report.damage == ("manifest",) and load() == frozenset()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+from ray_ckpt.core.values import SessionKey
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer.link import ArenaGrant, Link
@@ -28,9 +29,9 @@ class PartLink:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def restored(self, session: int, report: RankRestore) -> Future[RestoreTicket | None]:
+    def restored(self, session_key: SessionKey, report: RankRestore) -> Future[RestoreTicket | None]:
         """Report the restore; only the last part waits for the answer of the group."""
-        self._answer = self._link.restored(session, report)
+        self._answer = self._link.restored(session_key, report)
         found: Future[RestoreTicket | None] = Future()
         if self.is_last:
             self._answer.add_done_callback(lambda _: _settle(found, self.check))
@@ -38,13 +39,13 @@ class PartLink:
             found.set_result(None)
         return found
 
-    def open_arena(self, session: int, size_bytes: int, *, named: bool = False) -> ArenaGrant:
+    def open_arena(self, session_key: SessionKey, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         """Open an arena once the group has restored, when agents free the arenas of the group before.
 
         A Checkpointer calls this in a thread of its own.
         """
         self.wait()
-        return self._link.open_arena(session, size_bytes, named=named)
+        return self._link.open_arena(session_key, size_bytes, named=named)
 
     @property
     def is_answered(self) -> bool:

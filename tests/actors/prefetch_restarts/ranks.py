@@ -17,6 +17,7 @@ from ray_ckpt.capture.arena import Arena
 from ray_ckpt.capture.items import BoxedTensor, Item
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.config import RunOptions
+from ray_ckpt.core.values import SessionKey
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.shard import RankLayout, build_layout
 from ray_ckpt.format.tree import encode_tree
@@ -132,14 +133,18 @@ class Rank:
 
     # -- saves -----------------------------------------------------------------------------------------
 
-    async def capture(self, attempt: AttemptId, session: int, *, share: float = 1.0) -> SealedShard | None:
+    async def capture(
+        self, attempt: AttemptId, session_key: SessionKey, *, share: float = 1.0
+    ) -> SealedShard | None:
         """Copy the state into the arena; with a `share` below 1 end in the middle, before the seal."""
         identity = self.identity
         walked = walk(self.items, rank=identity.rank, world_size=identity.world_size)
         live = {each.slice_key: each for each in walked.owned(identity.rank, identity.node_ranks)}
         layout = RankLayout(shards=(build_layout(each.slice for each in live.values()),))
         if not self._arenas:
-            grant = await self._agent.open_arena(UID, session, identity.rank, layout.size_bytes, self._named)
+            grant = await self._agent.open_arena(
+                UID, session_key, identity.rank, layout.size_bytes, self._named
+            )
             self._arenas = [Arena(path) for path in grant.paths]
         buffer = self._num_captures % len(self._arenas)
         self._num_captures += 1
@@ -168,9 +173,9 @@ class Rank:
             capture_s=0.0,
         )
 
-    async def save(self, attempt: AttemptId, session: int) -> None:
+    async def save(self, attempt: AttemptId, session_key: SessionKey) -> None:
         """Hand a capture over; return when the memory may be used again."""
-        shard = await self.capture(attempt, session)
+        shard = await self.capture(attempt, session_key)
         assert shard is not None
         await self._agent.seal(UID, shard)
 
@@ -197,7 +202,7 @@ class Rank:
         while True:
             report, load = await in_thread(self._pool, ItemReader(self, self.items).read_all, ticket)  # type: ignore[arg-type]
             self._count(report)
-            older = await self._agent.report_restored(UID, ticket.session, report, self._named)
+            older = await self._agent.report_restored(UID, ticket.session_key, report, self._named)
             if older is None:
                 break
             ticket = older
@@ -208,14 +213,14 @@ class Rank:
         self.read_bytes += sum(part.size_bytes for part in report.parts)
         self.prefetched_bytes += sum(part.size_bytes for part in report.parts if part.is_prefetched)
 
-    def whole_ticket(self, session: int) -> RestoreTicket:
+    def whole_ticket(self, session_key: SessionKey) -> RestoreTicket:
         """Return the whole ticket; called in a thread."""
-        called = self._agent.get_whole_ticket(UID, session, self._named)
+        called = self._agent.get_whole_ticket(UID, session_key, self._named)
         return asyncio.run_coroutine_threadsafe(called, self._loop).result(CALL_S)
 
     def fetch(
-        self, session: int, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
+        self, session_key: SessionKey, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
     ) -> SharedRows:
         """Return rows that ranks of the node share; called in a thread."""
-        called = self._agent.fetch(UID, session, self.identity.rank, wants, taken)
+        called = self._agent.fetch(UID, session_key, self.identity.rank, wants, taken)
         return asyncio.run_coroutine_threadsafe(called, self._loop).result(CALL_S)

@@ -123,7 +123,7 @@ class Schedule:
             if self.chance.random() < 0.1:
                 await self._replace_agent()
             save = self._next_save()
-            saving = [rank.save(save.attempt, plan.session) for rank in self.ranks]
+            saving = [rank.save(save.attempt, plan.session_key) for rank in self.ranks]
             await asyncio.wait_for(asyncio.gather(*saving), WAIT_S)
             await self.decisions.settled(save)
             must(save.is_whole, "P1", f"step {self.step} of live ranks is not committed")
@@ -152,7 +152,7 @@ class Schedule:
         assert plan is not None
         for number in ranks:
             progress = RankProgress(step=self.step, saved_step=self.step)
-            await machine.require_agent().report_progress(UID, plan.session, number, progress)
+            await machine.require_agent().report_progress(UID, plan.session_key, number, progress)
         for other in self.decisions.live():  # they get its new address, as from the coordinator
             await other.require_agent().update_peer(UID, machine.node_id, machine.endpoint)
         self.say(f"{machine.name} gets a new agent")
@@ -171,7 +171,7 @@ class Schedule:
             share = chance.random() if kind == "unsealed" else 1.0
             hasty = [rank for rank in self.ranks if chance.random() < 0.7]
             for rank in hasty:
-                shard = await rank.capture(save.attempt, plan.session, share=share)
+                shard = await rank.capture(save.attempt, plan.session_key, share=share)
                 if shard is not None and chance.random() < 0.5:
                     sealing = asyncio.ensure_future(rank.machine.require_agent().seal(UID, shard))
                     await asyncio.sleep(0)

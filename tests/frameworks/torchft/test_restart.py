@@ -39,7 +39,7 @@ class FolderLink(LocalLink):
             return self.given
         attempt = ray_ckpt.open(f"{self.storage}/gpt").choose(SAVED).info.id
         ref = RemoteRef(storage_path=self.storage, run_name="gpt")
-        return Origin(uri=f"{self.storage}/gpt", storage=ref, attempt=attempt).ticket(2, 1)
+        return Origin(uri=f"{self.storage}/gpt", storage=ref, attempt=attempt).ticket((1, 2))
 
 
 @dataclass(frozen=True)
