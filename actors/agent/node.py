@@ -57,6 +57,7 @@ class Node:
         self._tasks: set[asyncio.Task[None]] = set()
         self._coordinator: Any = None
         self.route = ReportRoute()
+        self._relay_failed = asyncio.Event()  # another one after each failure
         self.reports = ReportRelay(self._send_gathered)
         self.agents = OtherAgents()
 
@@ -85,16 +86,32 @@ class Node:
         waits = method in WAITING
         if (waits or method in REPORTS) and (relay := self.route.via(time.monotonic())):
             report = GatheredReport(method=method, arguments=args, waits=waits, may_wait_s=may_wait_s)
-            bound_s = None if waits else REPORT_S + may_wait_s
+            call = asyncio.ensure_future(self._through(relay, report))
             try:
-                return await asyncio.wait_for(self._through(relay, report), bound_s)
+                if waits:
+                    return await self._while_relay_answers(call)
+                return await asyncio.wait_for(call, REPORT_S + may_wait_s)
             except (ray.exceptions.RayError, CheckpointError, ValueError, TimeoutError) as error:
                 cause = getattr(error, "cause", None) or error  # Ray's error is of the cause's class too
                 if isinstance(cause, CheckpointError) and cause.fields.get("reached", True):
                     raise cause from None
                 log.warning("relay %s does not answer: %s", relay[:12], reason(error))
                 self.route.failed(time.monotonic())
+                self._relay_failed.set()  # the ranks' progress finds out if a relay hangs
+                self._relay_failed = asyncio.Event()
         return await self._request(method, *args)
+
+    async def _while_relay_answers(self, call: asyncio.Future[Any]) -> Any:
+        """Return the answer to a call; TimeoutError if the relay fails for another report."""
+        failed = asyncio.ensure_future(self._relay_failed.wait())
+        try:
+            await asyncio.wait({call, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if call.done():
+                return call.result()
+            raise TimeoutError("it did not take another report")
+        finally:
+            failed.cancel()
+            call.cancel()
 
     async def _through(self, relay: str, report: GatheredReport) -> Any:
         if relay == self.node_id:

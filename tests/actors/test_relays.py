@@ -236,6 +236,29 @@ def test_a_node_reports_itself_when_its_relay_does_not(
     assert request(monkeypatch, through, "node_stored") == (["answer"] * 2, ways)
 
 
+def test_a_report_whose_answer_takes_long_leaves_a_relay_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "REPORT_S", 0.05)
+
+    async def by_relay(method: str, sent: GatheredReport) -> None:
+        await hangs()
+
+    async def direct(method: str, *_: Any) -> str:
+        return method
+
+    async def run() -> None:
+        node = Node("n", ServiceKeys.make(datetime.now(UTC)))
+        agents_of(monkeypatch, r=by_relay)
+        monkeypatch.setattr(node, "_request", direct)
+        node.route.use("r")
+        waiting = [asyncio.ensure_future(node.request(method)) for method in ("ranks_met", "node_restored")]
+        await asyncio.sleep(0.1)
+        assert not any(call.done() for call in waiting), "other nodes may need that long"
+        assert await node.request("ranks_progressed") == "ranks_progressed"
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 10.0) == ["ranks_met", "node_restored"]
+
+    asyncio.run(run())
+
+
 def test_an_agent_that_did_not_answer_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> list[dict[str, Any]]:
         agents = agents_of(monkeypatch, a=echo)
