@@ -21,6 +21,7 @@ MAX_TEXT_BYTES = 1024 * 2**20  # size of the texts of all rows, repeated texts i
 MAX_FREE_VALUES = 2**20  # values of a column in any file; larger files may have one more for each byte
 MAX_FREE_ROWS = 2**17  # rows in any file; larger files may have one more for each byte
 MAX_THRIFT_ITEMS = 1000  # items of a list in the footer: row groups, columns
+_CUT_SHORT = "its footer, or the header of a page, is cut short"
 _MAX_DEPTH = 8  # nested structs in the footer; real footers have 5
 
 _PHYSICAL = {pa.string(): 6, pa.int64(): 2, pa.float64(): 5}  # BYTE_ARRAY, INT64, DOUBLE
@@ -227,7 +228,7 @@ class _Thrift:
         while head := self._byte():
             delta, kind = head >> 4, head & 15
             field = field + delta if delta else self._int()
-            found[field] = self._value(kind, depth)
+            found[field] = self._int() if 4 <= kind <= 6 else self._value(kind, depth)
         return found
 
     def _value(self, kind: int, depth: int) -> Any:
@@ -258,16 +259,22 @@ class _Thrift:
 
     def skip(self, nbytes: int) -> None:
         if nbytes > self._end - self.at:
-            raise FormatError("its footer, or the header of a page, is cut short")
+            raise FormatError(_CUT_SHORT)
         self.at += nbytes
 
     def _byte(self) -> int:
-        self.skip(1)
-        return self._data[self.at - 1]
+        at = self.at
+        if at >= self._end:
+            raise FormatError(_CUT_SHORT)
+        self.at = at + 1
+        return self._data[at]
 
     def _varint(self) -> int:
-        value = 0
-        for shift in range(0, 70, 7):
+        value = self._byte()
+        if value < 128:  # most have one byte
+            return value
+        value &= 127
+        for shift in range(7, 70, 7):
             byte = self._byte()
             value |= (byte & 127) << shift
             if byte < 128:

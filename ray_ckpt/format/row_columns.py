@@ -103,7 +103,11 @@ def _numbers(array: pa.Array) -> npt.NDArray[Any]:
 
 def validity(column: pa.Array) -> Mask:
     """Return which values of a column are not null."""
-    return numbers(column.is_valid().cast(pa.uint8())).astype(bool)
+    bits = column.buffers()[0] if column.null_count else None
+    if bits is None:
+        return np.ones(len(column), bool)
+    found: Mask = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(bool)
+    return found[column.offset : column.offset + len(column)]
 
 
 def ints(table: pa.Table, name: str) -> Ints:
