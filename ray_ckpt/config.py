@@ -279,7 +279,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         for option in fields(self):
             self._check_type(option.name, option.type)
-        self._need("restore_timeout_s", self.restore_timeout_s > 0, "a number of seconds above 0")
+        for name in ("attempt_timeout_s", "restore_timeout_s"):  # with 0, no group of two ranks could go on
+            self._need(name, getattr(self, name) > 0, "a number of seconds above 0")
         budget = self.overhead_budget
         self._need("overhead_budget", _is_number(budget) and 0 < budget < 1, "a fraction above 0 and below 1")
         is_known = self.resume in ("auto", "never", "must") or resume_step(self.resume) is not None

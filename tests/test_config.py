@@ -82,6 +82,7 @@ def test_the_defaults_are_good_and_so_is_everything_at_once() -> None:
         ("repair_bytes_per_s", 0),
         ("scrub_bytes_per_s", 1.5),
         ("resume", "yes"),
+        ("attempt_timeout_s", 0),
         ("restore_timeout_s", 0),
         ("parity", [6, 2]),
     ],
