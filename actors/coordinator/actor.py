@@ -8,6 +8,7 @@ run has separate threads for the run's log, so that a hanging store delays no ot
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -20,7 +21,7 @@ import ray
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.agent.priority import collect_seldom, settle_heap
-from ray_ckpt.actors.coordinator.engine import Engine
+from ray_ckpt.actors.coordinator.engine import Engine, failed
 from ray_ckpt.actors.coordinator.opening import RunOpener
 from ray_ckpt.actors.coordinator.recovery import Recovery
 from ray_ckpt.actors.coordinator.run import Run
@@ -44,7 +45,7 @@ from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.log_requests import checkpoint_to_pin, checkpoint_to_unpin
 from ray_ckpt.core.values import GroupNode, SessionKey, Token
 from ray_ckpt.engine.ports import GroupRequested, HostEvent, OwnerChecked, PartRequested, ServiceEnding
-from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable
+from ray_ckpt.errors import ConfigError, ServiceError, Unavailable
 from ray_ckpt.format.records import Drilled
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.transport.credentials import ServiceKeys
@@ -178,11 +179,14 @@ class Coordinator:
 
     async def salvage(self, key: str) -> None:
         """Let the survivors of a group that has lost ranks save the last step; return when that has ended."""
+        await self._recovery.settled(key)
         run = await self._opener.reach(key)
         await self.engine.request(run, lambda token: m.SalvageRequested(token=token))
 
     async def finish(self, key: str, timeout_s: float, has_failed: bool = False) -> CheckpointInfo | None:
         """End or give up the run; return its last checkpoint once that checkpoint is durable."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._recovery.settled(key), timeout_s)
         run = await self._opener.reach(key)
         try:
             newest: CheckpointInfo | None = await asyncio.wait_for(
@@ -290,8 +294,8 @@ class Coordinator:
     async def _answered(self, report: GatheredReport) -> GatheredAnswer:
         try:
             return GatheredAnswer(value=await getattr(self, report.method)(*report.arguments))
-        except CheckpointError as error:
-            return GatheredAnswer(error=error)
+        except Exception as error:  # the other reports of the message are answered
+            return GatheredAnswer(error=failed(report, error))
 
     async def node_stored(self, event: m.NodeStored) -> None:
         self._handle(event.attempt.run_uid, event)

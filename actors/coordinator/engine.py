@@ -31,7 +31,7 @@ from ray_ckpt.core.values import Token
 from ray_ckpt.engine.notices import Notices
 from ray_ckpt.engine.ports import AgentDied, ExitRefused, HostEvent
 from ray_ckpt.engine.run_host import RunHost
-from ray_ckpt.errors import CheckpointError, RunInUse
+from ray_ckpt.errors import CheckpointError, RunInUse, Unavailable
 from ray_ckpt.transport.credentials import ServiceKeys
 
 log = logging.getLogger("ray_ckpt.coordinator")
@@ -105,8 +105,8 @@ class Engine:
         (event,) = report.arguments
         try:
             self.runs.by_uid(event.attempt.run_uid).host.handle(event)
-        except CheckpointError as error:
-            return GatheredAnswer(error=error)
+        except Exception as error:  # the other reports of the message are handled
+            return GatheredAnswer(error=failed(report, error))
         return DONE
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -137,3 +137,11 @@ class Engine:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("background work of the coordinator failed", exc_info=error)
+
+
+def failed(report: GatheredReport, error: Exception) -> CheckpointError:
+    """Return the error with which a report is answered."""
+    if isinstance(error, CheckpointError):
+        return error
+    log.error("the report %s has failed", report.method, exc_info=error)
+    return Unavailable(f"The coordinator failed to handle {report.method}: {error}")

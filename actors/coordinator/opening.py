@@ -14,7 +14,7 @@ from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.ownership import RunMark, check_log
 from ray_ckpt.core.values import SessionPlan
-from ray_ckpt.engine.ports import GroupFound, LogAwaited, RunOpened
+from ray_ckpt.engine.ports import GroupFound, LogAwaited, OwnerChecked, RunOpened
 from ray_ckpt.errors import Fenced, RunConflict, Unavailable
 from ray_ckpt.format.names import record_file
 from ray_ckpt.storage.log_store import read_run
@@ -46,7 +46,9 @@ class RunOpener:
     ) -> str:
         """Open a run on all live nodes, and return its uid; `found` is the plan of a group at work.
 
-        `is_wanted` means that a caller waits for the run, so a finished run is not put away at once.
+        `is_wanted` means that a caller waits for the run, so a finished run is not put away at once. The
+        options of `spec` apply if the run was not open, or if the launcher `owner` may own it. Then this
+        waits for all nodes, else (`found`) the group goes on when they have answered.
         """
         engine = self._engine
         async with engine.runs.turn(spec.key):
@@ -57,15 +59,23 @@ class RunOpener:
             is_new = run is None or not run.machine.is_open or run.machine.is_closing
             is_new = is_new or (run is not None and await self._is_overtaken(run))
             if run is None or is_new:
-                run = await self._open_log(spec, owner, is_wanted)
-            elif run.spec.storage != spec.storage:
-                await in_thread(engine.remote_io, _check_same_log, run, spec)
-                run.remote = spec.storage.open()
-            run.spec, run.machine.options = spec, spec.options
-            if found is not None:
+                run = await self._open_log(spec, owner, is_wanted, found)
+            elif owner is not None:
+                await self._use(run, spec, owner)
+            elif found is not None:
                 run.host.handle(GroupFound(plan=found))
-            await engine.request(run, lambda token: RunOpened(token=token, checks_storage=is_new))
+            if found is None:
+                await engine.request(run, lambda token: RunOpened(token=token, checks_storage=is_new))
             return run.run_uid
+
+    async def _use(self, run: Run, spec: RunSpec, owner: str) -> None:
+        """Use the options with which a launcher opens an open run, unless another one that lives has it."""
+        engine = self._engine
+        await engine.request(run, lambda token: OwnerChecked(token=token, owner=owner))
+        if run.spec.storage != spec.storage:
+            await in_thread(engine.remote_io, _check_same_log, run, spec)
+            run.remote = spec.storage.open()
+        run.spec, run.machine.options = spec, spec.options
 
     async def _is_overtaken(self, run: Run) -> bool:
         """Return whether a rollback, or another cluster, has written to the log of an idle run."""
@@ -78,7 +88,9 @@ class RunOpener:
             return False
         return found is not None and run.machine.view.is_idle
 
-    async def _open_log(self, spec: RunSpec, owner: str | None, is_wanted: bool) -> Run:
+    async def _open_log(
+        self, spec: RunSpec, owner: str | None, is_wanted: bool, found: SessionPlan | None
+    ) -> Run:
         """Read the run's log to its end; append this coordinator's epoch if it may own the run."""
         engine = self._engine
         marks = await self._read_marks(spec)
@@ -95,6 +107,8 @@ class RunOpener:
             await run.log_threads.run(run.remote.leave_nonce, run.nonce)
             engine.runs.open[spec.key] = run
             run.host.handle(event)
+            if found is not None:  # at once, so that no call of the group finds a run without a group
+                run.host.handle(GroupFound(plan=found))
             if is_wanted:
                 run.host.handle(m.RunWanted())
             try:

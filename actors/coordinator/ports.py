@@ -37,7 +37,6 @@ from ray_ckpt.engine.ports import (
     UpdatePeer,
 )
 from ray_ckpt.engine.relays import ORDERS_S, Batch, OrderRelays
-from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.records import encode_record
 from ray_ckpt.storage.log_store import CreateResult, create_record, read_run, trim_log, write_snapshot
 from ray_ckpt.telemetry import Sample
@@ -243,7 +242,7 @@ class RayPorts:
                     service = await asyncio.wait_for(self._last_service(), STORE_TIMEOUT_S)
             if outcome == "unknown":
                 missing = await asyncio.wait_for(run.log_threads.run(run.remote.missing), STORE_TIMEOUT_S)
-        except (TimeoutError, OSError, CheckpointError) as error:
+        except Exception as error:  # without an answer, the log would wait for ever
             log.warning("%s: record %d: %s", run.spec.name, record.seq, reason(error))
         run.host.handle(m.Appended(seq=record.seq, outcome=outcome, service=service, reason=missing))
 

@@ -20,6 +20,7 @@ log = logging.getLogger("ray_ckpt.coordinator")
 
 TAKE_OVER_AGAIN_S = 5.0  # until a restarted coordinator again tries to open a log
 ASK_AGAIN_S = 60.0  # until an agent that has not answered is asked again for its runs
+SETTLED_S = 0.2  # between looks whether a run is open
 MAX_ASKED = 64  # agents that are asked again at a time; each answer may have a plan of 0.6 MB
 
 
@@ -51,6 +52,12 @@ class Recovery:
         if self._found is None or (self._found.done() and self._found.exception() is not None):
             self._found = asyncio.ensure_future(self._find_agents())
         await asyncio.shield(self._found)
+
+    async def settled(self, key: str) -> None:
+        """Wait until this coordinator does not try any more to open a run that an earlier one had open."""
+        await self.ready()
+        while key in self._claimed and key not in self._engine.runs.open:
+            await asyncio.sleep(SETTLED_S)
 
     async def _find_agents(self) -> None:
         runs: dict[str, OpenedRun] = {}

@@ -51,7 +51,10 @@ class ClusterWatch:
         nodes = await engine.agents.cluster.recent()
         for run in engine.runs:
             disks, run.disks = run.disks, {}  # each reading of a disk is passed to the machine once
-            run.host.handle(replace(seen_by(nodes, run.spec.options), disks=disks))
+            try:
+                run.host.handle(replace(seen_by(nodes, run.spec.options), disks=disks))
+            except Exception:  # the other runs go on
+                log.exception("%s: the coordinator's tick failed", run.spec.name)
         live = nodes.live
         for node in engine.agents.nodes - live:
             engine.agents.forget(node)

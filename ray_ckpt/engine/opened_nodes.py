@@ -75,8 +75,8 @@ class OpenedNodes:
         """Start missing agents, open the run on all live nodes, and pass the inventories to the host.
 
         The round begins when this coordinator's epoch is in the log. An error of a node's configuration ends
-        the round. If a node does not find the storage path, this is an error only for a RunOpened that
-        checks it, since the path may be away for a while.
+        the round, unless a group is at work, on other nodes. If a node does not find the storage path, this
+        is an error only for a RunOpened that checks it, since the path may be away for a while.
         """
         self._num_rounds += 1
         self._rounds[self._num_rounds] = _Round(event)
@@ -188,12 +188,11 @@ class OpenedNodes:
             return
         opening.pending.discard(call.node)
         error = answer.failure.error if answer.failure is not None else None
-        checks = isinstance(opening.event, RunOpened) and opening.event.checks_storage
         if inventory is not None:
             opening.inventories[call.node] = inventory
             if call.node not in opening.renewed:  # otherwise the inventory is that of the previous agent
                 self.has_session(call.node, inventory.plan)
-        elif isinstance(error, StorageNotShared | StoragePathError) and not checks:
+        elif error is not None and self._may_leave_out(call.node, error, opening.event):
             log.warning("node %s is left out for now: %s", call.node[:12], error)
         else:
             opening.error = opening.error or error
@@ -212,9 +211,21 @@ class OpenedNodes:
         if opening.error is not None:
             self._host.opened_on_all(opening.event, opening.error)
             return
-        self.opened, self.skipped, self.is_ready = frozenset(opening.inventories), set(), True
+        kept: frozenset[str] = frozenset()
+        if isinstance(opening.event, RunOpened) and (plan := self._host.machine.plan) is not None:
+            kept = (
+                self._members_of(plan) & self.opened & self.live
+            )  # they may only be slow to list their files
+        self.opened, self.skipped, self.is_ready = kept.union(opening.inventories), set(), True
         self._host.apply(self._now(self.opened, self._seen))
         self._host.opened_on_all(opening.event, opening.inventories)
+
+    def _may_leave_out(self, node: str, error: Exception, event: Waiting) -> bool:
+        """Return whether a round may go on without a node that has this error."""
+        if isinstance(event, GroupFound) and node not in self._members_of(event.plan):
+            return True
+        checks = isinstance(event, RunOpened) and event.checks_storage
+        return isinstance(error, StorageNotShared | StoragePathError) and not checks
 
     def _open(self, node: str, number: int) -> None:
         order = OpenOnNode(epoch=self._host.machine.history.epoch, number=number)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.run_machine import CLOCK_S, RunMachine
-from ray_ckpt.core.values import Inventory, SessionKey, SessionPlan, Token
+from ray_ckpt.core.values import Inventory, SessionKey, Token
 from ray_ckpt.engine.answers import CODE_S, drain_bound_s, event_of
 from ray_ckpt.engine.deletes import NodeDeletes, folders_left, together
 from ray_ckpt.engine.groups import Groups
@@ -51,6 +51,8 @@ TAKE_OVER_AGAIN_S = 5.0  # until a host again tries to continue with a group tha
 Waiting: TypeAlias = RunOpened | GroupRequested | GroupFound | InventoryDue
 """Events that wait until the run is open on all live nodes."""
 
+_OfGroup: TypeAlias = m.BarrierReached | m.NodeRestored | m.SalvageRequested | m.FinishRequested
+
 
 class RunHost:
     """One run of a coordinator; `notices` are those of the service."""
@@ -68,12 +70,13 @@ class RunHost:
         self._starting: dict[tuple[Token, ...], set[str]] = {}  # callers -> nodes without their plan
         self._putting_away: set[str] = set()  # nodes that have not answered the last RunPutAway
         self._put_away_error: str | None = None
-        self._found: SessionPlan | None = None  # plan of a group at work under an earlier coordinator
+        self._found: GroupFound | None = None  # a group at work under an earlier coordinator
+        self._held: list[_OfGroup] = []  # calls of that group and its launcher, until the group is found
+        self._over: Exception | None = None  # the reason why this host takes no callers any more
         self._begun: SessionKey = (0, 0)  # the last session that this coordinator has begun
         self._num_scrubs = 0
         self._was_open = False  # the epoch of this coordinator has been in the log
         self._awaiting_log: list[Token] = []  # callers that wait for the epoch of this coordinator
-        self._is_ending = False  # the service is being stopped
 
     @property
     def is_recovering(self) -> bool:
@@ -142,8 +145,14 @@ class RunHost:
                 self.nodes.seen(event)
                 self.groups.ticked()
                 self.launchers.ticked()
-            case OwnerChecked() | PartRequested() | GroupRequested() | RunOpened() if self._is_ending:
-                self.groups.fail(event.token, _ending())
+            case OwnerChecked() | PartRequested() | GroupRequested() | RunOpened() | LogAwaited() if (
+                self._over
+            ):
+                self.groups.fail(event.token, self._over)
+            case m.BarrierReached() | m.NodeRestored() | m.SalvageRequested() | m.FinishRequested() if (
+                self.is_recovering
+            ):
+                self._held.append(event)
             case LauncherSeen():
                 self.launchers.seen(event)
                 self.groups.launcher_seen(event)
@@ -156,9 +165,9 @@ class RunHost:
                 self.nodes.open_on_all(event)
             case RunOpened() | InventoryDue():
                 self.nodes.open_on_all(event)
-            case GroupFound(plan=plan):
-                if self.is_without_group or plan is self._found:  # the latter is a further try
-                    self._found = plan
+            case GroupFound():
+                if self.is_without_group or event is self._found:  # the latter is a further try
+                    self._found = event
                     self.nodes.open_on_all(event)
             case AgentDied(node=node):
                 self.nodes.agent_died(node)
@@ -175,7 +184,6 @@ class RunHost:
                 self._awaiting_log.append(token)
                 self._log_answered()
             case ServiceEnding():
-                self._is_ending = True
                 self._end_callers(_ending())
             case _:
                 self.apply(event)
@@ -368,6 +376,8 @@ class RunHost:
             self.apply(m.GroupRecovered(plan=newest, inventories=found))
             self.send(sorted(found), n.CoordinatorReturned(epoch=self.machine.epoch))
             self.nodes.renew()
+        held, self._held = self._held, []
+        self.handle(*held)
         self.groups.proceed()
 
     def _log_answered(self) -> None:
@@ -379,9 +389,11 @@ class RunHost:
             self.nodes.begin_rounds()
 
     def _end_callers(self, error: Exception) -> None:
-        """Fail all callers that wait here for the log, for the nodes or for other launchers."""
+        """Fail all callers that wait for the log, the nodes, a group or other launchers, and later ones."""
+        self._over = error
         awaiting, self._awaiting_log = self._awaiting_log, []
-        for token in awaiting:
+        held, self._held = self._held, []
+        for token in (*awaiting, *(event.token for event in held)):
             self.groups.fail(token, error)
         self.groups.end(error)
         for event in self.nodes.abandon():
