@@ -65,6 +65,7 @@ class Attempt:
     _group_of: dict[int, ParityGroup] = field(init=False)  # node_index -> the node's parity group
     coding: dict[int, str] = field(default_factory=dict)  # node_index -> node that makes its parity file
     failed: dict[int, set[str]] = field(default_factory=dict)  # node_index -> nodes whose copy failed
+    reported_s: dict[tuple[int, str], float] = field(default_factory=dict)  # (node_index, node) -> time
     stored_s: float = 0.0  # time at which the last node had stored its own files
     commit_s: float = 0.0  # time at which the commit record was decided
     is_salvage: bool = False  # survivors save the step: ranks that do not take part are not missing
@@ -97,6 +98,7 @@ class Attempt:
             if waiting := set(self.nodes[index].holders) - ended:
                 self.awaited.setdefault(index, set()).update(waiting)
         self.stored[event.node_index] = event
+        self.reported_s[event.node_index, event.node_id] = now_s
         self.list_version(event.node_index, event.fragment)
 
     def list_version(self, node_index: int, fragment: FileEntry) -> None:

@@ -208,14 +208,14 @@ class Holders:
 
     def learn(self, inventories: Mapping[str, Inventory], run_uid: str) -> None:
         """Replace the registered copies on these nodes by the inventories of the nodes."""
+        inventories = {n: found for n, found in inventories.items() if n not in self._left}
         self.lose(frozenset(inventories))
         self.live |= frozenset(inventories)
         for node, inventory in inventories.items():
             before = self._disks.get(inventory.disk, node)
             if inventory.disk and before != node:  # the machine returned before its loss was noticed
                 self.lose(frozenset({before}))
-                self._left = (self._left | {before}) & self.live
-            self._left.discard(node)
+                self._left.add(before)
             self._disks[inventory.disk] = node
         for node, inventory in inventories.items():
             for held in inventory.fragments:

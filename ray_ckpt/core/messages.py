@@ -5,6 +5,7 @@ Events that people and launchers cause are in `requests`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -93,6 +94,7 @@ class GroupOpened:
     owner: str = ""  # the launcher's id, the same for all groups that the launcher opens
     dead_owner: str = ""  # a launcher that was found dead; its group may be ended
     launch: LaunchTimes = UNKNOWN_LAUNCH
+    asked_s: float = math.inf  # when the nodes were asked for the inventories, by the clock of `Ticked`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,7 +144,7 @@ class NodeMachine:
 
     def _free(self) -> Iterator[n.FreeMemory]:
         """Free the memory of a released run, unless a shard is being written from it."""
-        if self._frees and all(len(save.written) == len(save.sealed) for save in self._saves.values()):
+        if self._frees and all(save.sealed <= save.written.keys() for save in self._saves.values()):
             self._frees = False
             yield n.FreeMemory()
 
@@ -177,7 +177,8 @@ class NodeMachine:
             yield n.Release(attempt=event.attempt, rank=event.rank)
             yield from self._settle(event.attempt, None, self._stray_error(event.attempt), keep_files=True)
             return
-        yield from self._forget_oldest()
+        if name not in self._saves:
+            yield from self._forget_oldest()
         save = self._saves.setdefault(
             name, _Save(attempt=event.attempt, here=here, num_nodes=len(plan.nodes))
         )
@@ -201,6 +202,7 @@ class NodeMachine:
         save, plan = self._saves.get(event.attempt.attempt), self.plan
         if save is None or plan is None:
             yield from self._written_late(event.attempt)
+            yield from self._free()
             return
         save.written[event.rank] = event
         yield from self._free()
@@ -378,7 +380,11 @@ class NodeMachine:
     def _on_outcome_notified(self, event: n.OutcomeNotified) -> Iterator[n.NodeEffect]:
         known = self.outcomes.get(event.attempt.attempt)
         if known is None or known.error is None:
-            yield from self._settle(event.attempt, event.level, event.error)
+            level = event.level
+            if known is not None and known.level is not None and level is not None:
+                level = max(level, known.level)
+            yield from self._settle(event.attempt, level, event.error)
+            yield from self._free()
         elif event.error is not None:  # a drop is final; the coordinator repeats it after a late copy
             self.outcomes[event.attempt.attempt] = replace(known, is_deleted=True)
             yield n.DeleteFolder(directory=event.attempt.directory)

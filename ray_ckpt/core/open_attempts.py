@@ -17,6 +17,7 @@ from ray_ckpt.core.attempts import Attempt
 from ray_ckpt.core.context import Context, names_of
 from ray_ckpt.core.progress import SessionProgress
 from ray_ckpt.core.save_times import SaveTimes
+from ray_ckpt.core.step_states import salvage_of
 from ray_ckpt.errors import CheckpointError, CollectiveError, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
@@ -81,6 +82,8 @@ class OpenAttempts:
         plan = self._context.plan
         assert plan is not None
         if attempt.attempt not in self._attempts:
+            if attempt == salvage_of(plan, attempt.step):
+                return None  # only a decision opens a salvage
             started_s = self._context.now_s
             self.add(Attempt(id=attempt, nodes=plan.nodes, groups=plan.groups, started_s=started_s))
             self._context.holders.parity.know(attempt.attempt, plan.groups)
@@ -273,7 +276,8 @@ class OpenAttempts:
         self, attempt: AttemptId, error: CheckpointError, nodes: tuple[str, ...]
     ) -> m.NotifyOutcome:
         """Drop an attempt that is not open, or was never opened by this coordinator."""
-        self._dropped.append(attempt.attempt)
+        if attempt.attempt not in self._dropped:
+            self._dropped.append(attempt.attempt)
         return self.outcome(attempt, None, error, nodes)
 
     def drop_if_lost(self, attempt: Attempt, lost: frozenset[str]) -> Iterator[m.Effect]:

@@ -40,7 +40,7 @@ from ray_ckpt.core.saves import Saves
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sessions import Sessions
 from ray_ckpt.core.sweep import Sweeps
-from ray_ckpt.core.values import SessionPlan
+from ray_ckpt.core.values import Inventory, SessionPlan
 from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Sample
@@ -139,6 +139,8 @@ class RunMachine:
             return tuple(self._refuse(event))
         if self.is_closing:
             return tuple(self._while_closing(event))
+        if not self._ledger.is_open and isinstance(event, m.RanksProgressed | m.RanksRestored):
+            return ()  # nodes repeat these
         if not self._ledger.is_open and not isinstance(event, _BEFORE_THE_FENCE):
             self._early.append(event)
             return ()
@@ -366,6 +368,7 @@ class RunMachine:
         error = RunSuperseded("A newer training group has opened this run.")
         yield from self._finishing.fail(error)
         self._context.holders.learn(event.inventories, self.history.run_uid)
+        self._saves.count_reports(event.asked_s - CLOCK_S)
         yield from self._saves.count_inventory(event.inventories)  # reports may have been lost
         yield from self._saves.end_session(error)
         is_other = event.owner not in ("", self._sessions.owner)
@@ -425,6 +428,21 @@ class RunMachine:
                 yield m.Supersede(nodes=(node,), session_key=plan.session_key, error=error)
         yield from self._saves.count_inventory(event.inventories)
         yield from self._saves.agents_lost(renewed)
+        yield from self._delete_retired(event.inventories)
+
+    def _delete_retired(self, inventories: Mapping[str, Inventory]) -> Iterator[m.Effect]:
+        """Let nodes that were away delete what was retired meanwhile, since they could not be told."""
+        checkpoints = self.history.checkpoints
+        for node, inventory in inventories.items():
+            found = {held.attempt.attempt for held in inventory.fragments}
+            found |= {coded.attempt.attempt for coded in inventory.parities}
+            known = sorted(found & checkpoints.keys())
+            retired = [name for name in known if checkpoints[name].state in ("retired", "collected")]
+            for name in retired:
+                self._context.holders.remove_all(name, node)
+            if retired:
+                directories = tuple(checkpoints[name].directory for name in retired)
+                yield m.DeleteLocalOrphans(node_id=node, directories=directories)
 
     def _on_node_restored(self, event: m.NodeRestored) -> Iterator[m.Effect]:
         self._session_end.restored(event)
@@ -478,6 +496,9 @@ class RunMachine:
 
     def _on_scrub_ended(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
         yield from self._maintenance.scrubbed(event)
+        for attempt in self._attempts:
+            if attempt.is_committing:
+                yield from self._attempts.reconsider(attempt)
         self._drain_schedule.start_again()
         yield from self._drain_schedule.assign()
 

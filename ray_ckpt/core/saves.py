@@ -13,7 +13,7 @@ from ray_ckpt.core.context import Context, names_of
 from ray_ckpt.core.missing_ranks import MissingRanks
 from ray_ckpt.core.open_attempts import MAX_WAITING_COMMITS, OpenAttempts
 from ray_ckpt.core.progress import SessionProgress
-from ray_ckpt.core.values import STILL_WRITING, Inventory, SessionNode, StoredFragment
+from ray_ckpt.core.values import STILL_WRITING, Inventory, SessionNode, SessionPlan, StoredFragment
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.types import AttemptId, CheckpointInfo, ParityGroup
 
@@ -69,6 +69,13 @@ class Saves:
 
     # -- inventories -----------------------------------------------------------------------------------
 
+    def count_reports(self, since_s: float) -> None:
+        """Count again what nodes have reported since they were asked for inventories, which may lack it."""
+        for attempt in self._attempts:
+            for (index, node), reported_s in attempt.reported_s.items():
+                if reported_s >= since_s:
+                    self._context.holders.report(attempt.id.attempt, index, node)
+
     def recover(self, inventories: Mapping[str, Inventory]) -> Iterator[m.Effect]:
         """Commit attempts of the log's last session that are complete on the nodes but not in the log.
 
@@ -112,15 +119,13 @@ class Saves:
         if plan is None:
             return
         held = [(node, h) for node in sorted(inventories) for h in inventories[node].fragments]
-        held = [
-            (node, h) for node, h in held if h.num_nodes == len(plan.nodes) and self._attempts.find(h.attempt)
-        ]
+        held = [(node, h) for node, h in held if self._belongs(h, plan)]
         held.sort(key=lambda found: found[1].attempt.step)
         for node, copy in held:
             attempt = self._attempts.get(copy.attempt.attempt)
             if attempt is not None:
                 attempt.list_version(copy.node_index, copy.fragment)
-                if node != plan.nodes[copy.node_index].node_id:
+                if node != attempt.nodes[copy.node_index].node_id:
                     attempt.arrive(copy.node_index, node)
         found: dict[str, Attempt] = {}
         for node, part in held:
@@ -129,6 +134,12 @@ class Saves:
                 found[attempt.id.attempt] = attempt
                 yield from self._take(attempt, _stored(part, node))
         yield from self._settle(*found.values())
+
+    def _belongs(self, held: StoredFragment, plan: SessionPlan) -> bool:
+        """Return whether a fragment is of an attempt that may be open; a new attempt is opened."""
+        known = self._attempts.get(held.attempt.attempt)
+        num_nodes = len(plan.nodes if known is None else known.nodes)  # fewer nodes write a salvage
+        return held.num_nodes == num_nodes and self._attempts.find(held.attempt) is not None
 
     # -- reports of nodes ------------------------------------------------------------------------------
 
@@ -204,6 +215,7 @@ class Saves:
         if attempt is not None:
             if has_arrived:
                 attempt.arrive(event.node_index, event.holder)
+                attempt.reported_s[event.node_index, event.holder] = self._context.now_s
                 if event.fragment is not None:
                     attempt.list_version(event.node_index, event.fragment)
             else:

@@ -158,7 +158,7 @@ class Sessions:
             token="",
             nodes=tuple(GroupNode(node_id=n.node_id, ranks=n.ranks) for n in plan.nodes),
             inventories={},
-            resume="auto",
+            resume=plan.chosen_by,
             owner=plan.owner,
         )
 
@@ -329,6 +329,7 @@ class Sessions:
             resume=self._resume_point(history, session.resumed_from),
             owner=group.owner,
             epoch=context.ledger.epoch,
+            chosen_by=group.resume,
             groups=(
                 place_groups(nodes, num_data=parity[0], parity=parity[1], domains=context.domains)
                 if parity is not None
@@ -431,7 +432,9 @@ class Sessions:
         if plan is None or event.session_key != plan.session_key:
             yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
             return
-        if self._sent_go == plan.session_key:  # the node did not get the answer
+        known = self._context.history.sessions.get(plan.session)
+        is_logged = known is not None and known.opened_by == plan.epoch and known.restored_at_s is not None
+        if self._sent_go == plan.session_key or is_logged:  # the node did not get the answer
             yield m.Reply(token=event.token, value=None)
             return
         self._restored[event.node_id] = event

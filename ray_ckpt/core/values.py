@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ray_ckpt.config import Resume
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, ParityGroup
 
 Token: TypeAlias = str  # the identifier of a caller that waits for a reply
@@ -130,6 +131,7 @@ class SessionPlan:
     owner: str = ""  # the launcher of the group
     epoch: int = 0  # epoch of the coordinator that opened the session
     groups: tuple[ParityGroup, ...] = ()  # the parity groups of its saves; () without the option `parity`
+    chosen_by: Resume = "auto"  # the launcher's choice of a checkpoint, for the case that it is damaged
 
     @property
     def session_key(self) -> SessionKey:

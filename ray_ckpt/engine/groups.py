@@ -30,6 +30,7 @@ class _Claim:
     event: OwnerChecked | GroupRequested
     inventories: dict[str, Inventory]
     until_s: float  # end of the wait for the death of another launcher
+    asked_s: float  # when the nodes were asked for the inventories
 
 
 @dataclass(slots=True)
@@ -84,7 +85,8 @@ class Groups:
         self._add(event, inventories)
 
     def _add(self, event: OwnerChecked | GroupRequested, inventories: dict[str, Inventory]) -> None:
-        self._claims.append(_Claim(event, inventories, self._host.ports.now_s() + OWNER_GONE_S))
+        until_s = self._host.ports.now_s() + OWNER_GONE_S
+        self._claims.append(_Claim(event, inventories, until_s, self._host.nodes.asked_s))
         self.proceed()
 
     def proceed(self) -> None:
@@ -125,6 +127,7 @@ class Groups:
                     owner=event.owner,
                     dead_owner=dead_owner,
                     launch=event.launch,
+                    asked_s=claim.asked_s,
                 )
             )
         elif (objection := machine.view.objection(event.owner, dead_owner)) is not None:

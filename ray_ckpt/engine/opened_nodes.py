@@ -32,6 +32,7 @@ class _Round:
     inventories: dict[str, Inventory] = field(default_factory=dict)
     renewed: set[str] = field(default_factory=set)  # nodes that got a new agent since the round began
     error: Exception | None = None
+    asked_s: float = 0.0  # when it began
 
 
 class OpenedNodes:
@@ -50,6 +51,7 @@ class OpenedNodes:
         self._members: tuple[SessionPlan | None, frozenset[str]] = (None, frozenset())  # nodes of a plan
         self._renewing: set[str] = set()  # nodes to which the session at work was sent, without an answer
         self._rounds: dict[int, _Round] = {}
+        self.asked_s = 0.0  # when the last round began that has ended
         self._num_rounds = 0
 
     @property
@@ -200,7 +202,7 @@ class OpenedNodes:
             self._end(number, opening)
 
     def _begin(self, number: int, opening: _Round) -> None:
-        opening.pending = set(self.live)
+        opening.pending, opening.asked_s = set(self.live), self._host.ports.now_s()
         for node in sorted(self.live):
             self._open(node, number)
         if not self.live:
@@ -208,6 +210,7 @@ class OpenedNodes:
 
     def _end(self, number: int, opening: _Round) -> None:
         del self._rounds[number]
+        self.asked_s = opening.asked_s
         if opening.error is not None:
             self._host.opened_on_all(opening.event, opening.error)
             return

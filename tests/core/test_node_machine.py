@@ -9,6 +9,7 @@ import pytest
 
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import MAX_SETTLED, MAX_UNSETTLED, NodeMachine
+from ray_ckpt.core.step_states import salvage_of
 from ray_ckpt.core.values import Salvage, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.format.digest import digest
@@ -521,3 +522,53 @@ def test_a_copy_that_fails_for_another_reason_proves_nothing_about_the_link_to_i
         n.ReportCopied(attempt=attempt(1), node_index=0, holder="b", epoch=1, error="disk full"),
     )
     assert machine.reaches("b")
+
+
+def test_a_late_outcome_does_not_lower_the_level() -> None:
+    machine, at = started(), attempt(10)
+    machine.handle(published(at, Level.DURABLE))
+    machine.handle(published(at, Level.LOCAL))
+    assert machine.outcome(at, Level.DURABLE) is not None
+
+
+RELEASED = n.RunReleased(session_key=(0, 1), is_finished=False, epoch=1)
+
+
+def salvaging(machine: NodeMachine) -> AttemptId:
+    """Let a node write a salvage: the state of rank 1 is written, that of rank 0 is only captured."""
+    at = salvage_of(plan(), 7)
+    here = SessionNode(node_id="a", node_index=0, ranks=(0, 1), holders=())
+    decided = Salvage(session_key=plan().session_key, attempt=at, savers=(0,), nodes=(here,))
+    machine.handle(n.SalvageOrdered(salvage=decided, epoch=1))
+    machine.handle(written(at, 1))
+    machine.handle(sealed(at, 0))
+    return at
+
+
+def test_no_memory_is_freed_while_a_survivor_is_written() -> None:
+    machine = started()
+    at = salvaging(machine)
+    assert n.FreeMemory() not in machine.handle(RELEASED)
+    assert n.FreeMemory() in machine.handle(written(at, 0))
+
+
+def test_the_memory_is_freed_after_a_salvage() -> None:
+    machine = started()
+    machine.handle(written(salvaging(machine), 0))
+    assert n.FreeMemory() in machine.handle(RELEASED)
+
+
+def test_the_memory_is_freed_after_a_drop() -> None:
+    machine, at = started("b"), attempt(10)
+    machine.handle(sealed(at, 2))
+    machine.handle(RELEASED)
+    dropped = machine.handle(published(at, error=Unavailable("x")))
+    assert n.FreeMemory() in (*dropped, *machine.handle(written(at, 2)))
+
+
+@pytest.mark.parametrize("step", [10, 80])
+def test_a_second_rank_of_a_save_forgets_no_save(step: int) -> None:
+    machine = started()
+    for each in range(10, 10 * (MAX_UNSETTLED + 1), 10):
+        machine.handle(sealed(attempt(each), 0))
+    assert not [x for x in machine.handle(sealed(attempt(step), 1)) if isinstance(x, n.ResolveSave)]

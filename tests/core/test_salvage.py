@@ -11,7 +11,7 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.salvage import ENDS_S, GATHER_S, choose
 from ray_ckpt.core.step_states import KEPT_STEPS, keep, salvage_of
-from ray_ckpt.core.values import RankProgress, Salvage, SessionNode, SessionPlan
+from ray_ckpt.core.values import RankProgress, Salvage, SessionNode, SessionPlan, StoredFragment
 from ray_ckpt.format.digest import digest
 from ray_ckpt.types import FileEntry
 from tests.core.driver import Harness, of, one
@@ -225,3 +225,44 @@ def test_a_launcher_waits_until_a_salvage_has_ended() -> None:
     assert reply.token == "launcher"
     off = training(salvage=False)
     assert of(off.feed(m.SalvageRequested(token="launcher")), m.Reply)
+
+
+def salvaged(run: Harness) -> m.NodeStored:
+    """Let one node write a salvage of a group of two; return its report, which has not arrived."""
+    run.feed(of_run(run, "a", {0: 5}, {0: [5], 1: [5]}))
+    run.lose("b")
+    order = one(run.tick(GATHER_S + 0.1), m.OrderSalvage)
+    attempt = order.salvage.attempt
+    assert attempt is not None
+    entry = FileEntry(name="manifest-00000-of-00001.parquet", size_bytes=1, digest=digest(b"f"))
+    fragment = StoredFragment(
+        attempt=attempt, node_index=0, num_nodes=1, fragment=entry, size_bytes=1, ranks=(0, 1)
+    )
+    run.disks["a"].put(fragment)
+    return m.NodeStored(
+        attempt=attempt,
+        node_index=0,
+        node_id="a",
+        fragment=entry,
+        size_bytes=1,
+        replicated=(),
+        metrics=None,
+        epoch=run.machine.epoch,
+    )
+
+
+def test_a_salvage_survives_its_coordinator() -> None:
+    run = training(replicas=0)
+    stored, found = salvaged(run), run.plan
+    run.start_coordinator()
+    run.feed(m.GroupRecovered(plan=found, inventories=run.inventories()))
+    run.feed(replace(stored, epoch=run.machine.epoch))
+    run.feed(run.group("a"))
+    assert stored.attempt.attempt in run.machine.history.checkpoints
+
+
+def test_a_salvage_that_the_inventory_shows_complete_is_committed() -> None:
+    run = training(replicas=0)
+    stored = salvaged(run)
+    run.feed(run.group("a"))
+    assert stored.attempt.attempt in run.machine.history.checkpoints

@@ -43,7 +43,7 @@ def damage_waits_for_the_next_scrub(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("plant", "promise", "first"),
-    [(other_names_of_bad_bytes_count, "P2", 20), (damage_waits_for_the_next_scrub, "P7", 144)],
+    [(other_names_of_bad_bytes_count, "P2", 52), (damage_waits_for_the_next_scrub, "P7", 144)],
 )
 def test_a_planted_bug_is_found(
     plant: Plant, promise: str, first: int, monkeypatch: pytest.MonkeyPatch
