@@ -58,6 +58,7 @@ class NodeSession:
         self._met = 0  # the highest barrier that all ranks have reached
         self._restored: dict[int, RankRestore] = {}
         self._restoring: list[Token] = []  # callers that wait for the group's restore
+        self._reports_waiting = False  # a report of the ranks that wait is due
         self._asking: list[Token] = []  # ranks that wait to be asked for an offer
         self._is_asked = False
         self._offering: list[Token] = []  # ranks that have made an offer for a salvage
@@ -252,18 +253,19 @@ class NodeSession:
         if self._is_restored:
             self._host.ports.reply(event.token, True)
             return
-        is_first = not self._restored
         self._restored[event.report.rank] = event.report
         self._restoring.append(event.token)
         if len(self._restored) == len(self._ranks):
             ranks, node_id = tuple(self._restored.values()), self._host.node_id
             key = self.plan.session_key
             self._host.ports.report(m.NodeRestored(token="", session_key=key, node_id=node_id, ranks=ranks))
-        if is_first:
+        if not self._reports_waiting:
+            self._reports_waiting = True
             self._host.ports.later(RESTORED_AGAIN_S, WaitingDue(session_key=self.plan.session_key))
 
     def _report_waiting(self) -> None:
         """Report the ranks that have restored, repeatedly while they wait for others."""
+        self._reports_waiting = bool(self._restoring)
         if self._restoring:
             ranks, key = tuple(sorted(self._restored)), self.plan.session_key
             node_id = self._host.node_id

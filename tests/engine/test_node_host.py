@@ -476,6 +476,18 @@ def test_ranks_train_when_the_whole_group_has_restored() -> None:
     assert not story.ports.reports and not story.ports.timers
 
 
+def test_ranks_that_report_their_restore_again_after_an_error_are_reported_again() -> None:
+    story = started()
+    story.host.handle(restored("0", 0), restored("1", 1))
+    story.answer(error=Unavailable("The coordinator did not answer."))
+    story.wait(RESTORED_AGAIN_S)
+    assert went(story, "0", "1") != ["waits"] * 2 and not story.ports.reports and not story.ports.timers
+    story.host.handle(restored("again", 0))
+    story.ports.reports.clear()
+    story.wait(RESTORED_AGAIN_S)
+    assert [type(report) for report in story.ports.reports] == [m.RanksRestored]
+
+
 def test_a_rank_that_goes_on_before_the_others_takes_no_memory_from_their_restores() -> None:
     """Parts that a driver restores one after the other: the first reports its progress while others read."""
     story = started()
