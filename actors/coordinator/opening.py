@@ -48,7 +48,7 @@ class RunOpener:
 
         `is_wanted` means that a caller waits for the run, so a finished run is not put away at once. The
         options of `spec` apply if the run was not open, or if the launcher `owner` may own it. Then this
-        waits for all nodes, else (`found`) the group goes on when they have answered.
+        waits for all nodes, unless the group is at work, or goes on when they have answered.
         """
         engine = self._engine
         async with engine.runs.turn(spec.key):
@@ -64,7 +64,7 @@ class RunOpener:
                 await self._use(run, spec, owner)
             elif found is not None:
                 run.host.handle(GroupFound(plan=found))
-            if found is None:
+            if found is None or not (run.host.is_recovering or run.machine.view.has_group):
                 await engine.request(run, lambda token: RunOpened(token=token, checks_storage=is_new))
             return run.run_uid
 

@@ -135,7 +135,7 @@ class Coordinators(StorageWork):
         self._feed(name, event)
         if plans := [*found, *self._plans(service)]:
             self._feed(name, GroupFound(plan=max(plans, key=lambda plan: plan.session_key)))
-        elif owner is None:
+        if owner is None and not host.is_recovering:
             self._feed(name, RunOpened(token="", checks_storage=False))
         if owner is not None:
             self._feed(name, m.RunWanted())

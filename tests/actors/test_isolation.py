@@ -22,7 +22,9 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.errors import Fenced, RunInUse, Unavailable
 from ray_ckpt.format.names import make_attempt
+from tests.actors.test_overview import trained
 from tests.actors.test_shutdown import SPEC, make_engine, training
+from tests.core.driver import Harness
 
 
 async def alive(owner: str) -> bool:
@@ -65,6 +67,28 @@ def test_a_run_that_is_lost_while_it_is_opened_does_not_keep_its_turn(
         with pytest.raises(Fenced):
             await asyncio.wait_for(opener.open(SPEC, owner="me"), 10.0)
         assert not engine.runs.turn(SPEC.key).locked()
+
+    asyncio.run(run())
+
+
+def test_a_run_that_had_ended_is_opened_although_agents_still_have_its_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        engine = make_engine()
+        ended = training(engine, Harness())
+        nobody = m.NodesSeen(live=frozenset())
+        monkeypatch.setattr(RayPorts, "look", lambda _: ended.host.handle(nobody))
+        opener = RunOpener(engine, lambda: None)
+
+        async def open_log(*_: object) -> Any:  # the group is not found: its end is in the log
+            return ended
+
+        monkeypatch.setattr(opener, "_open_log", open_log)
+        del engine.runs.open[SPEC.key]
+        opened = opener.open(SPEC, owner=None, is_wanted=False, found=trained().plan)
+        await asyncio.wait_for(opened, 10.0)
+        assert ended.host.nodes.is_ready
 
     asyncio.run(run())
 
