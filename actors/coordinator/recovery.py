@@ -55,7 +55,8 @@ class Recovery:
 
     async def settled(self, key: str) -> None:
         """Wait until this coordinator does not try any more to open a run that an earlier one had open."""
-        await self.ready()
+        if self._found is not None:  # a recovery has begun
+            await self.ready()
         while key in self._claimed and key not in self._engine.runs.open:
             await asyncio.sleep(SETTLED_S)
 

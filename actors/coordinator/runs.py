@@ -72,6 +72,11 @@ class Runs:
             self._users[run_name] -= 1
             self._users = +self._users
 
+    @property
+    def is_opening(self) -> bool:
+        """True while a call opens a run, or a group of it."""
+        return bool(self._users)
+
     def check_not_ending(self) -> None:
         if self.is_ending:
             raise Unavailable("The service is being stopped.", hint="Start it again with `ray-ckpt up`.")

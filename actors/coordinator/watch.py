@@ -67,5 +67,6 @@ class ClusterWatch:
 
     def _end_idle(self) -> None:
         engine, hosts = self._engine, [run.host for run in self._engine.runs]
-        for node in self._idle.take(engine.agents.nodes, hosts, time.monotonic()):
+        agents, is_opening = engine.agents.nodes, engine.runs.is_opening
+        for node in self._idle.take(agents, hosts, time.monotonic(), is_opening=is_opening):
             engine.spawn(engine.end_agent(node))

@@ -14,12 +14,18 @@ class IdleAgents:
     def __init__(self) -> None:
         self._needed_s: dict[str, float] = {}  # node -> when it was last needed (monotonic)
 
-    def take(self, agents: Set[str], hosts: Collection[RunHost], now_s: float) -> tuple[str, ...]:
+    def take(
+        self, agents: Set[str], hosts: Collection[RunHost], now_s: float, *, is_opening: bool = False
+    ) -> tuple[str, ...]:
         """Return the nodes whose agents are to end; the runs skip these nodes until their next groups.
 
         `agents` are the nodes with an agent, `hosts` the open runs. An agent ends when no run has needed its
-        node for the longest `agent_idle_s` of the runs.
+        node for the longest `agent_idle_s` of the runs. While a run is being opened (`is_opening`), all nodes
+        are needed: the run is not among `hosts` before its log is read.
         """
+        if is_opening:
+            self._needed_s |= dict.fromkeys(agents, now_s)
+            return ()
         options = [host.machine.options for host in hosts] or [RunOptions()]
         idle_s = max(option.agent_idle_s for option in options)
         needed = {node for host in hosts for node in host.needed_nodes()}

@@ -271,3 +271,11 @@ def test_no_agent_ends_while_a_group_opens() -> None:
     story.request("1")
     story.now_s += IDLE_S + 1.0
     assert idle.take(story.nodes, [story.host], story.now_s) == ()
+
+
+def test_no_agent_ends_while_a_run_is_opened_whose_log_is_not_read_yet() -> None:
+    idle, idle_s = IdleAgents(), RunOptions().agent_idle_s
+    assert idle.take({"a"}, [], 0.0) == ()
+    assert idle.take({"a"}, [], idle_s + 1.0, is_opening=True) == ()
+    assert idle.take({"a"}, [], idle_s + 2.0) == (), "it was needed a second ago"
+    assert idle.take({"a"}, [], 2 * idle_s + 3.0) == ("a",)
