@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 
-from ray_ckpt.core.messages import REMOTE, Delete, DeleteEnded
+from ray_ckpt.core.holders import Holders
+from ray_ckpt.core.messages import REMOTE, Delete, DeleteEnded, DeleteLocalOrphans
+from ray_ckpt.core.values import Inventory
 from ray_ckpt.types import CheckpointInfo
 
 RETRY_S = 30.0  # pause before a failed deletion is tried again; long, because nothing waits for a deletion
@@ -71,3 +73,19 @@ class Deletions:
         if not self._places[attempt]:
             del self._places[attempt], self._ordered[attempt], self._readers_until_s[attempt]
             yield attempt
+
+
+def delete_retired(
+    inventories: Mapping[str, Inventory], checkpoints: Mapping[str, CheckpointInfo], holders: Holders
+) -> Iterator[DeleteLocalOrphans]:
+    """Let nodes that were away delete what was retired meanwhile, since they could not be told."""
+    for node, inventory in inventories.items():
+        found = {held.attempt.attempt for held in inventory.fragments}
+        found |= {coded.attempt.attempt for coded in inventory.parities}
+        known = sorted(found & checkpoints.keys())
+        retired = [name for name in known if checkpoints[name].state in ("retired", "collected")]
+        for name in retired:
+            holders.remove_all(name, node)
+        if retired:
+            directories = tuple(checkpoints[name].directory for name in retired)
+            yield DeleteLocalOrphans(node_id=node, directories=directories)

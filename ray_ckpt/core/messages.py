@@ -1,7 +1,4 @@
-"""The run machine's events, in the past tense, and effects, in the imperative.
-
-Events that people and launchers cause are in `requests`.
-"""
+"""The run machine's events, in the past tense, and effects, in the imperative; `requests` has the others."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core.barriers import Barriers
 from ray_ckpt.core.closing import Closing
 from ray_ckpt.core.context import Context
+from ray_ckpt.core.deletions import delete_retired
 from ray_ckpt.core.drain import Drains
 from ray_ckpt.core.drain_schedule import DrainSchedule
 from ray_ckpt.core.finishing import Finishing
@@ -40,7 +41,7 @@ from ray_ckpt.core.saves import Saves
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sessions import Sessions
 from ray_ckpt.core.sweep import Sweeps
-from ray_ckpt.core.values import Inventory, SessionPlan
+from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Sample
@@ -428,21 +429,7 @@ class RunMachine:
                 yield m.Supersede(nodes=(node,), session_key=plan.session_key, error=error)
         yield from self._saves.count_inventory(event.inventories)
         yield from self._saves.agents_lost(renewed)
-        yield from self._delete_retired(event.inventories)
-
-    def _delete_retired(self, inventories: Mapping[str, Inventory]) -> Iterator[m.Effect]:
-        """Let nodes that were away delete what was retired meanwhile, since they could not be told."""
-        checkpoints = self.history.checkpoints
-        for node, inventory in inventories.items():
-            found = {held.attempt.attempt for held in inventory.fragments}
-            found |= {coded.attempt.attempt for coded in inventory.parities}
-            known = sorted(found & checkpoints.keys())
-            retired = [name for name in known if checkpoints[name].state in ("retired", "collected")]
-            for name in retired:
-                self._context.holders.remove_all(name, node)
-            if retired:
-                directories = tuple(checkpoints[name].directory for name in retired)
-                yield m.DeleteLocalOrphans(node_id=node, directories=directories)
+        yield from delete_retired(event.inventories, self.history.checkpoints, self._context.holders)
 
     def _on_node_restored(self, event: m.NodeRestored) -> Iterator[m.Effect]:
         self._session_end.restored(event)
@@ -458,24 +445,13 @@ class RunMachine:
     def _on_replica_ended(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
         if self._is_stale(event):
             return
-        yield from self._note_link(event)
+        yield from self._saves.note_link(event)
         self._maintenance.copied(event)
         yield from self._saves.replica_ended(event)
 
     def _on_code_ended(self, event: m.CodeEnded) -> Iterator[m.Effect]:
         self._maintenance.coded(event)
         yield from self._saves.code_ended(event)
-
-    def _note_link(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
-        """Record if the holder answered the source, so that no copy is sent over a silent link."""
-        links, source, holder = self._context.links, event.source, event.holder
-        if event.error is None:
-            links.worked(source, holder)
-        elif event.is_unreachable and links.failed(source, holder, self._context.now_s):
-            yield m.Warn(
-                text=f"Node {source[:12]} does not reach node {holder[:12]}: {event.error} "
-                "Copies go to other nodes if there are any, else they are made when it answers again."
-            )
 
     def _is_stale(self, event: m.NodeStored | m.ReplicaEnded) -> bool:
         """Return True for a report to the previous coordinator, which may have deleted the files afterwards.

@@ -224,6 +224,17 @@ class Saves:
         elif known is not None and event.error is None:
             self._attempts.promote_copies(known)
 
+    def note_link(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
+        """Record if the holder answered the source, so that no copy is sent over a silent link."""
+        links, source, holder = self._context.links, event.source, event.holder
+        if event.error is None:
+            links.worked(source, holder)
+        elif event.is_unreachable and links.failed(source, holder, self._context.now_s):
+            yield m.Warn(
+                text=f"Node {source[:12]} does not reach node {holder[:12]}: {event.error} "
+                "Copies go to other nodes if there are any, else they are made when it answers again."
+            )
+
     def _drop_late(self, attempt: AttemptId, node: str) -> Iterator[m.Effect]:
         """Let a node delete what it has stored, or a part of it, if the attempt has ended without a level."""
         name = attempt.attempt
