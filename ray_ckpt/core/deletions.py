@@ -78,7 +78,7 @@ class Deletions:
 def delete_retired(
     inventories: Mapping[str, Inventory], checkpoints: Mapping[str, CheckpointInfo], holders: Holders
 ) -> Iterator[DeleteLocalOrphans]:
-    """Let nodes that were away delete what was retired meanwhile, since they could not be told."""
+    """Order nodes that join to delete the checkpoints that were retired while they were away."""
     for node, inventory in inventories.items():
         found = {held.attempt.attempt for held in inventory.fragments}
         found |= {coded.attempt.attempt for coded in inventory.parities}

@@ -71,7 +71,7 @@ class RunHost:
         self._putting_away: set[str] = set()  # nodes that have not answered the last RunPutAway
         self._put_away_error: str | None = None
         self._found: GroupFound | None = None  # a group at work under an earlier coordinator
-        self._held: list[_OfGroup] = []  # calls of that group and its launcher, until the group is found
+        self._held: list[_OfGroup] = []  # of that group and its launcher, one for each caller
         self._over: Exception | None = None  # the reason why this host takes no callers any more
         self._begun: SessionKey = (0, 0)  # the last session that this coordinator has begun
         self._num_scrubs = 0

@@ -1,4 +1,4 @@
-"""What one run, one node or one report does to the others of a coordinator."""
+"""A failure in one run, node or report of a coordinator does not reach the others."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ray_ckpt.core.salvage import ENDS_S, GATHER_S, choose
 from ray_ckpt.core.step_states import KEPT_STEPS, keep, salvage_of
 from ray_ckpt.core.values import RankProgress, Salvage, SessionNode, SessionPlan, StoredFragment
 from ray_ckpt.format.digest import digest
-from ray_ckpt.types import FileEntry
+from ray_ckpt.types import AttemptId, FileEntry
 from tests.core.driver import Harness, of, one
 
 KEY = (1, 1)
@@ -34,6 +34,20 @@ def report(node: str, offers: Mapping[int, int], kept: Mapping[int, Any]) -> m.S
     """Return a report in which ranks of the class "all" have kept these steps, or steps with classes."""
     classes = {k: x if isinstance(x, dict) else dict.fromkeys(x, "all") for k, x in kept.items()}
     return m.SurvivorsReported(session_key=KEY, node_id=node, offers=offers, kept=classes)
+
+
+def stored_alone(attempt: AttemptId) -> m.NodeStored:
+    """Return the report of node a, which alone writes a salvage."""
+    entry = FileEntry(name="manifest-00000-of-00001.parquet", size_bytes=1, digest=digest(b"f"))
+    return m.NodeStored(
+        attempt=attempt,
+        node_index=0,
+        node_id="a",
+        fragment=entry,
+        size_bytes=1,
+        replicated=(),
+        metrics=None,
+    )
 
 
 def decide(*reports: m.SurvivorsReported) -> Salvage:
@@ -169,17 +183,7 @@ def test_survivors_of_a_lost_node_are_gathered_and_their_step_is_committed() -> 
     salvage = one(effects, m.OrderSalvage).salvage
     assert salvage.attempt is not None and salvage.attempt.step == 5
     assert [(node.node_id, node.ranks) for node in salvage.nodes] == [("a", (0, 1))]
-    entry = FileEntry(name="manifest-00000-of-00001.parquet", size_bytes=1, digest=digest(b"f"))
-    stored = m.NodeStored(
-        attempt=salvage.attempt,
-        node_index=0,
-        node_id="a",
-        fragment=entry,
-        size_bytes=1,
-        replicated=(),
-        metrics=None,
-    )
-    run.feed(stored)
+    run.feed(stored_alone(salvage.attempt))
     found = run.checkpoint(salvage.attempt)
     assert (found.step, found.num_nodes, found.world_size) == (5, 1, 2)
     assert of(run.feed(of_run(run, "a", {0: 5}, {})), m.OrderSalvage), "a late offer gets the same answer"
@@ -234,21 +238,12 @@ def salvaged(run: Harness) -> m.NodeStored:
     order = one(run.tick(GATHER_S + 0.1), m.OrderSalvage)
     attempt = order.salvage.attempt
     assert attempt is not None
-    entry = FileEntry(name="manifest-00000-of-00001.parquet", size_bytes=1, digest=digest(b"f"))
+    stored = replace(stored_alone(attempt), epoch=run.machine.epoch)
     fragment = StoredFragment(
-        attempt=attempt, node_index=0, num_nodes=1, fragment=entry, size_bytes=1, ranks=(0, 1)
+        attempt=attempt, node_index=0, num_nodes=1, fragment=stored.fragment, size_bytes=1, ranks=(0, 1)
     )
     run.disks["a"].put(fragment)
-    return m.NodeStored(
-        attempt=attempt,
-        node_index=0,
-        node_id="a",
-        fragment=entry,
-        size_bytes=1,
-        replicated=(),
-        metrics=None,
-        epoch=run.machine.epoch,
-    )
+    return stored
 
 
 def test_a_salvage_survives_its_coordinator() -> None:

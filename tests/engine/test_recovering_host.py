@@ -1,4 +1,4 @@
-"""What a restarted coordinator does until it has found the group of the one before."""
+"""A restarted coordinator, until it has found the group at work."""
 
 from __future__ import annotations
 
