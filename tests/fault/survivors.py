@@ -221,8 +221,13 @@ def wait_for_step(task: Task, rank: int, step: int) -> None:
 
 
 def check_lines(task: Task, rank: int, calm: dict[int, dict[str, Any]]) -> None:
-    """Compare all steps of a rank, also those that it did twice, with the same steps of a calm run."""
+    """Compare all steps of a rank, also those that it did twice, with the same steps of a calm run.
+
+    A rank may be killed after it has told its node that a step is finished, and before it writes the line. If
+    the others then save that step, the rank has no line of it.
+    """
     found = lines(task, rank)
-    assert {line["step"] for line in found} == set(calm), "steps are left out"
+    without_line = set(calm) - {line["step"] for line in found}
+    assert without_line <= set(saved_steps(task)), f"rank {rank} left out steps {sorted(without_line)}"
     for line in found:
         assert line == calm[line["step"]], f"rank {rank}"

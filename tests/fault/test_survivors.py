@@ -77,6 +77,8 @@ class Scene:
         trainers.stop()
         for rank, calm in enumerate(self.calm):
             check_lines(self.task, rank, calm)
+        done = {line["step"] for rank in range(len(self.calm)) for line in lines(self.task, rank)}
+        assert done == set(range(1, self.task.total + 1))
 
 
 def make_task(tmp_path: Path, run: str, total: int, **options: object) -> Task:
