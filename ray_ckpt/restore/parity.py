@@ -173,7 +173,8 @@ class GroupReader:
             if found.files != known.files:
                 raise FormatError(f"{name} is of other files than the rest of its group.")
         except FormatError as error:
-            self._fail(self._left(position, is_parity=True)[0], position, is_parity=True)
+            for endpoint in self._left(position, is_parity=True)[:1]:  # none after another thread's failure
+                self._fail(endpoint, position, is_parity=True)
             raise _Gone(str(error)) from error
         with self._lock:
             self._header_bytes[position] = size
