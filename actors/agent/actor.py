@@ -261,7 +261,7 @@ class NodeAgent(RankEndpoints, RelayEndpoints):
     async def scrub(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> ScrubResult:
         """Read this node's copy of a fragment and its files from the disk; move bad files to quarantine.
 
-        OSError if a file cannot be read at all.
+        OSError if the disk fails.
         """
         run = self._runs.get(run_uid)
         await run.obey(n.EpochSeen(epoch=epoch))

@@ -16,7 +16,7 @@ from ray_ckpt.format.names import fragment_file
 from ray_ckpt.format.parity import DIGEST_BYTES, ParityHeader, encode_header
 from ray_ckpt.restore.parity import GroupReader, group_sources
 from ray_ckpt.restore.sources import Peers
-from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.storage.local.direct import read_written
 from ray_ckpt.storage.local.files import checked
 from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.types import AttemptId
@@ -94,11 +94,9 @@ def damaged_parity(run: NodeRun, attempt: AttemptId, node_index: int) -> tuple[s
 def _is_intact(run: NodeRun, header: ParityHeader) -> bool:
     path = run.staging.path(run.run_uid, header.attempt.directory, header.name)
     start, end = len(encode_header(header)), header.size_bytes - DIGEST_BYTES
-    with path.open("rb") as file:
-        file.seek(end)
-        stored = file.read(DIGEST_BYTES).decode(errors="replace")
-    blocks = read_blocks_direct(path, start, end - start)
     try:
+        stored = b"".join(map(bytes, read_written(path, end, DIGEST_BYTES))).decode(errors="replace")
+        blocks = read_written(path, start, end - start)
         for _ in checked(blocks, size_bytes=end - start, digest=stored, what=header.name):
             pass
     except CorruptionError:

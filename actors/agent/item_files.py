@@ -32,7 +32,7 @@ from ray_ckpt.format.names import fragment_file
 from ray_ckpt.format.row_columns import rows_of
 from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.format.tree import MAX_TREE_BYTES, decode_state, encode_tree
-from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.storage.local.direct import read_written
 from ray_ckpt.storage.remote.tier import RateLimiter, RemoteTier
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, FragmentMetadata, ManifestRow, RowKind, Slice
 
@@ -148,7 +148,7 @@ class _Upload:
         yield layout.header
         path, spans = self._path(name), merge_ranges((row.byte_offset, row.nbytes) for row in sources)
         cutter = BlockCutter(
-            block for offset, nbytes in spans for block in read_blocks_direct(path, offset, nbytes)
+            block for offset, nbytes in spans for block in read_written(path, offset, nbytes)
         )
         for row in sources:
             own = Digester()
@@ -185,7 +185,7 @@ def _texts(table: pa.Table, name: str) -> pa.ChunkedArray:
 def _read_checked(path: Path, expected: str, max_bytes: int) -> bytes:
     """Return the content of a small file on this node. CorruptionError if it is missing or damaged."""
     try:
-        data = b"".join(map(bytes, read_blocks_direct(path, 0, min(path.stat().st_size, max_bytes))))
+        data = b"".join(map(bytes, read_written(path, 0, min(path.stat().st_size, max_bytes))))
     except FileNotFoundError:
         raise CorruptionError(f"{path.name} is missing on this node.", file=path.name) from None
     if digest(data) != expected:

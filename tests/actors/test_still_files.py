@@ -378,6 +378,50 @@ def test_a_flip_on_the_storage_path_is_in_every_link_and_an_upload_without_links
     assert damaged() == [] and stored[2].samefile(stored[3])
 
 
+def lose_bytes(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Let each read of the file fail, as of a disk with a bad sector there."""
+    preadv, bad = os.preadv, path.stat().st_ino
+
+    def read(fd: int, buffers: Any, offset: int) -> int:
+        if os.fstat(fd).st_ino == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+
+
+@pytest.mark.parametrize("file", [MOVING, STILL_FILE])
+def test_a_file_with_a_bad_sector_is_damaged_and_the_next_save_has_new_bytes(
+    node: StillNode, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    for step in (1, 2):
+        node.save(step, BASE, head(step))
+    lose_bytes(monkeypatch, node.path(2, file))
+    with pytest.raises(CorruptionError, match="cannot be read"):
+        node.upload(2)
+    assert node.scrub(2).damage == (file,)
+    node.save(3, BASE, head(3))
+    assert node.scrub(3).damage == ()
+    assert 2 not in node.steps()
+    node.upload(3)
+
+
+def test_a_disk_that_fails_altogether_keeps_what_is_on_it(
+    node: StillNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.save(1, BASE, head(1))
+    with monkeypatch.context() as patch:
+        lose_bytes(patch, node.path(1))
+
+        def fail(path: Path, **more: Any) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        patch.setattr(files_module, "make_dirs", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            node.scrub(1)
+    assert node.steps() == [1] and node.scrub(1).damage == ()
+
+
 def test_damage_to_a_file_of_its_own_concerns_one_checkpoint(node: StillNode) -> None:
     for step in (1, 2):
         node.save(step, BASE, head(step))

@@ -46,6 +46,7 @@ BLOCK_BYTES = 8 << 20  # per request: smaller requests measured slower, larger o
 DEPTH = 4  # write requests per file: 2 keep the device busy, 4 do so even if a thread is late (measured)
 READ_AHEAD = 8  # read requests per file: enough for a reader that hashes and copies (measured)
 COPY_BYTES = 1 << 20  # copied, then hashed in the CPU's cache: smaller pieces cost too many calls
+LOST_BYTES = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)  # a bad sector; a checksum of the file system differs
 MAX_IDLE_BUFFERS = 10  # 80 MiB for the next files, one reader or two writers: new memory is slow
 
 
@@ -129,6 +130,19 @@ def read_blocks_direct(
             yield from _read_ahead(file, offset, end)
     finally:
         file.close()
+
+
+def read_written(path: Path, offset: int = 0, nbytes: int | None = None) -> Iterator[memoryview]:
+    """Yield the bytes of a file that was written durably, as `read_blocks_direct` does.
+
+    Raise CorruptionError if the medium has lost bytes of the file. Another disk error is an OSError.
+    """
+    try:
+        yield from read_blocks_direct(path, offset, nbytes)
+    except OSError as error:
+        if error.errno not in LOST_BYTES:
+            raise
+        raise CorruptionError(f"{path.name} cannot be read: {error}.", file=path.name) from error
 
 
 class _Range(NamedTuple):

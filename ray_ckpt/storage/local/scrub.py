@@ -10,13 +10,16 @@ from typing_extensions import Buffer
 from ray_ckpt.errors import CorruptionError, NewerFormat
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
 from ray_ckpt.format.names import fragment_file
-from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.storage.local.direct import read_written
 from ray_ckpt.storage.local.files import checked
 
 
 def verify_fragment(path: Callable[[str], Path], node_index: int, num_nodes: int) -> tuple[str, ...]:
-    """Call `verify_stored` for files on this node; `path` returns the path of a file."""
-    return verify_stored(lambda file: read_blocks_direct(path(file)), node_index, num_nodes)
+    """Call `verify_stored` for files on this node; `path` returns the path of a file.
+
+    A file of which the medium has lost bytes is damaged.
+    """
+    return verify_stored(lambda file: read_written(path(file)), node_index, num_nodes)
 
 
 def verify_stored(

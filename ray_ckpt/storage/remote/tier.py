@@ -25,7 +25,7 @@ from typing_extensions import Buffer
 from ray_ckpt.errors import CorruptionError, FormatError, StorageNotShared, StoragePathError
 from ray_ckpt.format import names, zstd
 from ray_ckpt.location import BUCKETS, Location, resolve_options, storage_options
-from ray_ckpt.storage.local.direct import read_blocks_direct
+from ray_ckpt.storage.local.direct import read_written
 from ray_ckpt.storage.local.files import checked, is_temporary
 from ray_ckpt.storage.log_store import (
     PROBE_PREFIX,
@@ -278,15 +278,16 @@ class RemoteTier:
     ) -> int:
         """Store a file from this node's disk and return the stored size in bytes.
 
-        The file is read once and hashed. If the size or digest differs from `file`, the source is damaged:
-        the file is not published, and CorruptionError is raised. With `level`, a shard is compressed with
-        zstd if a sample compresses well enough. If the shard is already stored in the other form (compressed
-        or raw), that form stays until `settle`. Raise OSError if the store or the disk fails.
+        The file is read once and hashed. If the size or digest differs from `file`, or the disk has lost some
+        of its bytes, the source is damaged: the file is not published, and CorruptionError is raised. With
+        `level`, a shard is compressed with zstd if a sample compresses well enough. If the shard is already
+        stored in the other form (compressed or raw), that form stays until `settle`. Raise OSError if the
+        store or the disk fails.
         """
         _check_size(file, path)
         name, max_bytes = self._name(directory, file.name), file.size_bytes
         blocks: Iterable[Buffer] = checked(
-            read_blocks_direct(path), size_bytes=file.size_bytes, digest=file.digest, what=file.name
+            read_written(path), size_bytes=file.size_bytes, digest=file.digest, what=file.name
         )
         if level is not None and names.is_shard_name(file.name) and _pays(path, file.size_bytes, level):
             name, blocks = name + zstd.SUFFIX, zstd.encode(blocks, level)
@@ -545,6 +546,6 @@ def _pays(path: Path, size_bytes: int, level: int) -> bool:
     sample = (
         bytes(block)
         for offset, nbytes in zstd.sample_ranges(size_bytes)
-        for block in read_blocks_direct(path, offset, nbytes)
+        for block in read_written(path, offset, nbytes)
     )
     return zstd.pays(zstd.estimate(sample, level))
