@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,6 +227,24 @@ def test_what_a_killed_writer_left_is_an_upload_that_can_be_ended(tier: RemoteTi
     tier.abort(DIRECTORY, ".tmp-dead", upload.id)
     assert names_in(folder) == [MANIFEST, "notes.txt"] and list(tier.uploads(DIRECTORY)) == []
     assert (root / "checkpoints" / "other" / ".tmp-x").exists()
+
+
+def test_a_folder_that_is_deleted_while_the_storage_path_is_listed_is_left_out(
+    tier: RemoteTier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, kept = DIRECTORY, "000000000020-0123456789abcdef"
+    for directory in (gone, kept):
+        tier.put(directory, MANIFEST, b"1")
+    scandir = os.scandir
+
+    def scan(path: int | str | Path) -> Any:
+        if not isinstance(path, int) and Path(path).name == gone:  # another process was faster
+            shutil.rmtree(path, ignore_errors=True)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert [*tier.directories()] == [kept]
+    assert [*tier.uploads()] == []
 
 
 def test_directories_are_dated_by_their_newest_file(tier: RemoteTier, root: Path) -> None:

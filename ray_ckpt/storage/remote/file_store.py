@@ -7,6 +7,7 @@ so a repeated write is harmless; no file is ever changed.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,6 +225,14 @@ class PosixFiles:
         top = self._root / folder
         if not top.is_dir():
             self._check_root()
-        for path in sorted(top.rglob("*")) if top.is_dir() else ():
-            if path.is_file() and not path.is_symlink():
-                yield path, path.relative_to(self._root).as_posix()
+        for parent, folders, found in os.walk(top, onerror=_unless_gone) if top.is_dir() else ():
+            folders.sort()
+            for path in (Path(parent, name) for name in sorted(found)):
+                if path.is_file() and not path.is_symlink():
+                    yield path, path.relative_to(self._root).as_posix()
+
+
+def _unless_gone(error: OSError) -> None:
+    """Raise the error of a listing, unless the folder was deleted meanwhile or is one of others."""
+    if not isinstance(error, FileNotFoundError | PermissionError):
+        raise error
