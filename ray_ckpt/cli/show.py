@@ -19,7 +19,7 @@ from ray_ckpt.cli.output import (
     stdout,
     when_text,
 )
-from ray_ckpt.errors import ConfigError
+from ray_ckpt.errors import CheckpointError, ConfigError
 from ray_ckpt.format.manifest import rows_table
 from ray_ckpt.format.names import is_still_name, state_file
 from ray_ckpt.format.tree import IMPORTED_FROM, MAX_TREE_BYTES, decode_state
@@ -100,13 +100,19 @@ def exported_text(info: CheckpointInfo) -> str:
 def _shared_json(
     catalog: Catalog, view: CheckpointView, files: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the still shards that the durable checkpoint before has alike; nothing if there are none."""
+    """Return the still shards that the durable checkpoint before has alike; nothing if there are none.
+
+    Nothing also if that checkpoint cannot be read: it may be deleted by now, and its damage is its own.
+    """
     still = [file for file in files if is_still_name(file["name"])]
     earlier = [c for c in catalog.checkpoints if c.level is Level.DURABLE and c.seq < view.info.seq]
     if not still or not earlier:
         return {}
     before = catalog.view(earlier[-1])
-    known = {(f.name, f.size_bytes, f.digest) for fragment in before.fragments() for f in fragment.files}
+    try:
+        known = {(f.name, f.size_bytes, f.digest) for fragment in before.fragments() for f in fragment.files}
+    except CheckpointError:
+        return {}
     alike = [file for file in still if (file["name"], file["size_bytes"], file["digest"]) in known]
     if not alike:
         return {}
