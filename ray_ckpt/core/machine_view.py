@@ -23,7 +23,7 @@ from ray_ckpt.core.save_times import SaveTimes
 from ray_ckpt.core.saves import Saves
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sessions import Sessions
-from ray_ckpt.core.values import GroupPlaces
+from ray_ckpt.core.values import GroupPlaces, Token
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import CheckpointInfo, EndCause, Exposure, Level, RankRestore
@@ -73,6 +73,11 @@ class MachineView:
     def has_group(self) -> bool:
         """True while a group is at work or being opened."""
         return self._parts.sessions.owner_has_run
+
+    @property
+    def opening_token(self) -> Token:
+        """The call of the group that waits for its session; "" if none waits."""
+        return self._parts.sessions.opening_token
 
     @property
     def end_cause(self) -> EndCause | None:

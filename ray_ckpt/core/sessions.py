@@ -82,6 +82,11 @@ class Sessions:
         return self._group is not None or self._context.plan is not None
 
     @property
+    def opening_token(self) -> Token:
+        """The call of the group that waits for its plan; "" if none waits."""
+        return self._group.token if self._group is not None and self._waiting else ""
+
+    @property
     def opening_nodes(self) -> frozenset[str]:
         """The nodes of a group that waits for its plan."""
         group = self._group if self._waiting else None

@@ -31,6 +31,7 @@ class _Claim:
     inventories: dict[str, Inventory]
     until_s: float  # end of the wait for the death of another launcher
     asked_s: float  # when the nodes were asked for the inventories
+    silent: frozenset[str]  # the nodes that did not answer
 
 
 @dataclass(slots=True)
@@ -86,7 +87,8 @@ class Groups:
 
     def _add(self, event: OwnerChecked | GroupRequested, inventories: dict[str, Inventory]) -> None:
         until_s = self._host.ports.now_s() + OWNER_GONE_S
-        self._claims.append(_Claim(event, inventories, until_s, self._host.nodes.asked_s))
+        nodes = self._host.nodes
+        self._claims.append(_Claim(event, inventories, until_s, nodes.asked_s, nodes.silent))
         self.proceed()
 
     def proceed(self) -> None:
@@ -117,7 +119,10 @@ class Groups:
         """Pass a launcher on to the machine, which raises an objection if a living launcher has the run."""
         self._claims.remove(claim)
         event, machine = claim.event, self._host.machine
+        objection = machine.view.objection(event.owner, dead_owner)
         if isinstance(event, GroupRequested):
+            if objection is None:
+                self._host.nodes.leave_out(claim.silent)
             self._host.apply(
                 m.GroupOpened(
                     token=event.token,
@@ -130,7 +135,7 @@ class Groups:
                     asked_s=claim.asked_s,
                 )
             )
-        elif (objection := machine.view.objection(event.owner, dead_owner)) is not None:
+        elif objection is not None:
             self.fail(event.token, objection)
         else:
             self.reply(event.token, None)

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, TypeAlias
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import Inventory, SessionKey, SessionPlan
-from ray_ckpt.engine.ports import Answered, Call, Failure, GroupFound, OpenOnNode, RunOpened, UpdatePeer
+from ray_ckpt.engine.ports import (
+    Answered,
+    Call,
+    Failure,
+    GroupFound,
+    InventoryDue,
+    OpenOnNode,
+    RunOpened,
+    UpdatePeer,
+)
 from ray_ckpt.errors import CheckpointError, StorageNotShared, StoragePathError
 
 if TYPE_CHECKING:
@@ -28,6 +37,7 @@ class _Round:
     """The opening of the run on all live nodes, for one event."""
 
     event: Waiting
+    asked: frozenset[str] = frozenset()
     pending: set[str] | None = None  # nodes that have not answered; None: live nodes are not known yet
     inventories: dict[str, Inventory] = field(default_factory=dict)
     renewed: set[str] = field(default_factory=set)  # nodes that got a new agent since the round began
@@ -52,6 +62,7 @@ class OpenedNodes:
         self._renewing: set[str] = set()  # nodes to which the session at work was sent, without an answer
         self._rounds: dict[int, _Round] = {}
         self.asked_s = 0.0  # when the last round began that has ended
+        self.silent: frozenset[str] = frozenset()  # nodes that did not answer in that round
         self._num_rounds = 0
 
     @property
@@ -202,7 +213,8 @@ class OpenedNodes:
             self._end(number, opening)
 
     def _begin(self, number: int, opening: _Round) -> None:
-        opening.pending, opening.asked_s = set(self.live), self._host.ports.now_s()
+        opening.asked, opening.pending = self.live, set(self.live)
+        opening.asked_s = self._host.ports.now_s()
         for node in sorted(self.live):
             self._open(node, number)
         if not self.live:
@@ -214,14 +226,33 @@ class OpenedNodes:
         if opening.error is not None:
             self._host.opened_on_all(opening.event, opening.error)
             return
-        kept: frozenset[str] = frozenset()
-        if isinstance(opening.event, RunOpened) and (plan := self._host.machine.plan) is not None:
-            kept = (
-                self._members_of(plan) & self.opened & self.live
-            )  # they may only be slow to list their files
+        self.silent = opening.asked - opening.inventories.keys() - opening.renewed
+        kept = self.opened & self.live
+        if self._decides(opening.event):
+            kept -= self.silent
         self.opened, self.skipped, self.is_ready = kept.union(opening.inventories), set(), True
         self._host.apply(self._now(self.opened, self._seen))
         self._host.opened_on_all(opening.event, opening.inventories)
+
+    def leave_out(self, silent: frozenset[str]) -> None:
+        """Do without these nodes, which did not answer in the round of a group that is opened now."""
+        if self.opened & silent:
+            self.opened -= silent
+            self._host.apply(self._now(self.opened & self.live, self._seen))
+
+    def _decides(self, event: Waiting) -> bool:
+        """Return whether the nodes that answered are all that the run's group has from now on.
+
+        They are not if the group that asked may be refused, or is over: nodes that did not answer it, perhaps
+        because they are slow to list their files, would be dead for another group.
+        """
+        match event:
+            case GroupFound():
+                return True
+            case InventoryDue(token=token):
+                return token == self._host.machine.view.opening_token
+            case _:
+                return False
 
     def _may_leave_out(self, node: str, error: Exception, event: Waiting) -> bool:
         """Return whether a round may go on without a node that has this error."""

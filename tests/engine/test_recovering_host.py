@@ -14,6 +14,7 @@ from ray_ckpt.engine.ports import (
     Failure,
     GroupFound,
     HostEvent,
+    InventoryDue,
     LogAwaited,
     OpenOnNode,
     OwnerChecked,
@@ -127,3 +128,30 @@ def test_a_member_that_is_slow_to_list_its_files_is_not_dead() -> None:
     story.host.handle(story.harness.stored(attempt, "b"))
     assert not isinstance(story.ports.replies.get("2"), RunSuperseded)
     assert story.host.machine.view.live_nodes == {"a", "b"}
+
+
+def test_a_launcher_that_waits_for_the_run_takes_no_node_from_the_group_that_has_it() -> None:
+    story = trained("abc")
+    story.failures = {"b": NO_ANSWER, "c": NO_ANSWER}
+    story.request("2", owner="other")
+    assert story.host.machine.view.live_nodes == {"a", "b", "c"}, "the launcher may be refused"
+    story.dead = {"me"}
+    story.tick()
+    assert story.host.machine.view.owner == "other" and story.host.machine.view.live_nodes == {"a"}
+
+
+def test_an_inventory_for_a_group_that_is_over_takes_no_node_from_the_next() -> None:
+    story = trained()
+    story.failures = {"b": NO_ANSWER}
+    story.host.handle(InventoryDue(token="over"))
+    assert story.host.machine.view.live_nodes == {"a", "b"}
+
+
+def test_a_node_that_joins_while_others_are_asked_is_not_silent() -> None:
+    story = trained()
+    story.silent = {"b"}
+    story.request("2")
+    story.nodes.add("c")
+    story.tick()
+    story.answer(next(call for call in reversed(story.calls(OpenOnNode)) if call.node == "b"))
+    assert story.host.machine.view.live_nodes == {"a", "b", "c"}
