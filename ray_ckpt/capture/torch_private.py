@@ -38,6 +38,17 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def is_around_one_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor wraps other tensors, of which exactly one has its shape and dtype.
+
+    That one has the values then, as under a collective that is still running; others are scales and the like.
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return False
+    inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [(part.shape, part.dtype) for part in inside].count((tensor.shape, tensor.dtype)) == 1
+
+
 def is_sharded_tensor(value: object) -> bool:
     """Return whether a value is a ShardedTensor of torch.distributed."""
     api = sys.modules.get("torch.distributed._shard.sharded_tensor.api")

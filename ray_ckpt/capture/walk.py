@@ -16,7 +16,7 @@ import torch
 from ray_ckpt.capture.boxes import boxed
 from ray_ckpt.capture.dtensors import holders, is_dtensor, parts_here
 from ray_ckpt.capture.items import BoxedTensor, Item, Leaf, elements, local_tensor
-from ray_ckpt.capture.torch_private import local_part
+from ray_ckpt.capture.torch_private import is_around_one_tensor, local_part
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.short import key_text
@@ -111,6 +111,7 @@ class Block:
     leaves: tuple[torch.Tensor, ...]
     tensors: tuple[torch.Tensor, ...]  # tensors of the slices; they keep the memory alive
     dtypes: list[torch.dtype]
+    addresses: list[int]  # 0 after the memory of a storage was freed
     device: torch.device
     keys: dict[int, str]  # tensor keys by id of the leaf
 
@@ -127,6 +128,7 @@ class Block:
             all(map(is_, found[1], self.leaves))
             and _devices(found[1]) == {self.device}  # torch cannot compare memory of different devices
             and list(map(_DTYPE, found[1])) == self.dtypes
+            and list(map(torch.Tensor.data_ptr, found[1])) == self.addresses
             and all(map(torch.Tensor.is_set_to, found[1], self.tensors))
         )
 
@@ -319,6 +321,7 @@ def _block_of(
         leaves=leaves,
         tensors=tuple(held[mine[id(leaf)]].slices[0].tensor for leaf in leaves),
         dtypes=list(map(_DTYPE, leaves)),
+        addresses=list(map(torch.Tensor.data_ptr, leaves)),
         device=device,
         keys=mine,
         held={key: held[key] for key in mine.values()},
@@ -472,11 +475,32 @@ def _check_storable(leaf: Leaf, name: str) -> None:
         )
     layout = leaf.layout if isinstance(leaf, torch.Tensor) else torch.strided
     if leaf.dtype in DTYPE_NAMES and layout == torch.strided:
+        if isinstance(leaf, torch.Tensor):
+            _check_memory(local_part(leaf), name)
         return
     fix = "Convert it to a dense tensor of a standard dtype before saving."
     raise UnsupportedLeaf(
         f"{name} is a tensor of {leaf.dtype} and {layout}, which cannot be stored.",
         hint=_FIXES.get(leaf.dtype, fix),
+        path=name,
+    )
+
+
+def _check_memory(local: torch.Tensor, name: str) -> None:
+    """Raise UnsupportedLeaf if a copy would crash, or would convert the values of a subclass both ways."""
+    has_address = local.device.type in _COMPARED_ON
+    if not has_address or not local.numel() or local.data_ptr() or is_around_one_tensor(local):
+        return
+    kind = type(local)
+    if kind in _PLAIN:
+        raise UnsupportedLeaf(
+            f"{name} has no memory: its storage was freed.",
+            hint="Give it memory and values before a save or a restore.",
+            path=name,
+        )
+    raise UnsupportedLeaf(
+        f"{name} is a {kind.__module__}.{kind.__qualname__}, whose values are computed from other tensors.",
+        hint="Save the tensors inside it, in a dict or by an object with state_dict() and load_state_dict().",
         path=name,
     )
 

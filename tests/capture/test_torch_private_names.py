@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -53,6 +54,12 @@ def test_a_change_in_place_is_counted() -> None:
     before = torch_private.version(tensor)
     tensor.add_(1)
     assert torch_private.version(tensor) > before, moved("Tensor._version")
+
+
+def test_a_wrapper_names_the_tensors_inside_it() -> None:
+    wrapper = AsyncCollectiveTensor(torch.ones(3))
+    assert torch_private.is_around_one_tensor(wrapper), moved("AsyncCollectiveTensor.__tensor_flatten__")
+    assert not torch_private.is_around_one_tensor(torch.ones(3))
 
 
 def test_a_dtensor_has_its_local_tensor(one_rank: None) -> None:

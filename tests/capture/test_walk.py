@@ -12,9 +12,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.items import Item
@@ -89,6 +91,25 @@ def test_a_module_without_memory_is_refused_with_the_fix() -> None:
     """A restore into it would do nothing, and no save of it could succeed."""
     with pytest.raises(UnsupportedLeaf, match=r"^model\.weight is on the device meta.*to_empty"):
         walk(items_of(model=nn.Linear(2, 2, device="meta")), rank=0, world_size=1)
+
+
+def test_a_subclass_whose_values_are_computed_is_refused() -> None:
+    """A copy of it reads one of its tensors, or what they stand for, and a restore writes that into all."""
+    two = TwoTensor(torch.ones(3), torch.full((3,), 2.0))
+    with pytest.raises(UnsupportedLeaf, match=r"^state\.x is a .*TwoTensor.*Save the tensors inside"):
+        walk(items_of(state={"x": two}), rank=0, world_size=1)
+    waited_for = AsyncCollectiveTensor(torch.ones(3))
+    assert keys(walk(items_of(state={"x": waited_for}), rank=0, world_size=1)) == ["state.x"]
+
+
+@pytest.mark.parametrize("num", [1, 20])
+def test_a_tensor_whose_storage_was_freed_is_refused(num: int) -> None:
+    """To copy it would end the process."""
+    items = items_of(state=[torch.ones(3) for _ in range(num)])
+    before = walk(items, rank=0, world_size=1)
+    items["state"].tree()[0].untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedLeaf, match=r"^state\.0 has no memory"):
+        walk(items, rank=0, world_size=1, before=before)
 
 
 def test_two_tensors_cannot_have_one_name() -> None:
