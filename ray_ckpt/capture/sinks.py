@@ -112,7 +112,8 @@ class BoxSink:
             size = tuple(min(s + n, t + m) - f for (s, n, t, m), f in zip(ends, first, strict=True))
             if all(n > 0 for n in size):
                 there, here = _box(first, source_start, size), _box(first, start, size)
-                tensor[there].copy_(slab[here], non_blocking=bool(self._devices))
+                with torch.inference_mode(tensor.is_inference()):  # torch refuses it elsewhere
+                    tensor[there].copy_(slab[here], non_blocking=bool(self._devices))
         buffer.sent(self._devices)
         self._unit += count
 

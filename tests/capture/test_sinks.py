@@ -84,6 +84,14 @@ def test_memory_that_shows_other_values_than_it_holds_is_not_written_directly() 
     assert torch.equal(values.conj(), source)
 
 
+def test_tensors_made_in_inference_mode_are_filled() -> None:
+    with torch.inference_mode():
+        live = torch.zeros(3, 2).t()
+    source = torch.rand(2, 3)
+    fill(sink_for((2, 3), torch.float32, [Target(live, (0, 0))]), bytes_of(source), [])
+    assert torch.equal(live, source)
+
+
 def test_a_slice_far_larger_than_a_buffer_needs_no_more_than_two() -> None:
     shape = (3, 700_000)
     source, live = torch.rand(shape), torch.zeros(shape[1], shape[0]).t()
