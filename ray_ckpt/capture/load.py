@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -239,7 +239,29 @@ class _Wanted:
         targets = [target.slice for target in self.targets]
         rows = self.rows.meeting(targets, (own_file, *self.near_files))
         plan = plan_restore(targets, rows, prefer_file=own_file, near_files=self.near_files)
-        return replace(plan, problems=(*self.problems, *plan.problems))
+        return replace(plan, problems=(*self.problems, *plan.problems, *self._clashes(plan)))
+
+    def _clashes(self, plan: RestorePlan) -> Iterator[str]:
+        """Yield a problem for each target in the memory of an earlier one that would get other bytes."""
+        places: dict[Hashable, list[int]] = {}
+        for index, target in enumerate(self.targets):
+            if target.tensor.data_ptr():  # else it is empty, or a wrapper around another tensor
+                places.setdefault(_place(target.tensor), []).append(index)
+        several = [indexes for indexes in places.values() if len(indexes) > 1]
+        if not several:
+            return
+        copies: dict[int, dict[Hashable, str]] = {}  # by target: digests by the places of their bytes
+        for read in plan.reads:
+            assert read.row.slice is not None
+            for copy in read.copies:
+                at = (copy.target_start, copy.shape, copy.source_start, read.row.slice.shape)
+                copies.setdefault(copy.target, {})[at] = read.row.digest
+        for first, *others in several:
+            for other in others:
+                one, two = copies.get(first, {}), copies.get(other, {})
+                if one.keys() == two.keys() and one != two:
+                    keys = (self.targets[other].slice.key, self.targets[first].slice.key)
+                    yield f"{keys[0]}: has the memory of {keys[1]} here, and other bytes in the checkpoint"
 
     def _add(self, name: str, item: Item, path: Path, key: str, held: HeldLeaf | None) -> None:
         """Add the saved tensor `key` at `path` of an item, where `held` is the live leaf."""
@@ -300,6 +322,12 @@ class _Wanted:
 def _is_filled(item: Item, path: Path, leaf: Leaf) -> bool:
     """Return whether the live leaf is filled, rather than a new tensor."""
     return is_global(leaf) or not item.is_replaced(path)
+
+
+def _place(tensor: torch.Tensor) -> Hashable:
+    """Return a key that is equal for two tensors with the same elements in the same memory."""
+    views = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, views
 
 
 def _shares_memory(live: LiveSlice) -> bool:

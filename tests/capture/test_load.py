@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -356,6 +357,29 @@ def test_a_tensor_whose_elements_share_memory_is_a_difference(tmp_path: Path) ->
         saved.load(items_of(state={"x": torch.zeros(3, 1).expand(3, 4)}))
     for fine in (torch.zeros(4).expand(1, 4), torch.zeros(0, 1).expand(0, 3)):
         Saved(tmp_path).save(items_of(state=fine)).load(items_of(state=fine))
+
+
+def test_tensors_in_the_same_memory_need_the_same_bytes(tmp_path: Path) -> None:
+    """Otherwise one of them would silently get the bytes of the other."""
+    saved = Saved(tmp_path).save(items_of(state={"a": torch.ones(4), "b": torch.zeros(4)}))
+    memory = torch.full((4,), 5.0)
+    with pytest.raises(MismatchError, match=r"state\.b: has the memory of state\.a here, and other bytes"):
+        saved.load(items_of(state={"a": memory, "b": memory.view(2, 2).view(4)}))
+    assert memory.tolist() == [5.0] * 4
+    equal = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.zeros(0), "d": torch.zeros(0)}
+    empty = torch.zeros(0)
+    Saved(tmp_path).save(items_of(state=equal)).load(
+        items_of(state={"a": memory, "b": memory.detach(), "c": empty, "d": empty.detach()})
+    )
+    assert memory.tolist() == [1.0] * 4
+    turned = {"a": torch.tensor([1 + 2j]), "b": torch.tensor([1 - 2j])}
+    live = torch.zeros(1, dtype=torch.complex64)
+    Saved(tmp_path).save(items_of(state=turned)).load(items_of(state={"a": live, "b": live.conj()}))
+    assert torch.equal(live, turned["a"])
+    wrapped = {name: AsyncCollectiveTensor(torch.zeros(2)) for name in "ab"}
+    apart = {"a": torch.ones(2), "b": torch.zeros(2)}
+    Saved(tmp_path).save(items_of(state=apart)).load(items_of(state=wrapped))
+    assert wrapped["a"].tolist() == [1.0, 1.0] and wrapped["b"].tolist() == [0.0, 0.0]
 
 
 def test_optimizer_state_that_was_not_saved_does_not_stay(tmp_path: Path) -> None:
