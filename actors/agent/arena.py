@@ -61,7 +61,7 @@ class ArenaMemory:
     def populate(self) -> None:
         """Allocate all pages, which takes a second per GB or more; end early when the memory is closed."""
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or self.memory.readonly:  # a sealed capture has all its pages
                 return
             self._is_populating = True
         try:

@@ -170,6 +170,14 @@ def test_memory_that_is_given_up_while_it_is_populated_is_released_by_then() -> 
     assert open_memory() == before
 
 
+def test_memory_that_was_sealed_before_its_turn_is_not_populated() -> None:
+    """A group may die while the agent still populates the first of two buffers."""
+    arena = make_arena(0, 1 << 20, mode="double", all_bytes=1, free_bytes=GIB, named=False)
+    assert arena.buffers[1].seal_writes()
+    arena.buffers[1].populate()
+    arena.close()
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_memory_that_cannot_be_mapped_is_given_back(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit of the address space, or of the number of mappings, refuses it; `auto` tries a smaller mode."""
