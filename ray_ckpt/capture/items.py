@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DistributedSampler
 
 from ray_ckpt.capture.torch_private import EXTRA_STATE_SUFFIX, WRAPPER_SEGMENTS, compiled_module
@@ -184,10 +185,10 @@ class ModuleItem(Item):
 
 def _copies(module: nn.Module, state: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names in a state_dict of tensors outside of the memory of parameters and buffers."""
-    live = [*module.parameters(), *module.buffers()]
+    live = [tensor for tensor in (*module.parameters(), *module.buffers()) if not is_lazy(tensor)]
     known, memory = {id(tensor) for tensor in live}, {storage_of(tensor) for tensor in live} | {0}
     for name, value in state.items():
-        is_tensor = isinstance(value, torch.Tensor) and not is_extra_state(name)
+        is_tensor = isinstance(value, torch.Tensor) and not is_extra_state(name) and not is_lazy(value)
         if is_tensor and id(value) not in known and storage_of(value) not in memory:
             yield name
 

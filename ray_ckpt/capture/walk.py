@@ -12,6 +12,7 @@ from operator import attrgetter, is_
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ray_ckpt.capture.boxes import boxed
 from ray_ckpt.capture.dtensors import holders, is_dtensor, parts_here
@@ -471,6 +472,12 @@ def _check_storable(leaf: Leaf, name: str) -> None:
         raise UnsupportedLeaf(
             f"{name} is on the device meta, and has no memory.",
             hint="Call module.to_empty(device=...) before the restore.",
+            path=name,
+        )
+    if is_lazy(leaf):
+        raise UnsupportedLeaf(
+            f"{name} has no shape yet: its module is lazy.",
+            hint="Call the module with a batch before the Checkpointer and the optimizer are made.",
             path=name,
         )
     layout = leaf.layout if isinstance(leaf, torch.Tensor) else torch.strided

@@ -93,6 +93,14 @@ def test_a_module_without_memory_is_refused_with_the_fix() -> None:
         walk(items_of(model=nn.Linear(2, 2, device="meta")), rank=0, world_size=1)
 
 
+def test_a_lazy_module_without_shapes_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    with pytest.raises(UnsupportedLeaf, match=r"^model\.0\.weight has no shape yet.*with a batch"):
+        walk(items_of(model=model), rank=0, world_size=1)
+    model(torch.ones(3, 4))
+    assert "model.0.weight" in keys(walk(items_of(model=model), rank=0, world_size=1))
+
+
 def test_a_subclass_whose_values_are_computed_is_refused() -> None:
     """A copy of it reads one of its tensors, or what they stand for, and a restore writes that into all."""
     two = TwoTensor(torch.ones(3), torch.full((3,), 2.0))
