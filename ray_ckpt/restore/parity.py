@@ -161,11 +161,12 @@ class GroupReader:
     def _read_header(self, position: int) -> ParityHeader:
         """Read the header of a member's parity file; raise _Gone if it does not fit the others."""
         name = parity_file(self._sources.group.members[position], self._sources.num_nodes)
-        first = self._read_small(position, name, ALIGNMENT_BYTES)
+        endpoint = self._first_left(position, is_parity=True)
+        first = self._read_small(position, name, ALIGNMENT_BYTES, endpoint)
         try:
             size = header_bytes(first)
             found = decode_header(
-                first if size <= ALIGNMENT_BYTES else self._read_small(position, name, size)
+                first if size <= ALIGNMENT_BYTES else self._read_small(position, name, size, endpoint)
             )
             known = self._header or found
             if found.attempt != self._attempt or found.group != self._sources.group:
@@ -173,16 +174,15 @@ class GroupReader:
             if found.files != known.files:
                 raise FormatError(f"{name} is of other files than the rest of its group.")
         except FormatError as error:
-            for endpoint in self._left(position, is_parity=True)[:1]:  # none after another thread's failure
-                self._fail(endpoint, position, is_parity=True)
+            self._fail(endpoint, position, is_parity=True)
             raise _Gone(str(error)) from error
         with self._lock:
             self._header_bytes[position] = size
             self._header = known
             return known
 
-    def _read_small(self, position: int, name: str, size: int) -> bytes:
-        blocks = self._pull(position, name, [(0, size)], is_parity=True)
+    def _read_small(self, position: int, name: str, size: int, endpoint: str) -> bytes:
+        blocks = self._pull(endpoint, position, name, [(0, size)], is_parity=True)
         return b"".join(map(bytes, blocks))
 
     def entries(self, file: str) -> tuple[FileEntry, ...]:
@@ -237,7 +237,9 @@ class GroupReader:
             if position in left_out:
                 continue
             for file, parts in _by_file(header, position, spans).items():
-                blocks = self._pull(position, file, [(offset, size) for offset, size, _ in parts])
+                endpoint = self._first_left(position, is_parity=False)
+                ranges = [(offset, size) for offset, size, _ in parts]
+                blocks = self._pull(endpoint, position, file, ranges, is_parity=False)
                 for at, piece in _placed(blocks, [(at, size) for _, size, at in parts]):
                     for total in sums.values():
                         total.add(at, piece)
@@ -252,7 +254,8 @@ class GroupReader:
             self._read_header(position)
         base = self._header_bytes[position] + index * header.segment_bytes
         ranges = [(base + span.offset, span.size) for span in spans]
-        blocks = self._pull(position, name, ranges, is_parity=True)
+        endpoint = self._first_left(position, is_parity=True)
+        blocks = self._pull(endpoint, position, name, ranges, is_parity=True)
         for at, piece in _placed(blocks, [(0, total.size)]):
             window = total[at : at + piece.nbytes]
             np.bitwise_xor(window, np.frombuffer(piece, np.uint8), out=window)
@@ -265,15 +268,24 @@ class GroupReader:
         bad, gone = self._failed, self._peers.gone
         return [at for at in held[position] if (at, position, is_parity) not in bad and at not in gone]
 
+    def _first_left(self, position: int, *, is_parity: bool) -> str:
+        """Return the first address that `_left` returns, while other threads give up sources; else _Gone."""
+        for endpoint in self._left(position, is_parity=is_parity):
+            return endpoint
+        raise _Gone(f"no source is left of member {self._sources.group.members[position]}")
+
     def _pull(
-        self, position: int, file: str, ranges: Sequence[tuple[int, int]], *, is_parity: bool = False
+        self,
+        endpoint: str,
+        position: int,
+        file: str,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        is_parity: bool,
     ) -> Iterator[memoryview]:
         """Yield bytes of a file; after a failure its source is not used any more, and _Gone is raised."""
-        endpoints = self._left(position, is_parity=is_parity)
-        if not endpoints:
-            raise _Gone(file)
         try:
-            with self._peers.acquire(endpoints[0]) as peer:
+            with self._peers.acquire(endpoint) as peer:
                 slowest = self._peers.slowest_bytes_per_s
                 for block in peer.read(self._name(file), ranges, slowest_bytes_per_s=slowest):
                     self._limiter.wait(block.nbytes)
@@ -281,9 +293,9 @@ class GroupReader:
                         self.read_bytes += block.nbytes
                     yield block
         except Unavailable as error:
-            self._fail(endpoints[0], position, is_parity=is_parity)
+            self._fail(endpoint, position, is_parity=is_parity)
             if not error.fields.get("answered"):
-                self._peers.gone.add(endpoints[0])
+                self._peers.gone.add(endpoint)
             raise _Gone(str(error)) from error
 
     def _fail(self, endpoint: str, position: int, *, is_parity: bool) -> None:

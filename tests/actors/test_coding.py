@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,7 +25,7 @@ from ray_ckpt.core.placement import place_groups
 from ray_ckpt.core.values import GroupPlaces, ResumePoint, SessionPlan
 from ray_ckpt.errors import CorruptionError, Unavailable
 from ray_ckpt.format.names import fragment_file, make_attempt, parity_file
-from ray_ckpt.format.parity import header_bytes
+from ray_ckpt.format.parity import ParityHeader, header_bytes
 from ray_ckpt.restore import parity
 from ray_ckpt.restore.parity import GroupReader, group_sources
 from ray_ckpt.restore.reader import FileSource, FlatSink, SourceReader
@@ -331,6 +333,29 @@ def test_a_damaged_header_costs_one_parity_file(coded: Group) -> None:
         reader = _reader(stack, coded, 5)
         for name in coded.files(5):
             assert reader.read_whole(name) == coded.saved.files[name]
+
+
+def test_threads_that_find_a_damaged_header_at_once_go_on(
+    coded: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread of a restore opens the group."""
+    path = coded.folder(NODES[0]) / parity_file(0, NUM_NODES)
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    together, decode = Barrier(4), parity.decode_header
+
+    def decode_together(header: bytes) -> ParityHeader:
+        together.wait(10)
+        return decode(header)
+
+    monkeypatch.setattr(parity, "decode_header", decode_together)
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(4))
+        reader = _reader(stack, coded, 5)
+        for found in [pool.submit(reader.header) for _ in range(4)]:
+            assert found.result().files
+        assert [place for place in reader._failed if place[1]] == []  # the next one is read once by each
 
 
 def test_what_is_deleted_during_the_work_stays_deleted(coded: Group) -> None:
