@@ -123,8 +123,16 @@ def load_items(
     state = {**state, "items": saved}
     walked = walk(items, rank=rank, world_size=len(everyone), first=everyone[0])
     near_files = frozenset(file for k in node_ranks for file in shard_files(k, world_size))
-    of_rank = partial(_Wanted, rows, walked, classes, rank=rank, everyone=everyone, near_files=near_files)
-    own_file = shard_file(rank, world_size)
+    of_rank = partial(
+        _Wanted,
+        rows,
+        walked,
+        classes,
+        rank=rank,
+        everyone=everyone,
+        own_file=shard_file(rank, world_size),
+        near_files=near_files,
+    )
     all_items = items
     while True:
         begun = frozenset(
@@ -132,14 +140,14 @@ def load_items(
             for name in all_items.keys() & set(anew)
             if name not in state["items"]
             or difference(name, all_items[name], classes) is not None
-            or of_rank().add(name, all_items[name], state["items"][name]).plan(own_file).problems
+            or of_rank().add(name, all_items[name], state["items"][name]).plan().problems
         )
         trees = _trees(all_items, state["items"], begun)
         items = {name: item for name, item in all_items.items() if name in trees}
         wanted = of_rank()
         for name, item in items.items():
             wanted.add(name, item, trees[name], check=name not in begun)
-        plan = wanted.plan(own_file)
+        plan = wanted.plan()
         if not (plan.problems or begun) or not rows.complete():
             break
     if plan.problems:
@@ -212,12 +220,16 @@ class _Wanted:
     classes: Classes
     rank: int = field(kw_only=True)
     everyone: tuple[int, ...] = field(kw_only=True)
+    own_file: str = field(kw_only=True)  # the shard with what this rank saves for itself
     near_files: frozenset[str] = field(kw_only=True)  # shards of the ranks on this node
     targets: list[LiveSlice] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)  # names of items that do not fit the saved class
     leaves: dict[str, dict[Path, Leaf]] = field(default_factory=dict)  # new leaves of each item
     _saved: dict[str, ManifestRow] = field(default_factory=dict)  # the first row of each saved tensor
+    _own: dict[str, ManifestRow] = field(
+        default_factory=dict
+    )  # rows of tensors that may differ between ranks
     _filled: dict[int, str] = field(default_factory=dict)  # live leaves by id, with the key that fills them
 
     def add(self, name: str, item: Item, tree: Any, *, check: bool = True) -> _Wanted:
@@ -225,6 +237,9 @@ class _Wanted:
         here = {path: self.walked.held[ref.key] for path, ref in tensor_refs(self.walked.trees[name]).items()}
         refs = tensor_refs(tree)
         self._saved |= self.rows.first_of(ref.key for ref in refs.values())
+        if own := {r.key for path, r in refs.items() if not (item.per_rank or item.is_shared(path))}:
+            here_too = self.rows.of_file(self.own_file)
+            self._own |= {row.slice.key: row for row in here_too if row.slice and row.slice.key in own}
         for path, ref in refs.items():
             self._add(name, item, path, ref.key, here.get(path))
         if check:
@@ -234,11 +249,12 @@ class _Wanted:
                 self.problems += misfits
         return self
 
-    def plan(self, own_file: str) -> RestorePlan:
+    def plan(self) -> RestorePlan:
         """Return the plan of all reads, with all problems."""
         targets = [target.slice for target in self.targets]
-        rows = self.rows.meeting(targets, (own_file, *self.near_files))
-        plan = plan_restore(targets, rows, prefer_file=own_file, near_files=self.near_files)
+        met = self.rows.meeting(targets, (self.own_file, *self.near_files))
+        rows = (*self._own.values(), *met)  # also if one of them has another form, and meets no target
+        plan = plan_restore(targets, rows, prefer_file=self.own_file, near_files=self.near_files)
         return replace(plan, problems=(*self.problems, *plan.problems, *self._clashes(plan)))
 
     def _clashes(self, plan: RestorePlan) -> Iterator[str]:
@@ -265,7 +281,7 @@ class _Wanted:
 
     def _add(self, name: str, item: Item, path: Path, key: str, held: HeldLeaf | None) -> None:
         """Add the saved tensor `key` at `path` of an item, where `held` is the live leaf."""
-        saved, leaves = self._saved.get(key), self.leaves.setdefault(name, {})
+        saved, leaves = self._own.get(key, self._saved.get(key)), self.leaves.setdefault(name, {})
         if held is not None and _is_filled(item, path, held.leaf):
             leaves[path] = held.leaf
             if any(map(_shares_memory, held.slices)):

@@ -5,7 +5,7 @@ Each target and each saved slice is a box of a global tensor; each copy is one i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -60,8 +60,9 @@ def plan_restore(
     """Return the reads that fill `targets` from the saved `rows`.
 
     A region that several ranks saved is read once, from `prefer_file` if that file has the region. So a rank
-    gets its own copy of regions that may differ between ranks. Otherwise it is read from one of `near_files`,
-    the files of the ranks on the node, so that these ranks read the same row.
+    gets its own copy of regions that may differ between ranks, also in dtype and global shape. Otherwise it
+    is read from one of `near_files`, the files of the ranks on the node, so that these ranks read the same
+    row.
     """
     saved = _by_key(rows, prefer_file, near_files)
     copies: dict[RowKey, list[Copy]] = {}
@@ -100,18 +101,34 @@ def plan_restore(
 def _by_key(
     rows: Iterable[ManifestRow], prefer_file: str, near_files: Collection[str]
 ) -> Mapping[str, dict[tuple[object, ...], ManifestRow]]:
-    def near(file: str) -> int:
-        return 2 if file == prefer_file else int(file in near_files)
+    def near(row: ManifestRow) -> int:
+        return 2 if row.file == prefer_file else int(row.file in near_files)
 
-    saved: dict[str, dict[tuple[object, ...], ManifestRow]] = {}
+    saved: dict[str, list[ManifestRow]] = {}
     for row in rows:
         if row.slice is not None:
-            region = (row.slice.offset, row.slice.shape)
-            regions = saved.setdefault(row.slice.key, {})
-            known = regions.get(region)
-            if known is None or near(row.file) > near(known.file):
-                regions[region] = row
-    return saved
+            saved.setdefault(row.slice.key, []).append(row)
+    return {key: _regions(found, near) for key, found in saved.items()}
+
+
+def _regions(
+    rows: Sequence[ManifestRow], near: Callable[[ManifestRow], int]
+) -> dict[tuple[object, ...], ManifestRow]:
+    """Return the nearest row of each region of a tensor, of those that agree with the nearest row of all.
+
+    Ranks save tensors of their own under one key, and these may differ in dtype and global shape.
+    """
+    nearest = max(rows, key=near).slice
+    assert nearest is not None
+    regions: dict[tuple[object, ...], ManifestRow] = {}
+    for row in rows:
+        part = row.slice
+        assert part is not None
+        if (part.dtype, part.global_shape) == (nearest.dtype, nearest.global_shape):
+            known = regions.setdefault((part.offset, part.shape), row)
+            if near(row) > near(known):
+                regions[part.offset, part.shape] = row
+    return regions
 
 
 def _misfit(target: Slice, found: Mapping[tuple[object, ...], ManifestRow]) -> str | None:

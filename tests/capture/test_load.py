@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FetchRows, FileSource, SharedRows, SourceReader
 from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow
+from tests.restore.test_manifest import row_columns
 
 ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=10, attempt=0)
 
@@ -241,6 +243,37 @@ def test_ranks_share_a_save_and_keep_their_own(tmp_path: Path, world_size: int) 
         assert torch.equal(other.model[0].weight, training.model[0].weight)
         assert other.model[1].running_mean.tolist() == [rank] * 8
         assert torch.rand(3).tolist() == own[rank]
+
+
+OWN: list[list[torch.Tensor]] = [
+    [torch.full((3,), 1.0), torch.full((5,), 2.0)],  # by rank
+    [torch.full((3,), 1.0), torch.zeros(0)],
+    [torch.full((3,), 1.0), torch.full((2, 2), 2.0)],
+    [torch.full((3,), 1.0), torch.full((3,), 2)],
+]
+
+
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("is_built", [False, True])
+@pytest.mark.parametrize("in_columns", [False, True])
+def test_tensors_of_ranks_may_have_different_shapes_and_dtypes(
+    tmp_path: Path, own: list[torch.Tensor], is_built: bool, in_columns: bool
+) -> None:
+    """Such as samples that each rank has collected. A list that is built empty has no shape to compare."""
+    saved = Saved(tmp_path, 2)
+    for rank in range(2):
+        saved.save(items_of(state={"x": [own[rank]]}), rank=rank)
+    by_rank = [[row for row in saved.rows if row.file == file] for file in saved.files]
+    rows = row_columns(by_rank) if in_columns else ListedRows(saved.rows)
+    for rank in range(2):
+        state = {"x": [torch.zeros_like(own[rank])] if is_built else []}
+        load = partial(load_items, items_of(state=state), saved.states[rank], rows)
+        load(saved.reader(), rank=rank, world_size=2)()
+        (found,) = state["x"]
+        assert torch.equal(found, own[rank]) and found.dtype == own[rank].dtype
+    wrong = items_of(state={"x": [torch.zeros_like(own[0])]})
+    with pytest.raises(MismatchError, match=r"state\.x\.0: .* in the checkpoint, .* here"):
+        load_items(wrong, saved.states[1], rows, saved.reader(), rank=1, world_size=2)
 
 
 def test_more_ranks_than_saved_get_the_shared_state(tmp_path: Path) -> None:
