@@ -474,7 +474,7 @@ def _check_storable(leaf: Leaf, name: str) -> None:
             hint="Call module.to_empty(device=...) before the restore.",
             path=name,
         )
-    if is_lazy(leaf):
+    if isinstance(leaf, torch.Tensor) and is_lazy(leaf):
         raise UnsupportedLeaf(
             f"{name} has no shape yet: its module is lazy.",
             hint="Call the module with a batch before the Checkpointer and the optimizer are made.",
