@@ -25,7 +25,7 @@ from ray_ckpt.core.placement import place_groups
 from ray_ckpt.core.values import GroupPlaces, ResumePoint, SessionPlan
 from ray_ckpt.errors import CorruptionError, Unavailable
 from ray_ckpt.format.names import fragment_file, make_attempt, parity_file
-from ray_ckpt.format.parity import ParityHeader, header_bytes
+from ray_ckpt.format.parity import ParityHeader, decode_header, header_bytes
 from ray_ckpt.restore import parity
 from ray_ckpt.restore.parity import GroupReader, group_sources
 from ray_ckpt.restore.reader import FileSource, FlatSink, SourceReader
@@ -343,11 +343,11 @@ def test_threads_that_find_a_damaged_header_at_once_go_on(
     data = bytearray(path.read_bytes())
     data[40] ^= 1
     path.write_bytes(data)
-    together, decode = Barrier(4), parity.decode_header
+    together = Barrier(4)
 
     def decode_together(header: bytes) -> ParityHeader:
         together.wait(10)
-        return decode(header)
+        return decode_header(header)
 
     monkeypatch.setattr(parity, "decode_header", decode_together)
     with ExitStack() as stack:

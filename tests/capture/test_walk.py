@@ -103,7 +103,7 @@ def test_a_lazy_module_without_shapes_is_refused_by_name() -> None:
 
 def test_a_subclass_whose_values_are_computed_is_refused() -> None:
     """A copy of it reads one of its tensors, or what they stand for, and a restore writes that into all."""
-    two = TwoTensor(torch.ones(3), torch.full((3,), 2.0))
+    two = TwoTensor(torch.ones(3), torch.full((3,), 2.0))  # type: ignore[no-untyped-call]
     with pytest.raises(UnsupportedLeaf, match=r"^state\.x is a .*TwoTensor.*Save the tensors inside"):
         walk(items_of(state={"x": two}), rank=0, world_size=1)
     waited_for = AsyncCollectiveTensor(torch.ones(3))
