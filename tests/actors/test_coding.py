@@ -152,31 +152,6 @@ def test_three_lost_nodes_are_too_many(coded: Group) -> None:
         _reader(stack, coded, 0, 1, 2).read_whole(fragment_file(0, NUM_NODES))
 
 
-def test_two_threads_may_find_the_same_bad_parity_header(
-    coded: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    member = coded.group.members[5]
-    bad = coded.folder(NODES[member]) / parity_file(member, NUM_NODES)
-    data = bytearray(bad.read_bytes())
-    data[100] ^= 1
-    bad.write_bytes(data)
-    with ExitStack() as stack:
-        lost = coded.group.members[0]
-        reader = _reader(stack, coded, lost)
-        read_small = GroupReader._read_small
-
-        def after_another_thread(self: GroupReader, position: int, name: str, size: int) -> bytes:
-            """Return the bytes when another thread has read the same ones and refused them."""
-            found = read_small(self, position, name, size)
-            if position == 5 and len(found) == header_bytes(found):
-                self._fail(coded.endpoints[NODES[member]], position, is_parity=True)
-            return found
-
-        monkeypatch.setattr(GroupReader, "_read_small", after_another_thread)
-        for name in coded.files(lost):
-            assert reader.read_whole(name) == coded.saved.files[name], name
-
-
 def test_a_restore_of_one_lost_node_reads_six_times_its_bytes(coded: Group) -> None:
     saved, lost = coded.saved, 3
     fragment = saved.fragments[lost]
