@@ -474,8 +474,9 @@ class Checkpointer:
         Waits for a capture that is still reading them. Use this context for weights that are clamped, copied
         or loaded in place, and for a step that is replayed from a CUDA graph, which runs no hooks.
         """
-        if self._saver is not None:
-            self._saver.settle()
+        for part in (self._survivor, self._saver):
+            if part is not None:
+                part.settle()
         yield
 
     def flush(self, *, commit: bool = False) -> None:

@@ -38,7 +38,7 @@ class SaveBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveParts:
-    """The parts of a save other than tensors. The copying thread calls `metrics`."""
+    """The parts of a save other than tensors. The copying thread calls `metrics` and `check`."""
 
     attempt: AttemptId
     state: bytes
@@ -46,6 +46,7 @@ class SaveParts:
     compare_content: bool  # the ranks compare the bytes of their shared tensors
     count: str  # step count from `StepCount.mark`; compared by the ranks of a part
     began_s: float  # monotonic: when the training thread began the save
+    check: Callable[[], None] = lambda: None  # called when all is copied; an exception gives the save up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +185,9 @@ class Handoff:
         return True
 
     def finish(self) -> None:
-        """Seal the buffer when every slice is copied."""
+        """Seal the buffer when every slice is copied. Raises the exception of the save's `check`."""
         target, attempt = self._buffer.target, self._parts.attempt.attempt
+        self._parts.check()
         if isinstance(target, Arena):
             target.seal(attempt)
             self._buffer.taken = self._taken

@@ -3,7 +3,8 @@
 After each step the rank sends what it alone holds (random state, data position, buffers, plain values) to its
 agent. When collective operations fail, or the agent asks, it offers its live state of the last step. The
 state is that of the step if no optimizer step has begun since, and if the version of every tensor that it
-holds in common with other ranks is unchanged; otherwise it is not offered. See PROTOCOL.md section 4.
+holds in common with other ranks is unchanged; otherwise it is not offered. When it is captured, the same is
+checked again, since only optimizer steps wait for the capture. See PROTOCOL.md section 4.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ray_ckpt.capture.snapshot import versions
+from ray_ckpt.capture.snapshot import OPERATION_S, versions
 from ray_ckpt.capture.walk import LiveSlice, Walked
 from ray_ckpt.core.values import Salvage, SessionKey
 from ray_ckpt.errors import Unavailable, named_text, text_of
@@ -66,6 +70,7 @@ class Survivor:
         self._kept: _Kept | None = None
         self._begun = 0  # optimizer steps that have begun in this process
         self._is_frozen = False  # no optimizer step may begin: the live state is offered or captured
+        self._is_held = False  # the training thread waits, so it changes nothing
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._has_warned = False
@@ -91,8 +96,27 @@ class Survivor:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._pid == os.getpid():
             with self._state:
-                self._state.wait_for(lambda: not self._is_frozen, LEAVE_S)
+                self.settle()
                 self._begun += 1
+
+    def settle(self) -> None:
+        """Wait until training may change its state; called by the training thread."""
+        if self._pid == os.getpid():
+            with self._state:
+                if self._is_frozen:
+                    with self._held():
+                        self._state.wait_for(lambda: not self._is_frozen, LEAVE_S)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Note that the training thread waits inside this context."""
+        with self._state:
+            self._is_held = True
+            self._state.notify_all()
+        try:
+            yield
+        finally:
+            self._is_held = False
 
     # -- after each step -----------------------------------------------------------------------------
 
@@ -169,13 +193,18 @@ class Survivor:
     def leave(self) -> None:
         """Make an offer at the failure of the training loop, and wait until it has been taken up."""
         self._start()
-        assert self._thread is not None
-        self._thread.join(LEAVE_S)
+        self._wait_for_salvage()
 
     def close(self) -> None:
-        """Make no offer from now on."""
+        """Make no offer from now on; a salvage that has begun comes to its end first."""
         self._is_closed, self._kept = True, None  # its tensors may occupy an accelerator's memory
+        self._wait_for_salvage()
         self._hook.remove()
+
+    def _wait_for_salvage(self) -> None:
+        if self._thread is not None:
+            with self._held():
+                self._thread.join(LEAVE_S)
 
     def _start(self) -> None:
         with self._state:
@@ -221,14 +250,18 @@ class Survivor:
             if kept.begun != self._begun:
                 raise Unavailable(f"An optimizer step has begun after step {kept.step}.")
             self._is_frozen = True
-        changed = [
-            live.slice.key
-            for live, before, now in zip(kept.common, kept.versions, versions(kept.common), strict=True)
-            if before != now
-        ]
-        if changed:
-            raise Unavailable(f"{changed[0]} was changed after step {kept.step}, outside of optimizer steps.")
+        _check_unchanged(kept)
         return kept
+
+    def _check_captured(self, kept: _Kept) -> None:
+        """Raise Unavailable if training has changed a tensor during the capture, which has ended.
+
+        Called by the copying thread. The version of a tensor shows a change only when the operation has
+        ended, so an operation that is running now gets OPERATION_S.
+        """
+        with self._state:
+            self._state.wait_for(lambda: self._is_held, OPERATION_S)
+        _check_unchanged(kept)
 
     def _save(self, kept: _Kept, salvage: Salvage) -> None:
         """Capture this rank's share of the step, as the savers divide it among themselves."""
@@ -248,6 +281,7 @@ class Survivor:
                 compare_content=False,
                 count=kept.count,
                 began_s=began_s,
+                check=partial(self._check_captured, kept),
             ),
         )
         self._saver.settle()
@@ -258,6 +292,15 @@ def make_survivor(link: Link, session_key: SessionKey, items: RankItems, saver: 
     if not link.options.salvage or link.identity.world_size == 1:
         return None
     return Survivor(link, session_key, items, saver)
+
+
+def _check_unchanged(kept: _Kept) -> None:
+    """Raise Unavailable if a tensor that the rank holds in common with others is not that of the step."""
+    for live, before, now in zip(kept.common, kept.versions, versions(kept.common), strict=True):
+        if before != now:
+            raise Unavailable(
+                f"{live.slice.key} was changed after step {kept.step}, outside of optimizer steps."
+            )
 
 
 def _copy(live: LiveSlice) -> LiveSlice:

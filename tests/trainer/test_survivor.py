@@ -141,6 +141,62 @@ def test_a_rank_that_is_asked_makes_no_step_before_its_state_is_captured() -> No
         assert not torch.equal(training.model[0].weight, weight)
 
 
+def asked_after_a_step(training: Loop) -> torch.Tensor:
+    """Train one step, and let the rank offer it; return a weight of that step."""
+    training.ckpt.restore()
+    training.forward()
+    training.optimizer.step()
+    training.ckpt.step(1)
+    training.link.question.set_result(True)
+    while not training.link.offers:
+        time.sleep(0.01)
+    weight: torch.Tensor = training.model[0].weight.detach().clone()
+    return weight
+
+
+def change(training: Loop) -> None:
+    with torch.no_grad():
+        training.model[0].weight.add_(1.0)
+
+
+def end_of_salvage() -> None:
+    thread = next(t for t in threading.enumerate() if t.name == "ray_ckpt-salvage")
+    thread.join(10.0)
+
+
+def test_a_step_whose_tensors_change_before_they_are_captured_is_not_saved(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survivor, "OPERATION_S", 0.01)
+    with loop() as training:
+        asked_after_a_step(training)
+        change(training)
+        training.decide(1, 0)
+        end_of_salvage()
+        assert not training.link.files
+        assert "model.0.weight was changed after step 1" in training.link.skipped[1]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_change_under_the_lock_waits_for_the_capture() -> None:
+    with loop() as training:
+        weight = asked_after_a_step(training)
+        threading.Timer(0.3, training.decide, (1, 0)).start()
+        with training.ckpt.lock():
+            change(training)
+        assert torch.equal(training.link.tensors(1)["model.0.weight"], weight)
+
+
+def test_a_checkpointer_is_closed_when_its_salvage_has_ended() -> None:
+    with loop() as training:
+        weight = asked_after_a_step(training)
+        threading.Timer(0.3, training.decide, (1, 0)).start()
+        training.ckpt.close()
+        training.optimizer.step()
+        assert torch.equal(training.link.tensors(1)["model.0.weight"], weight)
+        assert len(training.link.grants) == 1
+
+
 def test_too_much_state_of_one_rank_is_not_sent(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
