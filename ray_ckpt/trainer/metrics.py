@@ -22,12 +22,18 @@ MAX_LOGGED = 500  # characters of a log line about metrics
 def detached(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return metrics without their autograd graphs, because a graph must be freed before the next step.
 
-    Raises ConfigError for an object without `items()`.
+    Tensors of one element are copied, because the save at the end of training may use them after the loop has
+    changed them, such as a running mean. Raises ConfigError for an object without `items()`.
     """
-    if metrics is not None and not callable(getattr(metrics, "items", None)):
+    if metrics is None:
+        return {}
+    if not callable(getattr(metrics, "items", None)):
         raise ConfigError(f"metrics is {metrics!r}.", hint="Give a dict, such as {'loss': 0.5}.")
-    items = (metrics or {}).items()
-    return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in items}
+    return {k: _detached(v) if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
+
+
+def _detached(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().clone() if value.numel() == 1 else value.detach()
 
 
 class MetricReader:
@@ -61,7 +67,7 @@ class MetricReader:
         now, late = detached(metrics), {}
         for name, value in list(now.items()):
             if isinstance(value, torch.Tensor) and value.device.type != "cpu" and value.numel() == 1:
-                late[name] = now.pop(name).clone()
+                late[name] = now.pop(name)
         return CapturedMetrics(values=self.read(now), late=late, reader=self)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pandas as pd
+import torch
 from torch import nn
 
 from ray_ckpt.config import RunOptions
@@ -42,3 +44,20 @@ def test_metrics_of_an_earlier_step_are_not_those_of_the_last_one() -> None:
     assert ckpt.finish()
     ckpt.close()
     assert [(s.attempt.step, s.metrics) for s in link.sealed] == [(4, {"loss": 0.25}), (5, {})]
+
+
+def test_the_last_save_has_a_metric_as_it_was_at_the_step() -> None:
+    ckpt, link = begun()
+    running = torch.tensor(0.5)
+    ckpt.step(6, {"loss": running})
+    running.zero_()
+    assert ckpt.finish()
+    ckpt.close()
+    assert link.sealed[-1].metrics == {"loss": 0.5}
+
+
+def test_metrics_may_be_a_series_of_pandas() -> None:
+    ckpt, link = begun()
+    ckpt.step(4, pd.Series({"loss": 0.5}))
+    ckpt.close()
+    assert link.sealed[-1].metrics == {"loss": 0.5}
