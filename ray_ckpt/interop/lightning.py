@@ -21,6 +21,9 @@ from ray_ckpt.trainer.checkpointer import Checkpointer
 
 log = logging.getLogger("ray_ckpt")
 
+LIVE = "ray_ckpt.live_model"
+"""Stands for the state dict of the live model, which is the item `model`, in what hooks add."""
+
 
 class CheckpointCallback(Callback):  # type: ignore[misc]
     """Saves and restores a training with Lightning: `Trainer(callbacks=[CheckpointCallback()])`.
@@ -118,9 +121,15 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
             self._deferred = ""
             self._checkpointer.save(self._step, _metrics(trainer))
 
+    def _settle(self) -> None:
+        """Wait for a capture that reads the weights: callbacks may put averaged ones in their place."""
+        if self._checkpointer is not None:
+            with self._checkpointer.lock():
+                pass
+
     # -- end -----------------------------------------------------------------------------------------
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def _finish(self, trainer: Any) -> None:
         if self._checkpointer is not None:
             self._checkpointer.finish(_metrics(trainer))
 
@@ -134,13 +143,46 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
 
 
 class _Between(Callback):  # type: ignore[misc]
-    """Saves between two epochs, before the other callbacks begin the next one."""
+    """Stands before the other callbacks: saves between epochs, and at the end before they change weights."""
 
     def __init__(self, saves: CheckpointCallback) -> None:
         self._saves = saves
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._saves._save_behind("epoch", trainer)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._saves._settle()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._saves._finish(trainer)
+
+
+class _Dumped(dict[str, Any]):
+    """A checkpoint as hooks of Lightning get it; `state_dict` of the live model is made at its first use."""
+
+    def __init__(self, values: Mapping[str, Any], pl_module: Any) -> None:
+        super().__init__(
+            {k: pl_module.state_dict() if isinstance(v, str) and v == LIVE else v for k, v in values.items()}
+        )
+        self._pl_module = pl_module
+        self._live: dict[str, Any] | None = None
+
+    def __missing__(self, key: str) -> Any:
+        if key != "state_dict":
+            raise KeyError(key)
+        self._live = self[key] = self._pl_module.state_dict()
+        return self._live
+
+    def plain(self) -> dict[str, Any]:
+        """Return what hooks have added, without a `state_dict` of tensors that the item `model` has."""
+        if self._live is None:
+            return dict(self)
+        found = {k: LIVE if v is self._live else v for k, v in self.items()}
+        state, live = self.get("state_dict"), set(map(id, self._live.values()))
+        if isinstance(state, Mapping) and set(map(id, state.values())) <= live:
+            del found["state_dict"]
+        return found
 
 
 class _PositionItem(Item):
@@ -161,24 +203,25 @@ class _PositionItem(Item):
             if is_cut and 0 < counts["started"] == counts["completed"]:
                 counts["processed"] = counts["completed"] = counts["started"] - 1
         callbacks = {callback.state_key: callback.state_dict() for callback in trainer.callbacks}
-        dumped: dict[str, Any] = {
+        values = {
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
             "loops": {"fit_loop": fit_loop},
             "callbacks": {key: state for key, state in callbacks.items() if state},
         }
+        dumped = _Dumped(values, self._pl_module)
         for callback in trainer.callbacks:
             callback.on_save_checkpoint(trainer, self._pl_module, dumped)
         self._pl_module.on_save_checkpoint(dumped)
         return {
-            "dumped": dumped,
+            "dumped": dumped.plain(),
             "precision": trainer.precision_plugin.state_dict(),
             "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
             "metrics": {name: float(value) for name, value in _metrics(trainer).items()},
         }
 
     def load(self, tree: Mapping[str, Any]) -> None:
-        trainer, dumped = self._trainer, tree["dumped"]
+        trainer, dumped = self._trainer, _Dumped(tree["dumped"], self._pl_module)
         self._pl_module.on_load_checkpoint(dumped)
         for callback in trainer.callbacks:
             callback.on_load_checkpoint(trainer, self._pl_module, dumped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader
 
 import ray_ckpt
+from ray_ckpt.capture import snapshot
 from ray_ckpt.config import RunOptions
 from ray_ckpt.trainer.connection import Connection, set_connection
 from tests.capture.local import LocalLink
@@ -91,18 +93,25 @@ class Watched(pl.LightningModule):  # type: ignore[misc]
 
 
 def fit(
-    link: LocalLink, *, interval: str = "epoch", monitor: str = "val_loss", data: Any = None, **args: Any
+    link: LocalLink,
+    *,
+    interval: str = "epoch",
+    monitor: str = "val_loss",
+    data: Any = None,
+    kind: type[Watched] = Watched,
+    also: tuple[Any, ...] = (),
+    **args: Any,
 ) -> tuple[Watched, list[tuple[int | None, dict[str, float]]]]:
     set_connection(Connection(link=link))
     rows: Any = list(torch.randn(2 * EPOCH, 2, generator=torch.Generator().manual_seed(7)))
     stops = [EarlyStopping("val_loss", patience=99)] if interval == "epoch" else []
-    logger, model = Rows(), Watched(interval, monitor)
+    logger, model = Rows(), kind(interval, monitor)
     pl.Trainer(
         **args,
         accelerator="cpu",
         devices=1,
         use_distributed_sampler=False,
-        callbacks=[ray_ckpt.lightning.CheckpointCallback(), *stops],
+        callbacks=[ray_ckpt.lightning.CheckpointCallback(), *stops, *also],
         num_sanity_val_steps=0,
         log_every_n_steps=1,
         enable_progress_bar=False,
@@ -157,3 +166,67 @@ def test_a_scheduler_that_watches_each_step_is_moved_once_for_each(tmp_path: Pat
     resumed, _ = fit(first.resumed(tmp_path, 3), data=data(), **args)
     trained = [[each for each in model.seen if each[1] == "train"] for model in (whole, resumed)]
     assert trained[1] == trained[0][3:]
+
+
+class Restless(EMAWeightAveraging):  # type: ignore[misc]
+    """Notes whether the weights that a validation replaces are still being captured."""
+
+    def __init__(self) -> None:
+        super().__init__(decay=0.5)
+        self.are_copied: list[bool] = []
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        (ours,) = (c for c in trainer.callbacks if isinstance(c, ray_ckpt.lightning.CheckpointCallback))
+        running = ours._checkpointer._require_saver()._snapshot
+        self.are_copied += [] if running is None else [running.host_copied.is_set()]
+        super().on_validation_epoch_start(trainer, pl_module)
+
+
+def test_averaged_weights_are_resumed_and_the_last_step_has_those_that_are_trained(tmp_path: Path) -> None:
+    whole, _ = fit(new_run(99), max_epochs=3, also=(Restless(),))
+    first = new_run(99)
+    begun, _ = fit(first, max_epochs=2, also=(Restless(),))
+    assert not torch.equal(first.tensors(2 * EPOCH)["model.net.weight"], begun.net.weight), (
+        "averaged at the end"
+    )
+    resumed, _ = fit(first.resumed(tmp_path, 2 * EPOCH), max_epochs=3, also=(Restless(),))
+    assert resumed.seen == whole.seen[whole.seen.index((2 * EPOCH, "begin", 2)) :]
+    assert torch.equal(resumed.net.weight, whole.net.weight)
+
+
+def test_a_validation_that_replaces_weights_waits_for_their_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = snapshot._copy
+
+    def slowly(parts: Any) -> None:
+        if parts and all(getattr(part, "is_late", False) for part in parts):
+            time.sleep(0.2)
+        copy(parts)
+
+    monkeypatch.setattr(snapshot, "_copy", slowly)
+    averages = Restless()
+    fit(new_run(1), max_steps=2, accumulate_grad_batches=2, val_check_interval=3, also=(averages,))
+    assert averages.are_copied == [True], "the validation is within an accumulation window"
+
+
+class Prunes(Watched):
+    """Leaves a part of the model out of Lightning's own checkpoints, and adds a value."""
+
+    loaded: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if "bias" not in k}
+        checkpoint["mine"] = 3
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["mine"], sorted(checkpoint["state_dict"])
+
+
+def test_hooks_get_the_state_dict_of_the_model_which_is_saved_once(tmp_path: Path) -> None:
+    first = new_run(EPOCH)
+    fit(first, max_epochs=1, kind=Prunes)
+    assert sorted(key for key in first.tensors(EPOCH) if "net" in key) == [
+        "model.net.bias",
+        "model.net.weight",
+    ]
+    resumed, _ = fit(first.resumed(tmp_path, EPOCH), max_epochs=2, kind=Prunes)
+    assert isinstance(resumed, Prunes) and resumed.loaded == (3, ["net.bias", "net.weight"])
