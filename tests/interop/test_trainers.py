@@ -131,6 +131,19 @@ def test_a_trainer_of_transformers_resumes_bit_for_bit(tmp_path: Path, kind: typ
     assert not list(tmp_path.glob("hf/checkpoint-*"))
 
 
+@pytest.mark.parametrize("max_steps", [AT, AT - 1])
+def test_a_run_that_is_over_makes_no_step_at_a_restart(tmp_path: Path, max_steps: int) -> None:
+    first = connect()
+    done = train(tmp_path, first, until=AT)
+    second = first.resumed(tmp_path, AT)
+    set_connection(Connection(link=second))
+    again = build(tmp_path, seed=1, max_steps=max_steps)
+    ray_ckpt.huggingface.prepare_trainer(again).train()
+    again._ray_ckpt.checkpointer.close()
+    assert again.state.global_step == AT and not second.files
+    assert_equal(again.model.state_dict(), done.model.state_dict())
+
+
 def test_without_the_random_state_a_trainer_trains_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ OVERRIDDEN = (
     "_load_rng_state",
     "_load_scaler",
     "_prepare_for_training",
+    "_run_epoch",
     "_save_checkpoint",
 )
 """Private methods of Trainer that are replaced; `require` checks that they exist."""
@@ -108,6 +109,13 @@ class _ThroughRayCkpt(Trainer):  # type: ignore[misc]
         built = super()._prepare_for_training(*args, **kwargs)
         self._ray_ckpt.restore()
         return built
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Run no epoch if the last step was restored: Transformers would make one step more."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing; `_prepare_for_training` restores the model."""
