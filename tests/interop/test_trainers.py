@@ -258,6 +258,13 @@ def test_pushes_of_checkpoint_folders_are_refused(tmp_path: Path, strategy: str)
     ray_ckpt.huggingface.prepare_trainer(trainer)
 
 
+def test_a_search_for_a_batch_size_is_refused(tmp_path: Path) -> None:
+    connect()
+    with pytest.raises(ConfigError, match="auto_find_batch_size") as caught:
+        ray_ckpt.huggingface.prepare_trainer(build(tmp_path, auto_find_batch_size=True))
+    assert "per_device_train_batch_size" in str(caught.value.hint)
+
+
 def test_deepspeed_and_the_callback_of_ray_are_refused(tmp_path: Path) -> None:
     from ray.train.huggingface.transformers import RayTrainReportCallback
 

@@ -334,6 +334,11 @@ def _check_arguments(trainer: Trainer, checkpointer: Checkpointer) -> None:
             "enable_jit_checkpoint=True takes SIGTERM for itself, and ray_ckpt saves at SIGTERM already.",
             hint="Leave enable_jit_checkpoint out.",
         )
+    if args.auto_find_batch_size:
+        raise ConfigError(
+            "auto_find_batch_size=True begins again with smaller batches, and a run is restored only once.",
+            hint="Set per_device_train_batch_size, with gradient_accumulation_steps, to a size that fits.",
+        )
     if args.push_to_hub and (strategy := HubStrategy(args.hub_strategy).value) != "end":
         raise ConfigError(
             f"hub_strategy={strategy!r} pushes checkpoint folders, and there are none.",
