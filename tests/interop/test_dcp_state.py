@@ -16,13 +16,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ray_ckpt.capture.load import SavedState, wanted_trees
 from ray_ckpt.dcp import Reader, Writer
-from ray_ckpt.errors import ConfigError, MismatchError, NotConnected, RestoreError
+from ray_ckpt.errors import ConfigError, MismatchError, NotConnected, RestoreError, UnsupportedLeaf
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.interop.dcp.metadata import metadata_of
 from ray_ckpt.interop.dcp.names import flat, nested
+from ray_ckpt.interop.dcp.session import Session
 from ray_ckpt.interop.dcp.state import items_of
 from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.trainer.connection import Connection, set_connection
 from ray_ckpt.trainer.item_reader import ItemReader
 from ray_ckpt.types import CheckpointInfo, Level
 from tests.capture.local import LocalLink
@@ -224,3 +226,22 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_named() -> None:
     with pytest.raises(RestoreError, match="state of rank 0 cannot be read") as caught:
         ItemReader(LocalLink(), {}).saved(ticket)
     assert caught.value.fields["damage"] == ("fragment 0 is damaged",)
+
+
+def test_a_first_save_or_a_load_that_failed_may_be_repeated(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: set_connection(Connection()))
+    link, state = LocalLink(), {"model": {"weight": torch.ones(3)}}
+    set_connection(Connection(link=link))
+    first = Session()
+    with pytest.raises(UnsupportedLeaf):
+        first.save(1, {**state, "bad": {"value": object()}}, None, ())
+    first.save(2, state, None, ())(Level.LOCAL, 10.0)
+
+    set_connection(Connection(link=link.resumed(tmp_path, 2)))
+    second, found = Session(), {"weight": torch.zeros(3)}
+    with pytest.raises(MismatchError):
+        second.load(items_of({"model": {"weight": torch.zeros(4)}}))
+    second.load(items_of({"model": found}, put=lambda name, value: None))
+    assert second.is_begun and torch.equal(found["weight"], torch.ones(3))

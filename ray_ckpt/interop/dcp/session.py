@@ -53,12 +53,18 @@ class Session:
     def load(self, items: Mapping[str, Item]) -> RestoreInfo | None:
         """Fill the tensors of `items` with those of the checkpoint to resume from, and begin the session.
 
-        Returns None in a new run. Raises the errors of `Checkpointer.restore`.
+        Returns None in a new run. Raises the errors of `Checkpointer.restore`; then the call may be repeated.
         """
         self._refuse_second_load()
-        self._is_begun = True
         self._checkpointer.hold(items, ())
-        return self._checkpointer.restore()
+        try:
+            info = self._checkpointer.restore()
+        except BaseException:
+            self._checkpointer.close()
+            self._checkpointer = Checkpointer()
+            raise
+        self._is_begun = True
+        return info
 
     def _refuse_second_load(self) -> None:
         if self._is_begun:
