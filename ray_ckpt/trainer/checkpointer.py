@@ -28,7 +28,6 @@ from ray_ckpt.errors import (
     CheckpointError,
     CollectiveError,
     ConfigError,
-    NotConnected,
     RunConflict,
     named_text,
     text_of,
@@ -83,16 +82,8 @@ class Checkpointer:
 
     def __init__(self, *, link: Link | None = None, **items: Any) -> None:
         connection = get_connection() if link is None else Connection(link=link)
-        if connection.problem is not None:
-            raise connection.problem
-        if connection.link is None:
-            raise NotConnected(
-                "This process belongs to no run.",
-                hint="Pass CheckpointCallback(...) in ray.train.RunConfig(callbacks=[...]), "
-                "or use ray_ckpt.connect(run=..., storage_path=..., rank=..., world_size=...). "
-                "Ray Train with num_workers=0 runs no callbacks: use num_workers=1.",
-            )
-        self._link = link = connection.link
+        self._connection = connection
+        self._link = link = connection.need_link()
         self._probe = connection.probe
         self._objects: dict[str, Any] = {}
         # Set by the restore:
@@ -180,11 +171,13 @@ class Checkpointer:
         in a replica after the loss of the one that saved. ConfigError if the newest checkpoint is later.
 
         Raises MismatchError (each difference listed) if the checkpoint does not fit, RestoreError if
-        there are checkpoints but none intact, InsufficientSpace if saves would not fit on this node.
+        there are checkpoints but none intact, InsufficientSpace if saves would not fit on this node,
+        ConfigError if another Checkpointer of this process has restored since it was connected.
         """
         if self._session_key is not None or self._is_closed:
             when = "after close" if self._is_closed else "twice"
             raise ConfigError(f"restore was called {when}.", hint="Call it once, before the first step.")
+        self._connection.check_unused()
         link, options = self._link, self._link.options
         items = self._items = RankItems(self._objects, link.identity, options)
         warnings = gap_warnings(self._objects) if link.identity.rank == 0 else ()
@@ -208,6 +201,7 @@ class Checkpointer:
         self._outcomes.begin(key, checkpoint)
         self._reports.begin(key, self._saved_step)
         self._watch = ProgressThread(link, key, self._progress, self._signals)
+        self._connection.used.set()
         return info
 
     def _progress(self) -> RankProgress:

@@ -7,11 +7,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ray_ckpt.core.values import RankProgress, SessionKey
-from ray_ckpt.errors import CheckpointError
+from ray_ckpt.errors import CheckpointError, ConfigError, NotConnected
 from ray_ckpt.trainer.link import Link, Reporter, SignalLink
 from ray_ckpt.trainer.save_signal import SaveSignals
 from ray_ckpt.trainer.waiting import WaitingLog
@@ -28,12 +28,39 @@ REFRESH_S = 5.0  # between two requests for the agent's signal page (a new agent
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A link, or the reason why there is no link."""
+    """A link, or the reason why there is no link. It serves one restore, and the saves after it."""
 
     link: Link | None = None
     reporter: Reporter | None = None
     probe: ResumeProbe | None = None
     problem: CheckpointError | None = None
+    used: threading.Event = field(default_factory=threading.Event)  # set when a Checkpointer has restored
+
+    def need_link(self) -> Link:
+        """Return the link. Raises the reason why there is none, such as NotConnected outside a run."""
+        if self.problem is not None:
+            raise self.problem
+        if self.link is None:
+            raise NotConnected(
+                "This process belongs to no run.",
+                hint="Pass CheckpointCallback(...) in ray.train.RunConfig(callbacks=[...]), "
+                "or use ray_ckpt.connect(run=..., storage_path=..., rank=..., world_size=...). "
+                "Ray Train with num_workers=0 runs no callbacks: use num_workers=1.",
+            )
+        return self.link
+
+    def check_unused(self) -> None:
+        """Raise ConfigError if a Checkpointer has restored.
+
+        A second one would begin with the same checkpoint, however many the first one has saved since, and its
+        saves would have the names of those of the first.
+        """
+        if self.used.is_set():
+            raise ConfigError(
+                "Another Checkpointer of this process has restored already.",
+                hint="Register all objects as items of one Checkpointer. To train once more in this process, "
+                "close it, and call ray_ckpt.connect again on all ranks.",
+            )
 
 
 _connection = Connection()
