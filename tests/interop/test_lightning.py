@@ -145,7 +145,7 @@ def test_a_run_that_ended_with_an_epoch_is_extended_by_the_next_one(tmp_path: Pa
 
 def test_a_run_that_ended_within_an_epoch_is_extended_in_this_epoch(tmp_path: Path) -> None:
     first = new_run(99)
-    watch = {"interval": "step", "monitor": "loss_step"}
+    watch: dict[str, Any] = {"interval": "step", "monitor": "loss_step"}
     fit(first, max_steps=2, **watch)
     resumed, _ = fit(first.resumed(tmp_path, 2), max_steps=2 * EPOCH, **watch)
     steps = [(step, epoch) for step, what, epoch, *_ in resumed.seen if what == "train"]
@@ -176,8 +176,9 @@ class Restless(EMAWeightAveraging):  # type: ignore[misc]
         self.are_copied: list[bool] = []
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        ours: Any
         (ours,) = (c for c in trainer.callbacks if isinstance(c, ray_ckpt.lightning.CheckpointCallback))
-        running = ours._checkpointer._require_saver()._snapshot
+        running = ours._checkpointer._saver._snapshot
         self.are_copied += [] if running is None else [running.host_copied.is_set()]
         super().on_validation_epoch_start(trainer, pl_module)
 
