@@ -233,8 +233,9 @@ class Maintenance:
     def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
         """Note the end of a scrub; warn of a damaged copy and do not count this copy any more."""
         was_suspect = event.node_index in self._scrubs.suspect_remote.get(event.attempt.attempt, ())
-        self._scrubs.ended(event)
         where = "the storage path" if event.place == m.REMOTE else f"node {event.place[:12]}"
+        if self._scrubs.ended(event):
+            yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} cannot be read: {event.error}")
         if event.damage:
             files = ", ".join(event.damage[:5])
             yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} is damaged: {files}.")

@@ -129,21 +129,24 @@ class Scrubs:
         )
         return min(ready, key=lambda scrub: scrub.place == REMOTE, default=None)
 
-    def ended(self, event: ScrubEnded) -> None:
-        """Record that a copy was read; a late report of damage counts too."""
+    def ended(self, event: ScrubEnded) -> bool:
+        """Record that a copy was read; a late report of damage counts too.
+
+        Return True if the copy could not be read, and this round does not try again.
+        """
         scrub = Scrub(attempt=event.attempt, node_index=event.node_index, place=event.place)
         bad = {event.attempt, *(attempt for attempt, _ in event.shared)} if event.damage else ()
         if self._round is not None and self._round.checkpoint.id in bad:
             self._round.is_clean = False
         if scrub != self._running:
-            return
+            return False
         self._running = None
         if event.error is not None:
-            self._failed(scrub)
-            return
+            return self._failed(scrub)
         self._suspects.pop(scrub, None)
         if self._round is not None and self._round.checkpoint.id == event.attempt and not event.damage:
             self._round.good.add(event.node_index)
+        return False
 
     def _is_at_work(self, holders: Holders, now_s: float) -> bool:
         """Return True while an answer is awaited; stop for a dead node and after SCRUB_TIMEOUT_S."""
@@ -157,15 +160,19 @@ class Scrubs:
             self._failed(scrub)
         return self._running is not None
 
-    def _failed(self, scrub: Scrub) -> None:
-        """Queue an unreadable copy of the round after the other copies, at most MAX_TRIES times in all."""
+    def _failed(self, scrub: Scrub) -> bool:
+        """Queue an unreadable copy of the round after the other copies, at most MAX_TRIES times in all.
+
+        Return True if that was the last try.
+        """
         if not self._is_of_round or self._round is None or self._round.checkpoint.id != scrub.attempt:
-            return  # a suspect stays in its own queue
+            return False  # a suspect stays in its own queue
         self._round.tries[scrub] += 1
         if self._round.tries[scrub] < MAX_TRIES:
             self._round.todo.append(scrub)
-        else:
-            self._round.is_clean = False
+            return False
+        self._round.is_clean = False
+        return True
 
     def _begin(
         self, live: Sequence[CheckpointInfo], holders: Holders, every_s: float, now_s: float, wall_s: float

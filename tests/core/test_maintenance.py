@@ -10,6 +10,7 @@ import pytest
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.maintenance import MAINTENANCE_S
 from ray_ckpt.core.repair import LOST_AFTER_S
+from ray_ckpt.core.scrub import MAX_TRIES
 from ray_ckpt.core.values import DiskSpace, RankProgress
 from ray_ckpt.format import records as r
 from ray_ckpt.types import AttemptId, Level
@@ -57,9 +58,11 @@ def durable(run: Harness, step: int) -> AttemptId:
     return attempt
 
 
-def scrubbed(run: Harness, scrub: m.Scrub, *, damage: tuple[str, ...] = ()) -> tuple[m.Effect, ...]:
+def scrubbed(
+    run: Harness, scrub: m.Scrub, *, damage: tuple[str, ...] = (), error: str | None = None
+) -> tuple[m.Effect, ...]:
     attempt, index, place = scrub.attempt, scrub.node_index, scrub.place
-    return run.feed(m.ScrubEnded(attempt=attempt, node_index=index, place=place, damage=damage, error=None))
+    return run.feed(m.ScrubEnded(attempt=attempt, node_index=index, place=place, damage=damage, error=error))
 
 
 # -- repair ------------------------------------------------------------------------------------------
@@ -353,6 +356,21 @@ def test_a_round_over_every_copy_is_recorded() -> None:
     assert [op for op in run.records if isinstance(op, r.Verified)] == [r.Verified(attempt=attempt.attempt)]
     assert run.checkpoint(attempt).verified_at_s is not None
     assert not of(look(run), m.Scrub), "not again before it is due"
+
+
+def test_a_copy_that_cannot_be_read_is_named_once_in_a_round() -> None:
+    run = scrubbing()
+    effects, num_read, num_failed = list(run.tick(DAY_S)), 0, 0
+    while len(scrubs := of(effects, m.Scrub)) > num_read:
+        scrub, num_read = scrubs[num_read], num_read + 1
+        fails = (scrub.node_index, scrub.place) == (0, "a")
+        num_failed += fails
+        error = "read-only file system" if fails else None
+        effects += [*scrubbed(run, scrub, error=error), *look(run)]
+    assert num_failed == MAX_TRIES
+    warning = one(effects, m.Warn)
+    assert warning.text == "Step 10: the copy on node a cannot be read: read-only file system"
+    assert not [op for op in run.records if isinstance(op, r.Verified)]
 
 
 def test_a_damaged_copy_is_made_again_and_the_next_round_is_good() -> None:
