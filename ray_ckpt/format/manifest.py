@@ -319,12 +319,21 @@ def check_coverage(rows: Iterable[ManifestRow]) -> None:
 
 
 def uncovered(rows: Iterable[ManifestRow]) -> Iterator[str]:
-    """Yield a text about each tensor that fails `check_coverage`."""
+    """Yield a text about each tensor that fails `check_coverage`.
+
+    Ranks save tensors of their own under one key, and these may differ in dtype and global shape. The slices
+    of each such form must cover it.
+    """
     for _, slices in by_tensor(rows):
-        try:
-            check_coverage(slices)
-        except FormatError as error:
-            yield str(error)
+        forms: dict[object, list[ManifestRow]] = defaultdict(list)
+        for row in slices:
+            if row.slice is not None:
+                forms[row.slice.dtype, row.slice.global_shape].append(row)
+        for form in forms.values():
+            try:
+                check_coverage(form)
+            except FormatError as error:
+                yield str(error)
 
 
 def by_tensor(rows: Iterable[ManifestRow]) -> Iterator[tuple[str, Sequence[ManifestRow]]]:

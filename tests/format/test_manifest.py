@@ -32,6 +32,7 @@ from ray_ckpt.format.manifest import (
     encode_checkpoint,
     encode_fragment,
     rows_table,
+    uncovered,
 )
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file, shard_file, state_file
 from ray_ckpt.format.shard import build_layout
@@ -469,6 +470,18 @@ def test_exact_tilings_pass() -> None:
     covers(*FRAGMENT_SLICES)
     pinwheel = [((0, 2), (0, 1)), ((2, 1), (0, 2)), ((1, 2), (2, 1)), ((0, 1), (1, 2)), ((1, 1), (1, 1))]
     covers(*(part("w", (*a, 3), (*b, 3)) for a, b in pinwheel))
+
+
+def test_tensors_of_ranks_under_one_key_may_differ_and_each_is_covered() -> None:
+    def found(*parts: Slice) -> list[str]:
+        row = ManifestRow(kind="slice", file=shard_file(0, 1), byte_offset=0, nbytes=0, digest=UID)
+        return list(uncovered(replace(row, slice=p) for p in parts))
+
+    whole, longer = part("w", (0, 2, 2)), part("w", (0, 3, 3))
+    assert found(whole, longer, replace(whole, dtype="BF16")) == []
+    assert found(whole, part("w", (0, 2, 3))) == ["1 elements of model.w are in no slice."]
+    with pytest.raises(FormatError, match="differ"):
+        covers(whole, longer)
 
 
 FRAGMENT_SLICES = [row.slice for row in FRAGMENT.rows if row.slice is not None]
