@@ -227,9 +227,7 @@ class _Wanted:
     misfits: list[str] = field(default_factory=list)  # names of items that do not fit the saved class
     leaves: dict[str, dict[Path, Leaf]] = field(default_factory=dict)  # new leaves of each item
     _saved: dict[str, ManifestRow] = field(default_factory=dict)  # the first row of each saved tensor
-    _own: dict[str, ManifestRow] = field(
-        default_factory=dict
-    )  # rows of tensors that may differ between ranks
+    _own: dict[str, ManifestRow] = field(default_factory=dict)  # rows that may differ between ranks
     _filled: dict[int, str] = field(default_factory=dict)  # live leaves by id, with the key that fills them
 
     def add(self, name: str, item: Item, tree: Any, *, check: bool = True) -> _Wanted:
