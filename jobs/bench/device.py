@@ -6,6 +6,7 @@ python -m jobs.bench.device --size 4GiB
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from jobs.bench.restoring import ATTEMPT, RankMemory, Restores
 from jobs.bench.row import Row, measure, skipped
 from jobs.bench.state import fingerprint, make_state, state_bytes, wipe
 from ray_ckpt.capture.overlap_guard import background_slices, guarded_storages
+from ray_ckpt.capture.replica_watch import ReplicaWatch
 from ray_ckpt.capture.snapshot import Snapshot, Snapshotter
+from ray_ckpt.capture.walk import walk
 
 DEVICE = torch.device("cuda")
 BLOCKED_LIMIT_S = 0.010  # for a model of several GB
@@ -43,6 +46,8 @@ class DeviceRig:
         self._background = background_slices(self._rank.walked.slices, guarded_storages([optimizer]))
         self._snapshotter = Snapshotter(overlap=True, verify=False, waited=lambda seconds: None)
         self._errors: list[Exception] = []
+        self._shared = walk(self._rank.items, rank=0, world_size=2).slices  # as if two ranks held all of it
+        self._watch, self._steps = ReplicaWatch(self._shared), itertools.count()
         self._source = torch.empty(self.size_bytes, dtype=torch.uint8, device=DEVICE)
         self._target = torch.empty(self.size_bytes, dtype=torch.uint8, pin_memory=True)
         self._matrix = torch.randn(SIDE, SIDE, device=DEVICE, dtype=torch.bfloat16)
@@ -90,6 +95,15 @@ class DeviceRig:
         snapshot.before_change()
         self._wait_sealed()
         return taken_s
+
+    def watch_s(self) -> float:
+        """Return the seconds of the replica watch in a save, if all that the rank holds has replicas."""
+        started_s = _synchronized_s()
+        found = self._watch.digests(self._shared, next(self._steps), 0)
+        found.add_now(frozenset())
+        found.complete()
+        found.reports()
+        return _synchronized_s() - started_s
 
     def restores(self) -> tuple[Restores, str]:
         """Seal the arena as an agent does once the rank is gone; return its restores, and its path."""
@@ -153,6 +167,16 @@ def rows(context: Context) -> Iterator[Row]:
         beside=("alone", rig.step_s),
         repeat=context.repeat,
         reach="<= 1.05",
+    )
+    rig.watch_s()
+    yield measure(
+        "device-watch",
+        "replica watch in a save, of all that a rank holds",
+        "s",
+        rig.watch_s,
+        beside=("a snapshot", rig.copied_s),
+        repeat=context.repeat,
+        reach="<= 0.02",
     )
     rig.copied_s()
     rig.check()

@@ -24,14 +24,7 @@ from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import RestoreInfo, SavedState
 from ray_ckpt.config import RunOptions, is_uri
 from ray_ckpt.core.values import STILL_WRITING, RankProgress, SessionKey
-from ray_ckpt.errors import (
-    CheckpointError,
-    CollectiveError,
-    ConfigError,
-    RunConflict,
-    named_text,
-    text_of,
-)
+from ray_ckpt.errors import CheckpointError, CollectiveError, ConfigError, RunConflict, named_text, text_of
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer.connection import Connection, ProgressThread, get_connection
@@ -53,7 +46,7 @@ log = logging.getLogger("ray_ckpt")
 
 FLUSH_S = 120.0  # at the end of the loop, the wait until the last capture is safe on this node
 RESERVED_ITEM = re.compile(r"rng|gradients|rank\d+")  # own items, and prefixes of per-rank names
-URGENT_BLOCK_S = 10.0  # wait of an emergency save for the previous save
+GOES_ON = "the save of this step that has begun goes on"  # reason why it is not captured again
 FIRST_OUTCOME_S = 10.0  # wait of the second save for the first, to find ranks that save alone
 
 LevelName = Literal["local", "replicated", "durable"]
@@ -394,12 +387,13 @@ class Checkpointer:
         or one-element tensors; only the metrics of rank 0 are used. In the middle of an accumulation window,
         when gradients wait for an optimizer step, `save` returns False, and the next `step` after the window
         saves, unless `partial_grads` is set: then the gradients are saved too. The argument `step` follows
-        the rules of the method `step`, or is the step of the last call of `step` or `due`. A save that
+        the rules of the method `step`, or is the step of the last call of `step` or `due`. If the method
+        `step` has captured the same state, that save is this one too, and gets the metrics. A save that
         returned False may be tried again.
         """
         step = self._complete(step, "save")
         self._last_metrics = self._last_metrics if metrics is None else detached(metrics)
-        saved = self._save_now(step, metrics)
+        saved = self._joins_save(step, metrics) or self._save_now(step, metrics)
         if saved:
             self._count.captured()
         if not self._signals.is_at(step):  # a rank that missed the save signal does not make this call
@@ -408,12 +402,26 @@ class Checkpointer:
                 self._reports.report_if_due(step)
         return saved
 
+    def _joins_save(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
+        """Return True if the state of `step` is captured already, and its save goes on or is committed."""
+        captured = self._outcomes.captured(step)
+        if captured is None or self._saved_updates != self._num_updates():
+            return False
+        self._require_saver().settle()
+        if not self._outcomes.has_ended(captured, self._signals.block_s(self.options.max_block_s)):
+            self._link.skip(self._attempt(step), GOES_ON)  # in case that another rank has not captured it
+        elif not self._outcomes.is_committed(captured):
+            return False
+        self._outcomes.request(captured)
+        if metrics is not None:
+            self.annotate(step, metrics=metrics)
+        return True
+
     def _save_now(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
         if self._require_items().postpone():
             self._outcomes.refuse(f"step {step}: its save waits for the end of the accumulation window")
             return False
-        least_s = URGENT_BLOCK_S if self._signals.is_urgent else 0.0
-        saved = self._save(step, metrics, max_block_s=max(least_s, self.options.max_block_s))
+        saved = self._save(step, metrics, max_block_s=self._signals.block_s(self.options.max_block_s))
         self._guard.check(step)
         return saved
 
@@ -541,12 +549,12 @@ class Checkpointer:
 
     def _save_last(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Save the last step unless it is saved; save it once more if the save was skipped or dropped."""
-        step, pending = self._count.last, self._outcomes.pending
+        step = self._count.last
         if step == self._count.restored:
             return
-        if self._saved_step == step and pending and pending[-1].attempt.step == step:
+        if self._saved_step == step and (captured := self._outcomes.captured(step)) is not None:
             self._require_saver().settle()
-            if self._outcomes.is_committed(pending[-1]):
+            if self._outcomes.is_committed(captured):
                 return
         if self._require_items().postpone():
             log.warning("the loop ends in an accumulation window; its gradients are not in the checkpoint")

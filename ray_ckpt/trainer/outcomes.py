@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -149,6 +149,18 @@ class Outcomes:
         self._requested = PendingSave(attempt=attempt, metrics=metrics, outcome=outcome)
         self.pending.append(self._requested)
         self._stats.saved += 1
+
+    def captured(self, step: int) -> PendingSave | None:
+        """Return the newest save of this rank if that is one of `step`."""
+        return self.pending[-1] if self.pending and self.pending[-1].attempt.step == step else None
+
+    def request(self, captured: PendingSave) -> None:
+        """Note that a save which has begun before is the last one requested."""
+        self._requested = captured
+
+    def has_ended(self, pending: PendingSave, limit_s: float) -> bool:
+        """Return True if the outcome of a save is known within `limit_s`."""
+        return bool(wait([pending.outcome], limit_s).done)
 
     def in_flight(self, step: int) -> AttemptId | None:
         """Return this rank's newest save of `step` whose outcome is open; for any thread."""

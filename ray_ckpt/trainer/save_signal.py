@@ -22,6 +22,7 @@ from ray_ckpt.trainer.link import SignalLink
 log = logging.getLogger("ray_ckpt")
 
 PACE_STEPS = 5  # the pace is the median of these steps, so an evaluation between two steps has no effect
+URGENT_BLOCK_S = 10.0  # wait of an emergency save for the previous save
 
 
 class SaveSignals:
@@ -57,10 +58,9 @@ class SaveSignals:
         """Return True if `look` has found that all ranks save after `step`."""
         return step_of(self._reached) == step
 
-    @property
-    def is_urgent(self) -> bool:
-        """True if the last agreed save that this rank has reached is an emergency save."""
-        return is_urgent(self._reached)
+    def block_s(self, max_block_s: float) -> float:
+        """Return for how long a save may wait for the previous one; `max_block_s` if nothing is urgent."""
+        return max(max_block_s, URGENT_BLOCK_S) if is_urgent(self._reached) else max_block_s
 
     def completed(self) -> None:
         """Note that a step is complete, to measure the time between steps."""

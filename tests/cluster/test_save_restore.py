@@ -327,6 +327,26 @@ def test_parameters_that_drift_apart_later_are_found_and_saved(group: RankGroup,
     assert "drifted apart, step 8: own" in " ".join(answer.stdout.split())
 
 
+def save_last_again(run: str, storage: str) -> tuple[bool, bool]:
+    """Call `save` for a step that was saved because it was due."""
+    ckpt = Training(run, storage, every_steps=2).ckpt
+    ckpt.restore()
+    for step in range(1, 5):
+        ckpt.step(step)
+    saved = ckpt.save(4, {"loss": 0.5})
+    ckpt.wait("durable")
+    has_checkpoint = ckpt.finish()
+    ckpt.close()
+    return saved, has_checkpoint
+
+
+def test_a_step_that_was_due_may_be_saved_again(group: RankGroup, storage: str) -> None:
+    assert group.run(save_last_again, "again", storage) == [(True, True)] * 2
+    found = Catalog(f"{storage}/again").checkpoints
+    assert [(info.step, info.level, info.metrics) for info in found][-1] == (4, Level.DURABLE, {"loss": 0.5})
+    assert len({info.step for info in found}) == len(found)
+
+
 def train_wider(run: str, storage: str) -> None:
     Training(run, storage, width=32).train(4)
 

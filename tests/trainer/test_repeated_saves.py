@@ -1,0 +1,90 @@
+"""A step that `step` has captured, and `save` is called for it too."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+from torch import nn
+
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.node_messages import SaveOutcome
+from ray_ckpt.errors import Unavailable
+from ray_ckpt.trainer.checkpointer import GOES_ON, Checkpointer
+from ray_ckpt.types import AttemptId, Level
+from tests.capture.local import LocalLink
+
+
+class SlowCommits(LocalLink):
+    """A link whose saves have no outcome until the test gives it."""
+
+    def outcome(self, attempt: AttemptId, level: Level) -> Future[SaveOutcome]:
+        return self.commits.setdefault(attempt.attempt, Future())
+
+    commits: dict[str, Future[SaveOutcome]]
+
+    def end(self, error: Unavailable | None = None) -> None:
+        self.commits[self.sealed[-1].attempt.attempt].set_result(
+            SaveOutcome(level=None if error else Level.LOCAL, error=error)
+        )
+
+
+@pytest.fixture
+def link() -> SlowCommits:
+    made = SlowCommits(RunOptions(memory="double", every_steps=4))
+    made.commits = {}
+    return made
+
+
+def begun(link: LocalLink) -> tuple[Checkpointer, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = Checkpointer(link=link, model=model, optimizer=optimizer)
+    ckpt.restore()
+    ckpt.step(4)
+    ckpt.flush()
+    assert [s.attempt.step for s in link.sealed] == [4]
+    return ckpt, optimizer
+
+
+def test_a_step_that_is_committed_is_saved(link: SlowCommits) -> None:
+    ckpt, _ = begun(link)
+    link.end()
+    assert ckpt.save(4, {"loss": 0.5})
+    ckpt.wait("local", timeout_s=1.0)
+    assert ckpt.finish()
+    ckpt.close()
+    assert [s.attempt.step for s in link.sealed] == [4] and not link.skipped
+    assert [(step, metrics) for step, metrics, *_ in link.annotated] == [(4, {"loss": 0.5})]
+
+
+def test_a_save_that_goes_on_is_waited_for_and_the_other_ranks_hear_of_it(link: SlowCommits) -> None:
+    ckpt, _ = begun(link)
+    assert ckpt.save(4)
+    assert link.skipped == {4: GOES_ON} and len(link.sealed) == 1
+    with pytest.raises(Unavailable, match="did not become local within"):
+        ckpt.wait("local", timeout_s=0.1)
+    link.end()
+    ckpt.wait("local", timeout_s=1.0)
+    ckpt.close()
+
+
+def test_a_save_that_was_dropped_is_made_again(link: SlowCommits) -> None:
+    ckpt, _ = begun(link)
+    link.end(Unavailable("rank 1 was busy"))
+    assert ckpt.save(4)
+    ckpt.flush()
+    assert [s.attempt.step for s in link.sealed] == [4, 4]
+    assert len({s.attempt.attempt for s in link.sealed}) == 2
+    ckpt.close()
+
+
+def test_a_state_that_an_optimizer_has_changed_since_is_another_one(link: SlowCommits) -> None:
+    ckpt, optimizer = begun(link)
+    link.end()
+    optimizer.step()
+    assert ckpt.save(4)
+    ckpt.flush()
+    assert [s.attempt.step for s in link.sealed] == [4, 4]
+    ckpt.close()
