@@ -136,18 +136,20 @@ class WindowDigests:
 
     _groups: list[_GroupDigests]
     _parts: dict[tuple[int, int, int], bytes] = field(default_factory=dict)  # group, piece, chunk -> digest
-    _sums: list[tuple[tuple[int, int, int], torch.Tensor]] = field(default_factory=list)  # on devices
     _copied: list[tuple[list[tuple[int, int, int]], torch.Tensor, Any]] = field(default_factory=list)
 
     def add_now(self, background: Set[str]) -> None:
         """Read bytes that may change at any time; begin to read those on a device, and wait for nothing."""
+        on_devices: dict[torch.device, list[tuple[tuple[int, int, int], torch.Tensor]]] = {}
         with torch.no_grad():
             for place, chunk, live in self._all():
                 if not _is_on_host(live):
-                    self._sums.append((place, device_sum(_flat(chunk, live))))
-                elif live.slice.key not in background:
+                    on_devices.setdefault(live.tensor.device, []).append((place, _flat(chunk, live)))
+            for device, found in on_devices.items():
+                self._begin_sums(device, found)
+            for place, chunk, live in self._all():
+                if _is_on_host(live) and live.slice.key not in background:
                     self._parts[place] = _host_digest(chunk, live)
-            self._begin_copies()
 
     def complete(self) -> None:
         """Read the other bytes; called before they may change."""
@@ -185,20 +187,18 @@ class WindowDigests:
                 for place, (chunk, live) in enumerate(piece):
                     yield (at, number, place), chunk, live
 
-    def _begin_copies(self) -> None:
-        """Enqueue the copies of the sums of each device to the host, behind the work of this thread."""
-        for device in dict.fromkeys(found.device for _, found in self._sums):
-            places = [place for place, found in self._sums if found.device == device]
-            sums = torch.stack([found for _, found in self._sums if found.device == device])
-            if device.type == "cuda":
-                host = torch.empty(len(places), dtype=torch.int64, device="cpu", pin_memory=True)
-                host.copy_(sums, non_blocking=True)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(torch.cuda.current_stream(device))
-                self._copied.append((places, host, event))
-            else:
-                self._copied.append((places, sums.cpu(), None))
-        self._sums = []
+    def _begin_sums(
+        self, device: torch.device, found: Sequence[tuple[tuple[int, int, int], torch.Tensor]]
+    ) -> None:
+        """Enqueue the sums on a device and their copies to the host, behind the work of this thread."""
+        sums = device_sums([flat for _, flat in found])
+        event = None
+        if device.type == "cuda":
+            host = torch.empty(len(found), dtype=torch.int64, device="cpu", pin_memory=True)
+            sums = host.copy_(sums, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+        self._copied.append(([place for place, _ in found], sums, event))
 
 
 def _is_on_host(live: LiveSlice) -> bool:
@@ -213,17 +213,21 @@ def _host_digest(chunk: _Chunk, live: LiveSlice) -> bytes:
     return digest(_flat(chunk, live).view(torch.uint8).numpy().data).encode()
 
 
-def device_sum(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the integers in a tensor's bytes, each times an odd number, modulo 2**64.
+def device_sums(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the integers in each tensor's bytes, each times an odd number, modulo 2**64.
 
-    The sum is exact, so its order does not matter. A change of one integer, such as a flipped bit, always
-    changes the sum; changes of several cancel each other by a rare coincidence only.
+    The tensors are of one dimension, not empty and on one device; the sums are int64, in one tensor there. A
+    sum is exact, so its order does not matter. A change of one integer, such as a flipped bit, always changes
+    the sum; changes of several cancel each other by a rare coincidence only.
     """
-    ints = flat.view(_INTS.get(flat.element_size(), torch.int32))
-    weights = torch.arange(min(SUM_ELEMENTS, len(ints)), dtype=torch.int64, device=flat.device)
-    weights = weights.mul_(_FACTOR).bitwise_or_(1)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for begin in range(0, len(ints), SUM_ELEMENTS):
-        part = ints[begin : begin + SUM_ELEMENTS].to(torch.int64)
-        total.mul_(_FACTOR).add_(part.mul_(weights[: len(part)]).sum())
-    return total
+    all_ints = [flat.view(_INTS.get(flat.element_size(), torch.int32)) for flat in flats]
+    count = min(SUM_ELEMENTS, max(map(len, all_ints)))
+    weights = torch.arange(count, dtype=torch.int64, device=flats[0].device).mul_(_FACTOR).bitwise_or_(1)
+    sums = []
+    for ints in all_ints:
+        parts = (ints[begin : begin + SUM_ELEMENTS] for begin in range(0, len(ints), SUM_ELEMENTS))
+        first, *others = (part.to(torch.int64).mul_(weights[: len(part)]).sum() for part in parts)
+        for other in others:
+            first.mul_(_FACTOR).add_(other)
+        sums.append(first)
+    return torch.stack(sums)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ckpt.capture.replica_watch import MAX_PIECES, WINDOWS, ReplicaWatch, device_sum
+from ray_ckpt.capture.replica_watch import MAX_PIECES, WINDOWS, ReplicaWatch, device_sums
 from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice
 from ray_ckpt.core.replica_findings import finding, merged
 from ray_ckpt.types import Slice, Watched
@@ -110,15 +110,15 @@ def test_a_sum_notices_every_bit(dtype: torch.dtype, elements: int, monkeypatch:
     monkeypatch.setattr("ray_ckpt.capture.replica_watch.SUM_ELEMENTS", 64)
     raw = torch.randint(0, 256, (elements * dtype.itemsize,), dtype=torch.uint8)
     tensor = raw.view(dtype)
-    before = device_sum(tensor).item()
+    before = device_sums([tensor]).item()
     for bit in range(0, len(raw) * 8, max(1, len(raw) // 16)):
         flip(tensor, bit)
-        assert device_sum(tensor).item() != before, bit
+        assert device_sums([tensor]).item() != before, bit
         flip(tensor, bit)
-    assert device_sum(tensor).item() == before
+    assert device_sums([tensor]).item() == before
     if elements > 1:
         swapped = raw.reshape(elements, -1).flip(0).reshape(-1).contiguous().view(dtype)
-        assert device_sum(swapped).item() != before, "order counts"
+        assert device_sums([swapped]).item() != before, "order counts"
 
 
 def test_tensors_that_are_not_contiguous_are_read_in_their_own_order() -> None:

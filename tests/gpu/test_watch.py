@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ray_ckpt.capture import replica_watch
-from ray_ckpt.capture.replica_watch import WINDOWS, ReplicaWatch, device_sum
+from ray_ckpt.capture.replica_watch import WINDOWS, ReplicaWatch, device_sums
 from ray_ckpt.capture.walk import LiveSlice
 from tests.capture.test_replica_watch import SUMMED, flip, live, reports, state
 
@@ -25,7 +25,8 @@ def there(slices: list[LiveSlice]) -> list[LiveSlice]:
 def test_a_device_sums_as_a_host_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_watch, "SUM_ELEMENTS", 1000)
     raw = torch.randint(0, 256, (5003 * dtype.itemsize,), dtype=torch.uint8)
-    assert device_sum(raw.view(dtype).to(DEVICE)).item() == device_sum(raw.view(dtype)).item()
+    flats = [raw.view(dtype), raw.view(dtype)[:77], raw.view(dtype)[77:]]
+    assert device_sums([flat.to(DEVICE) for flat in flats]).tolist() == device_sums(flats).tolist()
 
 
 @pytest.mark.parametrize("seed", range(NUM_FLIPS))
