@@ -405,6 +405,13 @@ def test_the_recovery_goes_through_a_rollback() -> None:
     assert problem.recovery is not None and 3600 < problem.recovery.low <= problem.recovery.high < 3800
 
 
+def test_a_rollback_after_a_failure_is_no_second_failure() -> None:
+    log = rolled_back(failed_story(), 2)
+    text = page(log.report())
+    assert text.count("node lost, 2026-09-22") == text.count('class="fail-line"') == 1
+    assert "at step 330" in text and "at step 300" not in text
+
+
 def test_a_day_without_a_checkpoint_is_a_warning_without_a_known_cadence_too() -> None:
     log = Story()
     log.create()

@@ -121,7 +121,7 @@ def draw(report: RunReport, window: Window, name: str) -> Markup:
         *_time_axis(window, bottom),
         *_band(report, spans, window),
         *_curve(report, spans, window),
-        *_failures(spans, window),
+        *_failures(report, spans, window),
     ]
     for number, (title, marks) in enumerate(lanes):
         parts += _lane(title, marks, window, CURVE_Y + CURVE_H + 14.0 + LANE_H * number)
@@ -249,11 +249,15 @@ def _hatch(x: float, y: float, width: float, height: float) -> Iterator[str]:
             yield f"M{left:.1f} {bottom:.1f}L{right:.1f} {top:.1f}"
 
 
-def _failures(spans: Sequence[SessionSpan], window: Window) -> Iterator[Markup]:
-    """Draw a mark and a line where a session failed, with the cause if there is room."""
+def _failures(report: RunReport, spans: Sequence[SessionSpan], window: Window) -> Iterator[Markup]:
+    """Draw a mark and a line where a session failed, with the cause if there is room.
+
+    The span of a session without training has the cause of the end before it, and no failure of its own.
+    """
+    offline = {info.session for info in report.sessions if info.is_offline}
     free_x = 0.0
     for span in spans:
-        if span.cause not in FAILURES or span.last_s not in window:
+        if span.cause not in FAILURES or span.session in offline or span.last_s not in window:
             continue
         x, y = window.x(span.last_s), BAND_Y + BAND_H + 9
         assert span.cause is not None
