@@ -318,18 +318,19 @@ class Cuts:
     """
 
     def __init__(self) -> None:
-        self._starts: dict[str, list[set[int]]] = {}  # offsets of a tensor's slices, per dimension
-        self._nbytes: Counter[str] = Counter()
+        self._starts: dict[object, list[set[int]]] = {}  # offsets of a tensor's slices, per dimension
+        self._nbytes: Counter[object] = Counter()
 
     def add(self, rows: Iterable[ManifestRow]) -> None:
         for row in rows:
             part = row.slice
             if part is None or not part.num_elements:
                 continue
-            starts = self._starts.setdefault(part.key, [set() for _ in part.offset])
+            tensor = part.key, part.dtype, part.global_shape  # ranks may have their own of one key
+            starts = self._starts.setdefault(tensor, [set() for _ in part.offset])
             for along, start in zip(starts, part.offset, strict=True):
                 along.add(start)
-            self._nbytes[part.key] += row.nbytes
+            self._nbytes[tensor] += row.nbytes
 
     def texts(self) -> tuple[str, ...]:
         """Return at most MAX_CUTS cuts, those with the most bytes first.
@@ -337,11 +338,11 @@ class Cuts:
         `4` means four pieces along the first dimension, `1x2` two along the second, `1` a whole tensor.
         """
         sizes: Counter[str] = Counter()
-        for name, starts in self._starts.items():
+        for tensor, starts in self._starts.items():
             counts = [len(along) for along in starts]
             while counts and counts[-1] == 1:
                 counts.pop()
-            sizes["x".join(map(str, counts)) or "1"] += self._nbytes[name]
+            sizes["x".join(map(str, counts)) or "1"] += self._nbytes[tensor]
         return tuple(sorted(sizes, key=lambda text: (-sizes[text], text))[:MAX_CUTS])
 
 

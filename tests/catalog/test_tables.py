@@ -303,6 +303,11 @@ def test_cuts_of_a_grid_of_whole_tensors_and_of_empty_ones() -> None:
     assert cuts([]) == ()
 
 
+def test_cuts_of_tensors_of_ranks_that_differ_in_form_under_one_key() -> None:
+    """Each rank has saved a tensor of its own as a whole, which nobody has cut."""
+    assert cuts([("w", (3,), (0,), (3,)), ("w", (2, 5), (0, 0), (2, 5)), ("w", (), (), ())]) == ("1",)
+
+
 @pytest.mark.parametrize(
     ("table", "steps", "message"),
     [
