@@ -116,9 +116,6 @@ class NewItem(Item):
     def load(self, tree: Any) -> None:
         self.state = tree
 
-    def is_shared(self, path: tuple[str, ...]) -> bool:
-        return True
-
     def is_replaced(self, path: tuple[str, ...]) -> bool:
         return True
 

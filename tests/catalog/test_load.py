@@ -182,6 +182,15 @@ def test_buffers_that_differ_between_ranks_are_those_of_the_rank(tmp_path: Path)
     assert model.running_mean is not None and model.running_mean.tolist() == [0, 0]
 
 
+def test_tensors_of_other_forms_on_other_ranks_are_those_of_the_rank(tmp_path: Path) -> None:
+    log, seen = RunLog(folder=tmp_path / "gpt"), [torch.ones(2), torch.ones(5), torch.ones(2, 3).double()]
+    save(log, [items_of(data={"seen": tensor}) for tensor in seen])
+    opened = ray_ckpt.open(log.folder)
+    for rank, tensor in enumerate(seen):
+        assert torch.equal(opened.load("data", rank=rank)["seen"], tensor)
+        assert torch.equal(opened.load("data.*", rank=rank)["data.seen"], tensor)
+
+
 def test_parts_that_only_other_ranks_have_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
