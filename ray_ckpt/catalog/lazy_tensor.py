@@ -182,9 +182,13 @@ class LazyTensor:
 
     @property
     def slices(self) -> tuple[Slice, ...]:
-        """The saved slices, each once; together they cover the tensor. Empty ones only if the tensor is."""
-        found = (row.slice for row in self._rows if row.slice is not None)
-        return tuple({part.offset: part for part in found if part.num_elements or not self.nbytes}.values())
+        """The saved slices, each once; together they cover the tensor. Empty ones only if the tensor is.
+
+        Slices of other ranks' tensors of this name are left out if their dtype or global shape differs.
+        """
+        found = [row.slice for row in self._rows if row.slice is not None]
+        own = [part for part in found if (part.dtype, part.global_shape) == (self.dtype_name, self.shape)]
+        return tuple({part.offset: part for part in own if part.num_elements or not self.nbytes}.values())
 
     @property
     def num_slices(self) -> int:

@@ -100,6 +100,20 @@ def test_slices_stay_slices_and_are_read_one_at_a_time(
     assert torch.equal(into[sharded.name], sharded.load())
 
 
+def test_a_tensor_of_another_form_on_another_rank_is_left_out(tmp_path: Path) -> None:
+    for name, other in (
+        ("long", torch.zeros(5)),
+        ("wide", torch.zeros(2, 5)),
+        ("double", torch.zeros(3).double()),
+    ):
+        items = [{"data": adapt("data", {"seen": seen}, {})} for seen in (torch.arange(3.0), other)]
+        save(RunLog(folder=tmp_path / name), items)
+        assert export(tmp_path / name, tmp_path / f"{name}.dcp", "--to", "dcp") == 0
+        into = {"data": {"seen": torch.zeros(3)}}
+        dcp.load(into, checkpoint_id=tmp_path / f"{name}.dcp", no_dist=True)
+        assert into["data"]["seen"].tolist() == [0, 1, 2]
+
+
 def test_damage_leaves_no_directory(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     for shard in run.directory(30).glob("*.safetensors"):
