@@ -452,6 +452,15 @@ def test_no_recovery_has_time_that_is_not_counted() -> None:
     assert planned.recovery is not None and 60 <= planned.recovery.low <= planned.recovery.high < 300
 
 
+@pytest.mark.parametrize(("count", "p99_s"), [(1, 1), (99, 99), (100, 99), (101, 100), (200, 198)])
+def test_99_percent_of_the_saves_take_no_longer_than_p99(count: int, p99_s: int) -> None:
+    log = failed_story()
+    some = log.report().checkpoints[0]
+    saves = [replace(some, stall_s=float(number)) for number in range(count, 0, -1)]
+    (stall, *_) = replace(log.report(), checkpoints=saves).phases
+    assert (stall.name, stall.count, stall.p99_s, stall.max_s) == ("stall", count, p99_s, count)
+
+
 def test_one_of_a_kind_is_not_many() -> None:
     log = Story()
     log.create()
