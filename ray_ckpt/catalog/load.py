@@ -176,17 +176,22 @@ class OpenedRun:
         return nearest_steps(self._durable_steps(), step, kind="durable")
 
     def _of_attempt(self, attempt: str) -> CheckpointView:
-        """Return the checkpoint that rank 0 chose; read the log again if the log lacks it so far."""
-        if attempt not in {info.id.attempt for info in self.catalog.checkpoints}:
+        """Return the checkpoint that rank 0 chose; read the log again if that has no files of it so far."""
+        view = self._view_of(attempt)
+        if view is None or view.where is None:
             self.catalog.refresh()
-        for info in self.catalog.list(all=True):
-            if info.id.attempt == attempt:
-                return self.catalog.view(info)
-        raise ConfigError(
-            f"Rank 0 loads a checkpoint that run {self.catalog.run_name} does not have on this rank.",
-            hint="Open the same run on all ranks.",
-            attempt=attempt,
-        )
+            view = self._view_of(attempt)
+        if view is None:
+            raise ConfigError(
+                f"Rank 0 loads a checkpoint that run {self.catalog.run_name} does not have on this rank.",
+                hint="Open the same run on all ranks.",
+                attempt=attempt,
+            )
+        return view
+
+    def _view_of(self, attempt: str) -> CheckpointView | None:
+        known = self.catalog.list(all=True)
+        return next((self.catalog.view(info) for info in known if info.id.attempt == attempt), None)
 
 
 class OpenedCheckpoint:

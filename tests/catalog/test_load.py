@@ -512,6 +512,22 @@ dist.destroy_process_group()
     assert [rank.communicate(timeout=200)[0] for rank in ranks] == ["30\n", "30\n"]
 
 
+@pytest.mark.usefixtures("rank_1_of_4")
+def test_a_rank_takes_what_became_durable_after_it_had_read_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has read the log later, when step 20 was no longer in the cluster only."""
+    run = write_run(tmp_path, steps=(10, 20), durable=(10,))
+    opened = ray_ckpt.open(run.folder)
+    run.log.drain(run.checkpoints[20])
+
+    def from_rank_0(objects: list[Any], src: int) -> None:
+        objects[0] = run.checkpoints[20].attempt.attempt
+
+    monkeypatch.setattr(dist, "broadcast_object_list", from_rank_0)
+    assert opened.load(into={"model": Sample(8, sharded=False)}).step == 20
+
+
 # Without a cluster
 
 
