@@ -151,8 +151,8 @@ class Goodput:
     `step` is the newest on the lineage; `steps_lost` is the number of committed steps that are not on it.
     `step_s` is the mean time of a step, measured or between commits. `clock_back_s` is the most by which a
     clock went back; times near such a jump are wrong by up to that much. `measured_s` is the part of the wall
-    time that is not estimated. `not_counted_s`, between a finished session and the next one, is not part of
-    the wall time.
+    time that is not estimated. `not_counted_s`, between a finished session and the next one, or between an
+    import and the first training, is not part of the wall time.
     """
 
     wall_s: float

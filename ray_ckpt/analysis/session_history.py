@@ -29,7 +29,7 @@ class SessionHistory:
 
     `info` is the session as the log has it. `kept` is the number of commits on the lineage. `cause` is the
     cause of the session's end; for a session without training, a rollback or an import, that of the previous
-    session's end. `is_jumpy` means that a clock jumped.
+    session's end, and "finished" before the first training. `is_jumpy` means that a clock jumped.
     """
 
     info: SessionInfo
@@ -93,7 +93,7 @@ def session_histories(
     moved = [abs(b - a) > CLOCK_SLACK_S for a, b in zip(logged_s, in_order_s, strict=True)]
     histories: list[SessionHistory] = []
     at = 0  # index of the session's first moment
-    cause: EndCause | None = None
+    cause: EndCause | None = "finished"  # before the first training, the time is not counted either
     for info in sessions:
         own = commits[info.session]
         has_restore = info.restored_at_s is not None

@@ -109,7 +109,8 @@ def _print(console: Output, run_name: str, found: Goodput) -> None:
         note = "Times that are not in the log are estimated, with bounds; see `docs/operations/goodput.md`."
         console.print_line(note)
     if found.not_counted_s:
-        console.print_line(f"not counted: {duration_text(found.not_counted_s)} after the run had finished")
+        idle = duration_text(found.not_counted_s)
+        console.print_line(f"not counted: {idle} after the run had finished or before its first training")
     if found.interruptions:
         _print_interruptions(console, found)
     if clocks := clocks_text(found):

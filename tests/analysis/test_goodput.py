@@ -525,6 +525,24 @@ def test_the_time_after_a_run_had_finished_is_not_counted() -> None:
     assert log.goodput().not_counted_s == found.not_counted_s
 
 
+def test_the_time_between_an_import_and_the_first_training_is_not_counted() -> None:
+    """A checkpoint was imported on Friday, and training began on Monday."""
+    weekend_s = 200_000.0
+    log = Log().session(0.0, service="import-1")
+    imported = log.commit(2.0, 1000)
+    log.session(weekend_s, imported).restored(weekend_s + 10.0)
+    log.commit(weekend_s + 110.0, 1100, lag_s=0.0)
+    log.ended("finished", 1100, first_s=weekend_s + 10.0, last_s=weekend_s + 110.0, stalled_s=0.0)
+    found = log.measured()
+    assert found.wall_s == found.measured_s == pytest.approx(2.0 + 110.0)
+    assert found.not_counted_s == pytest.approx(weekend_s - 2.0)
+    assert found.badput["down_unknown"] == exactly(0.0)
+    assert found.ratios is not None and found.ratios.estimate == pytest.approx(100.0 / 112.0)
+    (after,) = found.interruptions
+    assert after.is_import and after.recovery == exactly(2.0 + 10.0)
+    assert sum(after.phases.values()) == pytest.approx(12.0)
+
+
 @pytest.mark.parametrize("ahead", range(4))
 def test_one_moment_that_is_a_day_ahead_is_no_day(ahead: int) -> None:
     log = Log().session(1000.0)

@@ -437,7 +437,7 @@ def test_time_that_is_not_counted_is_shown() -> None:
     log.trained(1, start=0, steps=330, ended="finished")
     log.now_s += 2 * 86400
     log.trained(2, start=300, steps=100, resumed_from=log.newest)
-    assert "Not counted: 2.0 d after the run had finished." in page(log.report())
+    assert "Not counted: 2.0 d after the run had finished" in page(log.report())
 
 
 def test_no_recovery_has_time_that_is_not_counted() -> None:
