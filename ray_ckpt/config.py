@@ -414,7 +414,7 @@ class RunOptions:
         folders = (self.staging,) if isinstance(self.staging, str) else self.staging
         good = folders is None or (isinstance(folders, tuple) and folders != ())
         good = good and all(isinstance(folder, str) and folder for folder in folders or ())
-        self._need("staging", good, "a folder, a tuple of folders, or None")
+        self._need("staging", good, "the path of a folder as a str, a tuple of such paths, or None")
 
     def _check_storage_options(self) -> None:
         options = self.storage_options

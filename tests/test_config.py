@@ -94,6 +94,11 @@ def test_an_impossible_option_is_refused_by_name(option: str, value: Any) -> Non
     assert str(caught.value).startswith(f"{option} is {value!r}. Set it to ")
 
 
+def test_a_staging_folder_that_is_no_text_is_refused_with_what_to_give() -> None:
+    with pytest.raises(ConfigError, match=r"Set it to the path of a folder as a str, a tuple of such paths"):
+        RunOptions.parse(staging=Path("/mnt/nvme"))
+
+
 def test_a_staging_folder_in_the_home_of_nobody_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert staging_roots(("~/a", "/b/{node_id}", "~/a"), "n1") == (Path("/home/me/a"), Path("/b/n1"))
