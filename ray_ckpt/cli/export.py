@@ -41,6 +41,9 @@ class Form(StrEnum):
     torch_dist = "torch_dist"
 
 
+_WITH_OPTIMIZER = (Form.universal, Form.torch_dist)  # of these, --item names the model alone
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One checkpoint and the options of the command."""
@@ -112,9 +115,13 @@ def export(
         if value is not None and to is not Form.hf:
             raise ConfigError(f"{name} goes with --to hf.", hint=f"Give both, or leave {name} out.")
     catalog = Catalog(path, store_options(storage_option))
-    view = catalog[step] if step is not None else None
-    if step is None:
-        view = catalog.with_items([item]) if item is not None else catalog.newest(Level.DURABLE)
+    view: CheckpointView | None
+    if step is not None:
+        view = catalog[step]
+    elif item is None or to in _WITH_OPTIMIZER:
+        view = catalog.newest(Level.DURABLE)
+    else:
+        view = catalog.with_items([item])  # which may have been uploaded alone
     if view is None:
         raise ConfigError(f"Run {catalog.run_name} has no durable checkpoint.", hint="See `ray-ckpt ls`.")
     request = Request(

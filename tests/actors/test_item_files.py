@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -34,6 +35,7 @@ from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import CheckpointInfo
 from ray_ckpt.verify.content import verify_directory, verify_files
 from ray_ckpt.verify.plan import verify_plan
+from tests.catalog.test_export import export as export_cli
 from tests.servers.stores import bucket_url
 from tests.servers.strict_store import StrictStore
 from tests.support.sample_run import SampleCheckpoint, SampleRun, write_run
@@ -150,6 +152,24 @@ def test_the_level_stays_and_training_does_not_resume_from_items(
     assert CheckpointUri.parse(str(run.folder)).open(None).step == 10
     assert CheckpointUri.parse(str(run.folder)).open(None, items=("model",)).step == STEP
     assert CheckpointUri.parse(str(run.folder)).open(None, items=("model", "files")).step == 10
+
+
+@pytest.mark.parametrize(
+    ("to", "step"), [("safetensors", STEP), ("dcp", STEP), ("universal", 10), ("torch_dist", 10)]
+)
+def test_an_export_that_is_about_more_than_an_item_is_of_a_durable_checkpoint(
+    run: SampleRun,
+    disks: list[Disks],
+    tier: RemoteTier,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    to: str,
+    step: int,
+) -> None:
+    """DeepSpeed and Megatron take the state of the optimizer too, which the uploaded items lack."""
+    export(run, disks, tier)
+    assert export_cli(run.folder, tmp_path / "out", "--to", to, "--item", "model", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["step"] == step
 
 
 def test_an_item_that_was_not_uploaded_is_named(run: SampleRun, disks: list[Disks], tier: RemoteTier) -> None:
