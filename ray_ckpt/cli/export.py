@@ -12,7 +12,7 @@ from typing import Annotated, Protocol
 import typer
 
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
-from ray_ckpt.catalog.export import export_safetensors, export_torch, write_safetensors
+from ray_ckpt.catalog.export import MAX_FILE_BYTES, export_safetensors, export_torch, write_safetensors
 from ray_ckpt.catalog.lazy_tensor import LazyTensor
 from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
 from ray_ckpt.cli.options import (
@@ -86,8 +86,11 @@ def export(
         option("--only", "Only tensors whose full names match. Repeatable.", "PATTERN"),
     ] = None,
     max_file: Annotated[
-        str, typer.Option(help="For safetensors and hf: the most of tensors in one file.")
-    ] = "5GB",
+        str | None,
+        option(
+            "--max-file", "For safetensors and hf: the most of tensors in one file; default: 5GB.", "SIZE"
+        ),
+    ] = None,
     dtype: Annotated[
         str | None, option("--dtype", "For hf: convert floating point to this dtype, such as bfloat16.")
     ] = None,
@@ -111,9 +114,14 @@ def export(
 
     Example: `ray-ckpt export /shared/runs/gpt gpt-3000 --step 3000 --item model`
     """
-    for name, value in (("--dtype", dtype), ("--like", like)):
-        if value is not None and to is not Form.hf:
-            raise ConfigError(f"{name} goes with --to hf.", hint=f"Give both, or leave {name} out.")
+    for name, value, forms in (
+        ("--dtype", dtype, (Form.hf,)),
+        ("--like", like, (Form.hf,)),
+        ("--max-file", max_file, (Form.safetensors, Form.hf)),
+    ):
+        if value is not None and to not in forms:
+            hint = f"Give both, or leave {name} out."
+            raise ConfigError(f"{name} goes with --to {' or '.join(forms)}.", hint=hint)
     catalog = Catalog(path, store_options(storage_option))
     view: CheckpointView | None
     if step is not None:
@@ -130,7 +138,7 @@ def export(
         out=out,
         item=item,
         only=tuple(only or ()),
-        max_file_bytes=size(max_file, option="--max-file"),
+        max_file_bytes=MAX_FILE_BYTES if max_file is None else size(max_file, option="--max-file"),
         dtype=dtype,
         like=like,
         force=force,

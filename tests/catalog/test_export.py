@@ -296,6 +296,7 @@ def rss_anon_bytes() -> int:
         (("--step", "20"), "in the cluster only"),
         (("--dtype", "bfloat16"), "--dtype goes with --to hf"),
         (("--to", "dcp", "--like", "gpt-hf"), "--like goes with --to hf"),
+        (("--to", "torch", "--max-file", "1GB"), "--max-file goes with --to safetensors or hf"),
     ],
 )
 def test_wrong_usage_exits_with_2(
