@@ -123,6 +123,7 @@ def test_the_goodput_notebook_counts_failures_alone(kernel: KernelManager, tmp_p
     log = rolled_back(log, 3)
     log.trained(4, start=240, steps=120, resumed_from=log.newest, num_nodes=8, seed=4)
     executed = execute(kernel, "goodput_and_cadence", log.write(tmp_path))
+    assert re.search(r"3 to 4\s+rollback\s", executed.text) and "unknown" not in executed.text
     found = re.search(r"failures: (.*) in (.*) node-hours; a restart takes (.*) s", executed.text)
     assert found and found[1] == "1"
     node_hours = (2 * 4 + 8) * 120 * 1.5 / 3600
