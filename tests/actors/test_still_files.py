@@ -21,6 +21,7 @@ from ray_ckpt.actors.agent.still_files import has_remotely
 from ray_ckpt.errors import CorruptionError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, shard_file
+from ray_ckpt.storage.local import direct
 from ray_ckpt.storage.local import files as files_module
 from ray_ckpt.storage.local.scrub import verify_stored
 from ray_ckpt.storage.log_store import Unsupported
@@ -87,6 +88,32 @@ def test_the_rows_of_a_linked_shard_are_those_of_its_bytes(node: StillNode) -> N
         rows = [row for row in stored.rows if row.file == STILL_FILE]
         assert sum(row.nbytes for row in rows) == len(data) and stored.shared_bytes
         assert all(digest(data[r.byte_offset : r.byte_offset + r.nbytes]) == r.digest for r in rows)
+
+
+def test_a_shard_that_changes_while_it_is_hashed_is_not_taken_for_another_one_later(
+    node: StillNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has captured again, so this save fails; the digests of its shard are kept for the next save."""
+    node.save(1, BASE, head(1))
+    node.run.still.clear()  # an agent that was started since
+    (buffer,) = node.memory.arenas[0].buffers
+
+    def after_a_capture(part: Any) -> str:
+        assert buffer.layout is not None
+        if part == buffer.layout.shards[1].header:
+            buffer.data(buffer.layout, 1)[offset : offset + 4] = other[:1].numpy().tobytes()
+            buffer.page.seal(attempt(3).attempt)
+        return digest(part)
+
+    other = BASE.clone()
+    other[0] = 7
+    offset = node.path(1).stat().st_size - BASE.nbytes
+    with monkeypatch.context() as patch, pytest.raises(Unavailable, match="captured into its arena again"):
+        patch.setattr(direct, "digest", after_a_capture)
+        node.save(2, BASE, head(2))
+    stored = node.save(3, other, head(3))
+    assert stored.files[1].digest == node.entry(3).digest and not stored.shared_bytes
+    assert node.path(3).read_bytes()[offset:] == other.numpy().tobytes()
 
 
 def test_a_deleted_checkpoint_leaves_the_bytes_to_the_others(node: StillNode) -> None:

@@ -23,7 +23,7 @@ from typing_extensions import Buffer
 from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.storage.local import direct, files
-from ray_ckpt.storage.local.direct import read_blocks_direct, write_direct
+from ray_ckpt.storage.local.direct import hashed, read_blocks_direct, write_direct
 from tests.support.examples import examples
 
 PAGE = direct.PAGE_BYTES
@@ -209,6 +209,20 @@ def test_a_chunk_may_change_when_the_next_is_requested(
     path, written = write_direct(tmp_path, chunks(), size_bytes=BLOCK * count)
     expected = b"".join(bytes([number]) * BLOCK for number in range(count))
     assert path.read_bytes() == expected and written.digest == digest(expected)
+
+
+def test_the_digests_of_memory_that_changes_meanwhile_are_of_the_same_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = bytearray(b"old" * PAGE)
+
+    def after_a_change(part: Buffer) -> str:
+        data[:] = b"new" * PAGE
+        return digest(part)
+
+    monkeypatch.setattr(direct, "digest", after_a_change)
+    found = hashed(memoryview(data), [(0, len(data))])
+    assert found.spans == (found.digest,)
 
 
 @pytest.mark.parametrize("spans", [[(5, 2), (4, 1)], [(0, 3), (2, 1)], [(0, -1)], [(0, 11)], [(11, 0)]])

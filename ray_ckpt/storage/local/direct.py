@@ -102,10 +102,13 @@ def write_direct(
 
 
 def hashed(data: memoryview, spans: Sequence[tuple[int, int]] = ()) -> Written:
-    """Return the digests that `write_direct` would return for `data`, which is not written."""
+    """Return the digests that `write_direct` would return for `data`, which is not written.
+
+    All digests are of the same bytes, even if another process changes `data` meanwhile.
+    """
     hashes = _Hashes(spans)
     for offset in range(0, data.nbytes, COPY_BYTES):
-        hashes.update(data[offset : offset + COPY_BYTES])
+        hashes.update(memoryview(bytes(data[offset : offset + COPY_BYTES])))
     return hashes.end(data.nbytes)
 
 
