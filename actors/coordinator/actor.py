@@ -37,7 +37,6 @@ from ray_ckpt.actors.messages import (
     RunStatus,
     ServiceView,
 )
-from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.catalog.uri import Origin, find_origin
 from ray_ckpt.config import is_encrypted, relay_nodes
 from ray_ckpt.core import messages as m
@@ -151,7 +150,7 @@ class Coordinator:
         spec = run.spec
         if run.machine.history.lineage() and spec.options.resume != "never":
             return None
-        return await in_thread(self.engine.remote_io, find_origin, spec.options, spec.storage)
+        return await run.storage_threads.run(find_origin, spec.options, spec.storage)
 
     async def open_part(
         self,

@@ -37,7 +37,6 @@ from ray_ckpt.transport.credentials import ServiceKeys
 log = logging.getLogger("ray_ckpt.coordinator")
 
 CONTROL_THREADS = 2  # for calls to Ray, which block
-REMOTE_THREADS = 4  # for deletes and descriptions on storage paths, over all runs
 EVENTS = frozenset({"node_stored", "replica_ended", "save_refused"})  # calls of agents without an answer
 DONE = GatheredAnswer()
 EXIT_AFTER_S = 0.5  # so that log lines are sent before the process ends
@@ -47,9 +46,8 @@ class Engine:
     """The open runs and the agents of a service."""
 
     def __init__(self, keys: ServiceKeys, *, relay_nodes: int = 0) -> None:
-        # Calls to Ray, logs and storage paths have separate threads, so that a hanging one stops no other.
+        # Calls to Ray have threads of their own, as each storage path has: a hanging one stops no other.
         self.control_io = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="ray_ckpt-control")
-        self.remote_io = ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="ray_ckpt-remote")
         self.agents = Agents(keys, self.control_io)
         self.relay_nodes = relay_nodes  # nodes per relay; 0: no relays
         self.notices = Notices()

@@ -10,7 +10,7 @@ from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.ports import STORE_TIMEOUT_S
 from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.messages import RunSpec
-from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.actors.threads import BriefThreads
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.ownership import RunMark, check_log
 from ray_ckpt.core.values import SessionPlan
@@ -73,7 +73,7 @@ class RunOpener:
         engine = self._engine
         await engine.request(run, lambda token: OwnerChecked(token=token, owner=owner))
         if run.spec.storage != spec.storage:
-            await in_thread(engine.remote_io, _check_same_log, run, spec)
+            await BriefThreads(1, "ray_ckpt-check").run(_check_same_log, run, spec)  # the run's may hang
             run.remote = spec.storage.open()
         run.spec, run.machine.options = spec, spec.options
 

@@ -21,7 +21,6 @@ from ray_ckpt.actors.coordinator.nodes import seen_by
 from ray_ckpt.actors.coordinator.storage_work import delete_all, list_remote, write_description
 from ray_ckpt.actors.failures import failure_of, reason
 from ray_ckpt.actors.messages import OpenRun, PassedAnswers, PassedOrder, PutAwayRun, SessionStart
-from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import SessionPlan, Token
@@ -265,20 +264,20 @@ class RayPorts:
         self._run.host.handle(Answered(to=work, value=value, failure=failure))
 
     async def _in_thread(self, work: StorageEffect) -> object:
-        run, remote_io = self._run, self._engine.remote_io
+        run, threads = self._run, self._run.storage_threads
         match work:
             case m.WriteSnapshot():
                 snapshot = run.machine.history.to_snapshot(time.time())
-                await in_thread(remote_io, write_snapshot, run.store, snapshot)
-                await in_thread(remote_io, trim_log, run.store, time.time())
+                await threads.run(write_snapshot, run.store, snapshot)
+                await threads.run(trim_log, run.store, time.time())
             case m.WriteDescription(checkpoint=checkpoint, exported=exported):
-                await in_thread(remote_io, write_description, run.remote, checkpoint, exported)
+                await threads.run(write_description, run.remote, checkpoint, exported)
             case m.Delete(directory=directory):
-                await in_thread(remote_io, run.remote.delete, directory)
+                await threads.run(run.remote.delete, directory)
             case m.SweepRemote():
-                return await in_thread(remote_io, list_remote, run.remote, work)
+                return await threads.run(list_remote, run.remote, work)
             case m.DeleteOrphans():  # the next listing finds the orphans that could not be deleted
-                await in_thread(remote_io, delete_all, run.remote, work)
+                await threads.run(delete_all, run.remote, work)
         return None
 
     # -- cluster, callers, clock -----------------------------------------------------------------------

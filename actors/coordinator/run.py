@@ -17,6 +17,7 @@ from ray_ckpt.storage.log_store import LogStore
 from ray_ckpt.telemetry import Sample
 
 LOG_THREADS = 4  # per run; this many calls to a hung store may be in flight before others wait
+STORAGE_THREADS = 4  # per run, for deletes, descriptions, listings and snapshots on the storage path
 
 
 class Run:
@@ -29,6 +30,7 @@ class Run:
         self.callers = Callers()
         # Separate threads for each run, so that a hanging store delays no other run.
         self.log_threads = BriefThreads(LOG_THREADS, f"ray_ckpt-log-{spec.name[:32]}")
+        self.storage_threads = BriefThreads(STORAGE_THREADS, f"ray_ckpt-remote-{spec.name[:32]}")
         self.disks: dict[str, DiskSpace] = {}  # by node, read since the last report to the machine
         self.seen_disks: dict[str, DiskSpace] = {}  # by node, by the last reading, for status
         self.warning: tuple[str, float] = ("", 0.0)  # the machine's last warning, and its Unix time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +23,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.errors import Fenced, RunInUse, Unavailable
 from ray_ckpt.format.names import make_attempt
+from ray_ckpt.storage.remote.tier import RemoteTier
 from tests.actors.test_overview import trained
 from tests.actors.test_shutdown import SPEC, make_engine, training
 from tests.core.driver import Harness
@@ -142,6 +144,38 @@ def test_an_error_in_a_run_keeps_no_other_run_from_its_ticks(monkeypatch: pytest
         watch.start()
         await asyncio.wait_for(seen.wait(), 10.0)
         watch.stop()
+
+    asyncio.run(run())
+
+
+def test_work_on_a_storage_path_that_hangs_holds_up_no_work_of_another_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without its description, no checkpoint of the other run would become durable."""
+    reached, may_go = threading.Semaphore(0), threading.Event()
+
+    def delete(tier: RemoteTier, directory: str) -> None:
+        if directory == "hangs":
+            reached.release()
+            may_go.wait(30)
+
+    monkeypatch.setattr(RemoteTier, "delete", delete)
+
+    async def run() -> None:
+        engine = make_engine()
+        hanging, other = training(engine), training(engine, spec=replace(SPEC, name="other"))
+        deleted = asyncio.Event()
+        monkeypatch.setattr(hanging.host, "handle", lambda _: None)
+        monkeypatch.setattr(other.host, "handle", lambda _: deleted.set())
+        try:
+            for _ in range(16):
+                RayPorts(engine, hanging).start(m.Delete(attempt="a", directory="hangs", place=m.REMOTE))
+            for _ in range(4):
+                assert await asyncio.to_thread(reached.acquire, timeout=10)
+            RayPorts(engine, other).start(m.Delete(attempt="b", directory="works", place=m.REMOTE))
+            await asyncio.wait_for(deleted.wait(), 5.0)
+        finally:
+            may_go.set()
 
     asyncio.run(run())
 
