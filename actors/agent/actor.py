@@ -243,9 +243,10 @@ class NodeAgent(RankEndpoints, RelayEndpoints):
 
         CorruptionError if a file on this node is damaged or missing, OSError if the store or the disk fails.
         """
-        run, copies = self._runs.get(run_uid), self._node.copies
+        run = self._runs.get(run_uid)
         await run.obey(n.EpochSeen(epoch=epoch))
-        part = await run.item_threads.run(upload_items, run, attempt, node_index, items, copies)
+        work = partial(upload_items, run, attempt, node_index, items, self._node.copies)
+        part = await run.drain(attempt, node_index, work, items=items)
         self._node.count_bytes(run.spec.name, "remote", part.size_bytes)
         return part
 

@@ -52,7 +52,7 @@ class NodeRun:
         self.check_threads = BriefThreads(CHECK_THREADS, "ray_ckpt-remote", yield_to_training)
         self.drain_threads = BriefThreads(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
         self.item_threads = BriefThreads(1, "ray_ckpt-items", yield_to_training)  # do not wait for drains
-        self._drains: dict[tuple[str, int], object] = {}  # the last order by attempt and fragment
+        self._drains: dict[tuple[str, int, str], object] = {}  # the last order by attempt, fragment, items
         self.uploads: dict[tuple[str, int], DrainRateLimiter] = {}  # by attempt and fragment
         self.memory = RankMemory()
         self.captures = Captures()
@@ -145,13 +145,18 @@ class NodeRun:
             self.remote.check_shared(nonce, node=node)
             self.checked_nonce = nonce
 
-    async def drain(self, attempt: AttemptId, node_index: int, upload: Callable[[], T]) -> T:
+    async def drain(
+        self, attempt: AttemptId, node_index: int, upload: Callable[[], T], *, items: str = ""
+    ) -> T:
         """Return `upload()`, run in a drain thread; Unavailable if it is ordered again before it begins.
+
+        With `items`, the upload is of these items of the fragment, and has a thread beside those of drains.
 
         A coordinator repeats an order that is not answered in time. While the storage path hangs, repeated
         orders wait for a thread, and all but the last one would then upload the same bytes again.
         """
-        key, order = (attempt.attempt, node_index), object()
+        key, order = (attempt.attempt, node_index, items), object()
+        threads = self.item_threads if items else self.drain_threads
         self._drains[key] = order
 
         def begin() -> T:
@@ -160,7 +165,7 @@ class NodeRun:
             return upload()
 
         try:
-            return await self.drain_threads.run(begin)
+            return await threads.run(begin)
         finally:
             if self._drains.get(key) is order:
                 del self._drains[key]

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,41 @@ def test_of_uploads_that_wait_for_a_thread_only_the_last_order_is_carried_out(
     assert last is None and other is None
     assert [type(found) for found in superseded[DRAIN_THREADS:]] == [Unavailable] * 4
     assert uploads == [1] * DRAIN_THREADS + [1, 2]
+
+
+def test_of_uploads_of_items_that_wait_only_the_last_order_is_carried_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go = threading.Event(), threading.Event()
+    uploads: list[tuple[int, str]] = []
+
+    def upload_items(run: Any, attempt: Any, node_index: int, items: str, copies: Any) -> Any:
+        uploads.append((attempt.step, items))
+        begun.set()
+        may_go.wait(10)
+        return SimpleNamespace(size_bytes=1)
+
+    monkeypatch.setattr(actor, "upload_items", upload_items)
+
+    async def story() -> list[Any]:
+        agent = make_agent()
+        monkeypatch.setattr(agent._node, "count_bytes", lambda *_: None)
+        run = await agent._runs.take_up(spec_of(tmp_path), UID)
+
+        def order(attempt: Any, items: str) -> asyncio.Future[Any]:
+            return asyncio.ensure_future(agent.upload_items(UID, attempt, 0, items, 0))
+
+        orders = [order(ATTEMPT, "model")]
+        assert await asyncio.to_thread(begun.wait, 10)
+        orders += [order(ATTEMPT, "model") for _ in range(5)] + [order(ATTEMPT, "ema"), order(OTHER, "model")]
+        while run.item_threads._pending < len(orders):  # until all wait for the thread
+            await asyncio.sleep(0)
+        may_go.set()
+        return await asyncio.gather(*orders, return_exceptions=True)
+
+    answers = asyncio.run(story())
+    assert [type(found) for found in answers[1:5]] == [Unavailable] * 4
+    assert uploads == [(1, "model"), (1, "model"), (1, "ema"), (2, "model")]
 
 
 def test_a_run_opens_while_the_storage_path_of_another_run_hangs(
