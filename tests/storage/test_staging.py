@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from typing_extensions import Buffer
 
 from ray_ckpt.errors import FormatError, StagingError
 from ray_ckpt.format.manifest import decode_columns
@@ -69,6 +71,45 @@ def test_a_failed_start_lets_go_of_the_lock(tmp_path: Path, monkeypatch: pytest.
         patch.setattr(files, "write_temporary", fail)
         with pytest.raises(StagingError, match="full"):
             Staging(tmp_path)
+    Staging(tmp_path).close()
+
+
+def test_a_full_disk_opens_with_what_it_has_and_gets_its_space_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other programs may have filled it; its copies may be the last ones, and only deletes make room."""
+    saved, root = sample(), tmp_path / "stage"
+    with contextlib.closing(Staging(root)) as stage:
+        put(stage, saved)
+    unfinished = root / UID / saved.attempt.directory / f"{files.TEMPORARIES[:-1]}crashed"
+    unfinished.write_bytes(b"x")
+
+    def full(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(files, "write_temporary", full)
+    with contextlib.closing(Staging(root)) as stage:
+        assert len(list(stage.holdings(UID))) == len(saved.fragments) and not unfinished.exists()
+        stage.delete(UID, saved.attempt.directory)
+        assert stage.directories(UID) == ()
+
+
+def test_space_that_a_killed_agent_had_taken_is_free_before_a_new_one_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(Staging(tmp_path)):
+        pass
+    unfinished = tmp_path / f"{files.TEMPORARIES[:-1]}crashed"
+    unfinished.write_bytes(b"x")
+    write = files.write_temporary
+
+    def full(directory: Path, chunks: Iterable[Buffer]) -> Path:
+        if unfinished.exists():
+            raise OSError(errno.ENOSPC, "full")
+        return write(directory, chunks)
+
+    (tmp_path / staging.DISK_FILE).unlink()
+    monkeypatch.setattr(files, "write_temporary", full)
     Staging(tmp_path).close()
 
 

@@ -25,13 +25,12 @@ from ray_ckpt.errors import InsufficientSpace, StagingError
 from ray_ckpt.format.parity import ParityHeader
 from ray_ckpt.storage.local import files
 from ray_ckpt.storage.local.direct import Written
-from ray_ckpt.storage.local.staging import Holding, KnownFragments, Staging
+from ray_ckpt.storage.local.staging import FULL, Holding, KnownFragments, Staging
 
 log = logging.getLogger("ray_ckpt.disks")
 
 Result = TypeVar("Result")
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # not broken: another file may fit after a deletion
 BROKEN = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN)  # no new files until a restart
 LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems that make no hard links at all
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -38,6 +39,7 @@ _DISK_NAME = re.compile(r"[0-9a-f]{32}\Z")
 QUARANTINE_DIR = "quarantine"
 MAX_QUARANTINED = 4  # newest checkpoints of a run whose damaged files are kept for inspection
 MAX_KNOWN = 1024  # fragments of all runs of a node; the metadata of 8 ranks takes about 6 KB
+FULL = (errno.ENOSPC, errno.EDQUOT)  # not broken: another file may fit after a deletion
 LOCK_WAIT_S = 20.0  # a killed agent loses the lock within seconds, a live agent keeps it
 
 
@@ -91,9 +93,9 @@ class Staging:
             self._check_owner()
             self._lock = self._take_lock()
             try:
-                files.write_temporary(root, [b"probe"]).unlink()
                 self._clean_up()
                 self.disk = self._name_disk()
+                self._probe()
             except OSError:
                 self._lock.close()
                 raise
@@ -266,6 +268,14 @@ class Staging:
         name = uuid.uuid4().hex  # a disk with a damaged name counts as new
         files.write_file(path, [name.encode()])
         return name
+
+    def _probe(self) -> None:
+        """Write a file. Raise OSError, unless the disk is full: its files are read, and deletes make room."""
+        try:
+            files.write_temporary(self.root, [b"probe"]).unlink()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
     def _clean_up(self) -> None:
         """Take over from the previous agent, which may have been killed at any moment.
