@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 
 from ray_ckpt.errors import FormatError, StagingError
 from ray_ckpt.format.manifest import decode_columns
-from ray_ckpt.format.names import make_attempt
+from ray_ckpt.format.names import PARITY_PREFIX, make_attempt
 from ray_ckpt.storage.local import files, staging
 from ray_ckpt.storage.local.staging import QUARANTINE_DIR, Staging
 from ray_ckpt.types import FragmentMetadata
@@ -295,6 +295,33 @@ def test_a_mark_that_is_damaged_counts_for_nothing(stage: Staging) -> None:
     del mark["digest"]
     path.write_text(json.dumps(mark) + "\n")
     assert stage.epoch(UID) == 5, "as the first writers wrote it"
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_without_descriptors_or_memory_no_file_counts_as_absent(
+    stage: Staging, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Or an agent would obey a coordinator that was replaced, and report its copies as lost."""
+    saved = sample()
+    put(stage, saved)
+    stage.write_mark(UID, run_name="gpt", storage_path="/shared", epoch=5)
+    (stage.folder(UID, saved.attempt.directory) / f"{PARITY_PREFIX}0.bin").write_bytes(b"x")
+    reads: list[Callable[[], object]] = [
+        lambda: stage.epoch(UID),
+        lambda: stage.marks("gpt", "/shared"),
+        lambda: list(stage.holdings(UID)),
+        lambda: list(stage.parities(UID)),
+    ]
+
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        for read in reads:
+            with pytest.raises(OSError, match=os.strerror(code)):
+                read()
+    assert stage.epoch(UID) == 5 and len(list(stage.holdings(UID))) == len(saved.fragments)
 
 
 @pytest.mark.parametrize("damaged", [b"", b"\xff" * 32, b"0123", b"g" * 32, b"0" * 32 + b"\n"])

@@ -40,6 +40,7 @@ QUARANTINE_DIR = "quarantine"
 MAX_QUARANTINED = 4  # newest checkpoints of a run whose damaged files are kept for inspection
 MAX_KNOWN = 1024  # fragments of all runs of a node; the metadata of 8 ranks takes about 6 KB
 FULL = (errno.ENOSPC, errno.EDQUOT)  # not broken: another file may fit after a deletion
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # descriptors or memory are short for now
 LOCK_WAIT_S = 20.0  # a killed agent loses the lock within seconds, a live agent keeps it
 
 
@@ -346,7 +347,8 @@ def _read_mark(path: Path) -> dict[str, Any] | None:
         )
         jsontext.integer(mark.get("epoch"), "epoch")
         names.check_run_uid(path.parent.name)
-    except (OSError, EOFError, FormatError):
+    except (OSError, EOFError, FormatError) as error:
+        _check_shortage(error)
         return None
     return mark if mark.keys() >= _MARK_FIELDS else None
 
@@ -357,7 +359,8 @@ def _holding(
     try:
         data = files.read_small(path, MAX_FRAGMENT_BYTES)
         fragment, found_digest = known.decode(data)
-    except (OSError, EOFError, FormatError):
+    except (OSError, EOFError, FormatError) as error:
+        _check_shortage(error)
         return None
     if fragment.attempt.run_uid != run_uid or fragment.attempt.directory != path.parent.name:
         return None
@@ -366,7 +369,8 @@ def _holding(
             found = find(run_uid, path.parent.name, file.name).lstat()
             if not stat.S_ISREG(found.st_mode) or found.st_size != file.size_bytes:
                 return None
-        except (OSError, FormatError):
+        except (OSError, FormatError) as error:
+            _check_shortage(error)
             return None
     return Holding(
         fragment=fragment, entry=FileEntry(name=path.name, size_bytes=len(data), digest=found_digest)
@@ -390,8 +394,15 @@ def _parity(path: Path) -> ParityHeader | None:
             header = decode_header(file.read(size))
         is_here = header.name == path.name and header.attempt.directory == path.parent.name
         return header if is_here and path.stat().st_size == header.size_bytes else None
-    except (OSError, FormatError):
+    except (OSError, FormatError) as error:
+        _check_shortage(error)
         return None
+
+
+def _check_shortage(error: Exception) -> None:
+    """Raise `error` if it says nothing of the file that could not be read."""
+    if isinstance(error, OSError) and error.errno in SHORTAGES:
+        raise error
 
 
 def delete_checkpoint_dir(folder: Path) -> None:
