@@ -147,6 +147,35 @@ def test_half_written_folders_hold_nothing(stage: Staging, harm: str) -> None:
     assert len(stage.directories(UID)) == 1, "but the folder is seen, so that it can be deleted"
 
 
+@pytest.mark.parametrize("call", ["put", "link"])
+def test_a_file_whose_name_could_not_be_made_durable_is_not_there(
+    stage: Staging, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Or the next inventory would report a fragment whose save has failed, and a power loss would take it."""
+    saved, other = sample(), sample(99)
+    put(stage, saved)
+    before = list(stage.holdings(UID))
+    directory, name = saved.attempt.directory, before[0].entry.name
+    files.make_dirs(stage.folder(UID, other.attempt.directory))
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    def store(directory: str) -> None:
+        if call == "put":
+            stage.put(UID, directory, name, [saved.files[name]])
+        else:
+            stage.link(UID, saved.attempt.directory, directory, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "fsync_dir", fail)
+        for target in (other.attempt.directory, directory):
+            with pytest.raises(OSError, match="injected"):
+                store(target)
+    assert names_in(stage.folder(UID, other.attempt.directory)) == []
+    assert list(stage.holdings(UID)) == before, "what was there before stays"
+
+
 def test_a_delete_leaves_what_is_not_ours(stage: Staging) -> None:
     saved = sample()
     put(stage, saved)

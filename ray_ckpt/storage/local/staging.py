@@ -136,11 +136,12 @@ class Staging:
         path = self.path(run_uid, directory, file)
         with self._publishing:
             files.make_dirs(path.parent)
+            was_there = path.exists()
         temporary, written = write_direct(path.parent, chunks, size_bytes=size_bytes, spans=spans)
         if expect not in (None, written.digest):
             temporary.unlink()
             raise CorruptionError(f"{file} arrived with other bytes than announced.", what=file)
-        with self._publishing:
+        with self._publishing, _nothing_new_on_error(path, was_there):
             files.publish(temporary, path)
         return written
 
@@ -152,7 +153,8 @@ class Staging:
         origin, path = self.path(run_uid, source, file), self.path(run_uid, directory, file)
         with self._publishing:
             files.make_dirs(path.parent)
-            files.link(origin, path)
+            with _nothing_new_on_error(path, path.exists()):
+                files.link(origin, path)
 
     def delete(self, run_uid: str, directory: str) -> None:
         """Delete the files of one checkpoint durably, if there are any; data before manifests."""
@@ -337,6 +339,18 @@ class _Lock:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+@contextlib.contextmanager
+def _nothing_new_on_error(path: Path, was_there: bool) -> Iterator[None]:
+    """Delete the file that a block has made before it fails, since a file that is seen counts as durable."""
+    try:
+        yield
+    except OSError:
+        if not was_there:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        raise
 
 
 def _read_mark(path: Path) -> dict[str, Any] | None:
