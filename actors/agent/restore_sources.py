@@ -172,9 +172,10 @@ class SourceFinder:
             if (number := files.index(file)) < len(starts := buffer.layout.starts):
                 base = ARENA_PAGE_BYTES + starts[number]
                 found.append(FileSource(tier="memory", where=self._node_id, path=buffer.path, base=base))
-        local = self._staging.path(self._run_uid, attempt.directory, file)
-        if local.exists():
-            found.append(FileSource(tier="local", where=self._node_id, path=str(local)))
+        with suppress(OSError):  # of a broken disk, to which peers and the storage path are an alternative
+            local = self._staging.path(self._run_uid, attempt.directory, file)
+            if local.exists():
+                found.append(FileSource(tier="local", where=self._node_id, path=str(local)))
         return tuple(found)
 
     def _names_here(self, attempt: AttemptId) -> set[str]:

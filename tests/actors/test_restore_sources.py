@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 from collections.abc import Iterator, Sequence
@@ -129,6 +130,30 @@ def test_a_pipe_in_place_of_a_manifest_is_passed_over(nodes: Nodes, saved: Sampl
             os.close(os.open(path, os.O_RDWR))  # ends such a wait
     assert made is not None, "B has it intact"
     made[1].close()
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_disk_that_refuses_every_look_up_leaves_the_restore_to_the_peers(
+    nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    both(nodes, saved)
+    own, stat = nodes.root / C, Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        if path.is_relative_to(own):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return stat(path, **options)
+
+    plan = plan_of(saved, fragments=digests(saved))
+    here, *others = plan.nodes
+    plan = replace(plan, nodes=(replace(here, node_id=C), *others))
+    with finder(nodes) as found:
+        monkeypatch.setattr(Path, "stat", refuse)
+        made = found.ticket(plan) if is_whole else found.own_ticket(plan)
+        monkeypatch.undo()
+    assert made is not None
+    with closing(made[1]):
+        assert {source.tier for sources in made[0].sources.values() for source in sources} == {"peer"}
 
 
 def test_a_manifest_that_nobody_has_is_named(nodes: Nodes, saved: SampleCheckpoint) -> None:
