@@ -33,7 +33,11 @@ class ManifestMemory:
         else:
             self._fd = os.memfd_create("ray_ckpt-manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._path = self._name or f"/proc/{os.getpid()}/fd/{self._fd}"
-        self._sink = pa.OSFile(f"/proc/self/fd/{self._fd}", mode="wb")
+        try:
+            self._sink = pa.OSFile(f"/proc/self/fd/{self._fd}", mode="wb")
+        except OSError:
+            self._drop()
+            raise
         self._parts: list[tuple[int, int]] = []
 
     @property
@@ -71,6 +75,9 @@ class ManifestMemory:
         if self._fd < 0:
             return
         self._sink.close()
+        self._drop()
+
+    def _drop(self) -> None:
         if self._name is not None:
             with contextlib.suppress(FileNotFoundError):
                 Path(self._name).unlink()

@@ -286,8 +286,12 @@ class _FileMemory:
         self.size_bytes = ARENA_PAGE_BYTES + size_bytes
         self._fd = os.memfd_create("ray_ckpt-prefetch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        os.ftruncate(self._fd, self.size_bytes)
-        os.pwrite(self._fd, prefetch_seal(checkpoint.id, file), 0)
+        try:
+            os.ftruncate(self._fd, self.size_bytes)
+            os.pwrite(self._fd, prefetch_seal(checkpoint.id, file), 0)
+        except OSError:
+            os.close(self._fd)
+            raise
 
     def bytes(self) -> Bytes:
         """Map the file's bytes for writing, for as long as the result is referenced."""

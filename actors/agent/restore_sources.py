@@ -89,7 +89,8 @@ class SourceFinder:
         assert resume is not None
         with closing(self._peers):
             memory, found = self._manifest(resume)
-        return self._ticket(plan, resume, memory, found, is_whole=True), memory
+        with closing_on_error(memory):
+            return self._ticket(plan, resume, memory, found, is_whole=True), memory
 
     def own_ticket(self, plan: SessionPlan) -> tuple[RestoreTicket, ManifestMemory] | None:
         """Return a ticket with the fragment that the ranks of this node saved, and no other.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -157,6 +158,18 @@ def test_memory_is_bounded_and_freed(ticket: RestoreTicket, monkeypatch: pytest.
     with closing(run(ticket)) as enough:
         assert enough.merged(ticket).sources[shard_file(0, 2)][0].is_verified
     assert open_files() == before
+
+
+def test_memory_that_the_kernel_does_not_give_is_given_back(
+    ticket: RestoreTicket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "injected")
+
+    before = open_files()
+    monkeypatch.setattr(os, "ftruncate", fail)
+    prefetch = run(ticket)
+    assert prefetch.merged(ticket) == ticket and open_files() == before
 
 
 def test_close_ends_a_prefetch_at_work(ticket: RestoreTicket, monkeypatch: pytest.MonkeyPatch) -> None:

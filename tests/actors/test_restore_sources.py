@@ -12,9 +12,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from ray_ckpt.actors.agent import manifest_memory
+from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.core.values import ResumePoint, SessionNode, SessionPlan
 from ray_ckpt.errors import CorruptionError, InsufficientSpace, RestoreError
@@ -250,6 +252,41 @@ def test_the_memory_of_a_manifest_cannot_change_and_is_freed(
     del rows
     gc.collect()
     assert "ray_ckpt-manifest" not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_the_memory_of_a_ticket_that_fails_is_freed(
+    nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch, named: bool, is_whole: bool
+) -> None:
+    both(nodes, saved)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    monkeypatch.setattr(SourceFinder, "_all_sources", fail)
+    plan, before = plan_of(saved, fragments=digests(saved)), manifest_files()
+    with finder(nodes, A, named=named) as found, pytest.raises(OSError, match="injected"):
+        found.ticket(plan) if is_whole else found.own_ticket(plan)
+    assert manifest_files() == before
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_memory_of_a_manifest_that_cannot_be_opened_is_freed(
+    named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "injected")
+
+    before = manifest_files()
+    monkeypatch.setattr(pa, "OSFile", fail)
+    with pytest.raises(OSError, match="injected"):
+        ManifestMemory(named=named)
+    assert manifest_files() == before
+
+
+def manifest_files() -> list[str]:
+    return sorted(file for file in open_files() if "ray_ckpt-" in file)
 
 
 def open_files() -> list[str]:
