@@ -369,7 +369,7 @@ class Checkpointer:
         self._last_metrics = detached(metrics)
         items = self._require_items()
         is_due = self._is_due(step) or (self._probe is not None and self._probe.due(step))
-        if is_due or items.is_postponing:
+        if (is_due or items.is_postponing) and not self._joins_save(step, metrics):
             self._save_now(step, metrics)
         else:
             self._check_outcomes(step)
@@ -388,8 +388,8 @@ class Checkpointer:
         when gradients wait for an optimizer step, `save` returns False, and the next `step` after the window
         saves, unless `partial_grads` is set: then the gradients are saved too. The argument `step` follows
         the rules of the method `step`, or is the step of the last call of `step` or `due`. If the method
-        `step` has captured the same state, that save is this one too, and gets the metrics. A save that
-        returned False may be tried again.
+        `step` has captured the same state, that save is this one too, and gets the metrics; so it is with
+        `step` after `save`. A save that returned False may be tried again.
         """
         step = self._complete(step, "save")
         self._last_metrics = self._last_metrics if metrics is None else detached(metrics)

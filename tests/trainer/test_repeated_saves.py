@@ -1,4 +1,4 @@
-"""A step that `step` has captured, and `save` is called for it too."""
+"""A step for which both `step` and `save` are called, in either order."""
 
 from __future__ import annotations
 
@@ -87,4 +87,25 @@ def test_a_state_that_an_optimizer_has_changed_since_is_another_one(link: SlowCo
     assert ckpt.save(4)
     ckpt.flush()
     assert [s.attempt.step for s in link.sealed] == [4, 4]
+    ckpt.close()
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_step_that_save_has_captured_is_not_captured_again_because_it_is_due(
+    link: SlowCommits, is_committed: bool
+) -> None:
+    ckpt = Checkpointer(link=link, model=nn.Linear(2, 2))
+    ckpt.restore()
+    assert ckpt.save(4, {"accuracy": 0.9})
+    ckpt.flush()
+    if is_committed:
+        link.end()
+    ckpt.step(4, {"loss": 0.5})
+    ckpt.flush()
+    assert [s.attempt.step for s in link.sealed] == [4]
+    assert [(step, metrics) for step, metrics, *_ in link.annotated] == [(4, {"loss": 0.5})]
+    if not is_committed:
+        link.end()
+    ckpt.wait("local", timeout_s=1.0)
+    assert ckpt.finish()
     ckpt.close()
