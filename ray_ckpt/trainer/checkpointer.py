@@ -90,7 +90,7 @@ class Checkpointer:
         self._count = StepCount()
         self._signals = SaveSignals(link)
         self._metrics = MetricReader(is_first=link.identity.rank == 0)
-        self._last_metrics: Mapping[str, Any] | None = None
+        self._last_metrics: dict[str, Any] = {}  # of the calls for the last step
         self._whole_step = -1  # the last step for which `step` has returned
         self._saved_step = 0  # the last step for which a save was begun
         self._saved_before: int | None = None  # the saved step before that; None: there is none
@@ -296,8 +296,8 @@ class Checkpointer:
     def finish(self, metrics: Mapping[str, Any] | None = None) -> bool:
         """Save the last step unless it is saved, and wait until the save is committed: training is over.
 
-        Call this on every rank, after the last step; `steps` does. Without `metrics`, a save has those of the
-        step's last call. Returns False if there is no checkpoint of the last step: see the log, or `wait`.
+        Call this on every rank, after the last step; `steps` does. Metrics are as in `save`. Returns False if
+        there is no checkpoint of the last step: see the log, or `wait`.
         """
         if self._saver is None:
             raise ConfigError("finish was called before restore.", hint="Restore first, also in a new run.")
@@ -350,7 +350,7 @@ class Checkpointer:
         step, is_new = self._count.complete(step, call)
         if is_new:
             self._signals.completed()
-            self._rng = self._last_metrics = None
+            self._rng, self._last_metrics = None, {}
         self._saver.check()
         return step
 
@@ -366,11 +366,11 @@ class Checkpointer:
         other value, before anything is done.
         """
         step = self._complete(step, "step")
-        self._last_metrics = detached(metrics)
+        self._last_metrics |= detached(metrics)
         items = self._require_items()
         is_due = self._is_due(step) or (self._probe is not None and self._probe.due(step))
         if (is_due or items.is_postponing) and not self._joins_save(step, metrics):
-            self._save_now(step, metrics)
+            self._save_now(step)
         else:
             self._check_outcomes(step)
         self._reports.report_if_due(step)
@@ -384,16 +384,16 @@ class Checkpointer:
         """Save the state after `step`, on every rank. Return False if it was skipped or not captured.
 
         Returns when the state has been copied; use `wait` to wait until the copy is safe. Metrics are numbers
-        or one-element tensors; only the metrics of rank 0 are used. In the middle of an accumulation window,
-        when gradients wait for an optimizer step, `save` returns False, and the next `step` after the window
-        saves, unless `partial_grads` is set: then the gradients are saved too. The argument `step` follows
-        the rules of the method `step`, or is the step of the last call of `step` or `due`. If the method
-        `step` has captured the same state, that save is this one too, and gets the metrics; so it is with
-        `step` after `save`. A save that returned False may be tried again.
+        or one-element tensors, of rank 0 only; a checkpoint has those of all calls for its step. In the
+        middle of an accumulation window, when gradients wait for an optimizer step, `save` returns False, and
+        the next `step` after the window saves, unless `partial_grads` is set: then the gradients are saved
+        too. The argument `step` follows the rules of the method `step`, or is the step of the last call of
+        `step` or `due`. If the method `step` has captured the same state, that save is this one too; so it is
+        with `step` after `save`. A save that returned False may be tried again.
         """
         step = self._complete(step, "save")
-        self._last_metrics = self._last_metrics if metrics is None else detached(metrics)
-        saved = self._joins_save(step, metrics) or self._save_now(step, metrics)
+        self._last_metrics |= detached(metrics)
+        saved = self._joins_save(step, metrics) or self._save_now(step)
         if saved:
             self._count.captured()
         if not self._signals.is_at(step):  # a rank that missed the save signal does not make this call
@@ -417,11 +417,11 @@ class Checkpointer:
             self.annotate(step, metrics=metrics)
         return True
 
-    def _save_now(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
+    def _save_now(self, step: int) -> bool:
         if self._require_items().postpone():
             self._outcomes.refuse(f"step {step}: its save waits for the end of the accumulation window")
             return False
-        saved = self._save(step, metrics, max_block_s=self._signals.block_s(self.options.max_block_s))
+        saved = self._save(step, max_block_s=self._signals.block_s(self.options.max_block_s))
         self._guard.check(step)
         return saved
 
@@ -513,7 +513,7 @@ class Checkpointer:
 
     # -- one save ------------------------------------------------------------------------------------
 
-    def _save(self, step: int, metrics: Mapping[str, Any] | None, *, max_block_s: float) -> bool:
+    def _save(self, step: int, *, max_block_s: float) -> bool:
         start_s = time.monotonic()
         saver, outcomes = self._require_saver(), self._outcomes
         outcomes.refuse(f"step {step} was not saved: an error ended its save")
@@ -530,7 +530,7 @@ class Checkpointer:
             outcomes.skip(attempt, STILL_WRITING)
         else:
             try:
-                self._capture(attempt, metrics, start_s)
+                self._capture(attempt, start_s)
                 saved = True
             except (ConfigError, CollectiveError, RunConflict):
                 raise
@@ -550,34 +550,32 @@ class Checkpointer:
     def _save_last(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Save the last step unless it is saved; save it once more if the save was skipped or dropped."""
         step = self._count.last
+        self._last_metrics |= detached(metrics)
         if step == self._count.restored:
             return
         if self._saved_step == step and (captured := self._outcomes.captured(step)) is not None:
             self._require_saver().settle()
             if self._outcomes.is_committed(captured):
+                if metrics is not None:
+                    self.annotate(step, metrics=metrics)
                 return
         if self._require_items().postpone():
             log.warning("the loop ends in an accumulation window; its gradients are not in the checkpoint")
-        self._save(step, self._last_metrics if metrics is None else metrics, max_block_s=FLUSH_S)
+        self._save(step, max_block_s=FLUSH_S)
 
     def _attempt(self, step: int) -> AttemptId:
         assert self._session_key is not None
         epoch, session = self._session_key
         count = self._tries.get(step, 0)
         self._tries = {step: count + 1}
-        return make_attempt(
-            run_uid=self._link.identity.run_uid,
-            epoch=epoch,
-            session=session,
-            step=step,
-            attempt=count,
-        )
+        uid = self._link.identity.run_uid
+        return make_attempt(run_uid=uid, epoch=epoch, session=session, step=step, attempt=count)
 
-    def _capture(self, attempt: AttemptId, metrics: Mapping[str, Any] | None, began_s: float) -> None:
+    def _capture(self, attempt: AttemptId, began_s: float) -> None:
         items = self._require_items()
         walked = items.walk()
         state = items.encode_state(attempt.step, walked)
-        captured = self._metrics.capture(metrics)
+        captured = self._metrics.capture(self._last_metrics)
         self._require_saver().save(
             walked,
             SaveParts(
