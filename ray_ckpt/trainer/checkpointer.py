@@ -327,8 +327,9 @@ class Checkpointer:
         a node leaves. With `by_default=False`, a loop with a cadence of its own is spared the one
         that a run has without `every_steps` and `every_s`. Raises as `step` does.
         """
-        step = self._complete(step, "due")
-        if not (is_due := self._is_due(step, by_default=by_default)):
+        step, items = self._complete(step, "due"), self._require_items()
+        is_over = items.is_postponing and not items.is_accumulating()  # the window that a save waits for
+        if not (is_due := self._is_due(step, by_default=by_default) or is_over):
             self._check_outcomes(step)
         return is_due
 
@@ -386,10 +387,10 @@ class Checkpointer:
         Returns when the state has been copied; use `wait` to wait until the copy is safe. Metrics are numbers
         or one-element tensors, of rank 0 only; a checkpoint has those of all calls for its step. In the
         middle of an accumulation window, when gradients wait for an optimizer step, `save` returns False, and
-        the next `step` after the window saves, unless `partial_grads` is set: then the gradients are saved
-        too. The argument `step` follows the rules of the method `step`, or is the step of the last call of
-        `step` or `due`. If the method `step` has captured the same state, that save is this one too; so it is
-        with `step` after `save`. A save that returned False may be tried again.
+        after the window the next `step` saves, or `due` is True, unless `partial_grads` is set: then the
+        gradients are saved too. The argument `step` follows the rules of the method `step`, or is the step of
+        the last call of `step` or `due`. If the method `step` has captured the same state, that save is this
+        one too; so it is with `step` after `save`. A save that returned False may be tried again.
         """
         step = self._complete(step, "save")
         self._last_metrics |= detached(metrics)
