@@ -37,8 +37,7 @@ from ray_ckpt.train.ray_compat import (
     has_validation,
 )
 from ray_ckpt.train.report import PointerReporter
-from ray_ckpt.trainer.checkpointer import close_all
-from ray_ckpt.trainer.connection import Connection, set_connection
+from ray_ckpt.trainer.connection import Connection, close_all, set_connection
 from ray_ckpt.trainer.probe import ProbeSpec, ResumeProbe
 from ray_ckpt.types import UNKNOWN_LAUNCH
 

@@ -8,11 +8,12 @@ save is counted and logged and never stops training; only misuse is raised.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
-import re
+import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,13 +28,13 @@ from ray_ckpt.core.values import STILL_WRITING, RankProgress, SessionKey
 from ray_ckpt.errors import CheckpointError, CollectiveError, ConfigError, RunConflict, named_text, text_of
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.restore.reader import RestoreTicket
-from ray_ckpt.trainer.connection import Connection, ProgressThread, get_connection
+from ray_ckpt.trainer.connection import Connection, ProgressThread, get_connection, open_checkpointers
 from ray_ckpt.trainer.handoff import SaveParts
 from ray_ckpt.trainer.item_reader import ItemReader
 from ray_ckpt.trainer.link import Link
 from ray_ckpt.trainer.metrics import MetricReader, detached
-from ray_ckpt.trainer.outcomes import Outcomes, SaveStats, UnprotectedGuard, warn_of_annotation
-from ray_ckpt.trainer.rank_items import RankItems, gap_warnings
+from ray_ckpt.trainer.outcomes import GOES_ON, Outcomes, SaveStats, UnprotectedGuard, warn_of_annotation
+from ray_ckpt.trainer.rank_items import RESERVED_ITEM, RankItems, gap_warnings
 from ray_ckpt.trainer.reports import Reports
 from ray_ckpt.trainer.restoring import Restoring, step_of
 from ray_ckpt.trainer.save_signal import SaveSignals
@@ -45,23 +46,10 @@ from ray_ckpt.types import AttemptId, Level
 log = logging.getLogger("ray_ckpt")
 
 FLUSH_S = 120.0  # at the end of the loop, the wait until the last capture is safe on this node
-RESERVED_ITEM = re.compile(r"rng|gradients|rank\d+")  # own items, and prefixes of per-rank names
-GOES_ON = "the save of this step that has begun goes on"  # reason why it is not captured again
 FIRST_OUTCOME_S = 10.0  # wait of the second save for the first, to find ranks that save alone
 
 LevelName = Literal["local", "replicated", "durable"]
 LEVELS: Mapping[str, Level] = {level.label: level for level in Level}
-
-_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-
-
-def close_all() -> None:
-    """Flush and close every Checkpointer of this process before the worker ends."""
-    for checkpointer in list(_open):
-        try:
-            checkpointer.close()
-        except CheckpointError as error:
-            log.warning("while closing: %s", error)
 
 
 class Checkpointer:
@@ -86,7 +74,6 @@ class Checkpointer:
         self._watch: ProgressThread | None = None
         self._survivor: Survivor | None = None
         self._rng: Any = None  # the restored random state, kept until the first step
-        # State of steps and saves:
         self._count = StepCount()
         self._signals = SaveSignals(link)
         self._metrics = MetricReader(is_first=link.identity.rank == 0)
@@ -95,6 +82,7 @@ class Checkpointer:
         self._saved_step = 0  # the last step for which a save was begun
         self._saved_before: int | None = None  # the saved step before that; None: there is none
         self._saved_updates = 0  # number of optimizer steps at the last call of `save`
+        self._loop: Callable[[], Generator[int] | None] = lambda: None  # the iterator of `steps`, if it lives
         self._tries: dict[int, int] = {}
         self._save_calls = 0
         self._own_saves = 0  # saves that the training loop itself requested
@@ -106,7 +94,7 @@ class Checkpointer:
         self._reports = Reports(link, connection.reporter, self._outcomes)
         for name, obj in items.items():
             self.add(name, obj)
-        _open.add(self)
+        open_checkpointers.add(self)
 
     def add(self, name: str, obj: Any) -> None:
         """Register one more item. Call this before the restore, which fixes the set of items.
@@ -225,15 +213,16 @@ class Checkpointer:
         self.restore()
         if self._probe is not None:
             total = self._probe.total(total)
-        if 0 < total <= self._count.last and self._link.identity.rank == 0:
+        last = self._count.last
+        if 0 < total <= last and self._link.identity.rank == 0:
             log.warning(
-                "step %d was restored and total=%d: no step is left; a larger total trains on",
-                self._count.last,
-                total,
+                "step %d was restored and total=%d: no step is left; a larger total trains on", last, total
             )
-        return self._steps(self._count.last + 1, total)
+        loop = self._steps(last + 1, total)
+        self._loop = weakref.ref(loop)
+        return loop
 
-    def _steps(self, first: int, total: int) -> Iterator[int]:
+    def _steps(self, first: int, total: int) -> Generator[int]:
         items = self._require_items()
         self.restore_random_state()
         try:
@@ -242,6 +231,10 @@ class Checkpointer:
                     self._probe.begun(step, items.items)
                 yield step
         except GeneratorExit:  # break, or an exception in the body: other ranks may still be in the loop
+            if self not in open_checkpointers or sys.is_finalizing():  # closed, or its memory is collected
+                if not self._is_closed:
+                    log.warning("step %d may not be saved: its loop was left, and close was not called", step)
+                raise
             is_whole = self._whole_step == step  # otherwise the state is between two steps
             if is_whole:
                 self._save_last()
@@ -299,18 +292,16 @@ class Checkpointer:
         Call this on every rank, after the last step; `steps` does. Metrics are as in `save`. Returns False if
         there is no checkpoint of the last step: see the log, or `wait`.
         """
-        if self._saver is None:
-            raise ConfigError("finish was called before restore.", hint="Restore first, also in a new run.")
+        self._check_open("finish")
         self._save_last(metrics)
         self._is_over = True
         self.flush(commit=True)
         if problem := self._outcomes.problem():
-            newest = self._outcomes.newest_step
             log.error(
                 "training ends with step %d, which has no checkpoint: %s; the newest of the run is %s",
                 self._count.last,
                 problem,
-                "none" if newest is None else f"that of step {newest}",
+                self._outcomes.newest_text,
             )
         self._reports.report(self._count.last)
         self._end_progress()
@@ -341,19 +332,20 @@ class Checkpointer:
 
     def _complete(self, step: int, call: Call) -> int:
         """Note that `step` is complete, at the first call for this step. Raises as `step` does."""
-        if self._saver is None:
-            raise ConfigError(
-                f"{call} was called before restore.",
-                hint="Call ckpt.restore() or ckpt.steps() first, also in a new run.",
-            )
-        if self._is_closed:
-            raise ConfigError(f"{call} was called after close.", hint="Close the Checkpointer last.")
+        self._check_open(call)
         step, is_new = self._count.complete(step, call)
         if is_new:
             self._signals.completed()
             self._rng, self._last_metrics = None, {}
-        self._saver.check()
+        self._require_saver().check()
         return step
+
+    def _check_open(self, call: str) -> None:
+        if self._saver is None:
+            hint = "Call ckpt.restore() or ckpt.steps() first, also in a new run."
+            raise ConfigError(f"{call} was called before restore.", hint=hint)
+        if self._is_closed:
+            raise ConfigError(f"{call} was called after close.", hint="Close the Checkpointer last.")
 
     def _check_outcomes(self, step: int) -> None:
         self._outcomes.check()
@@ -440,6 +432,8 @@ class Checkpointer:
             if (step := whole_number(step, "The step")) < 1:
                 raise ConfigError("There is no checkpoint of a step below 1.")
             if values := self._metrics.read(detached(metrics)):
+                if step == self._count.last:
+                    self._last_metrics |= values
                 done = self._link.annotate(step, values, self._outcomes.in_flight(step))
                 done.add_done_callback(lambda done: warn_of_annotation(step, done))
         except Exception as error:  # there is no agent, or a value has an unexpected type: training goes on
@@ -495,8 +489,14 @@ class Checkpointer:
             self._outcomes.is_committed(self._outcomes.pending[-1])
         self._outcomes.check()
 
-    def close(self) -> None:
-        """Flush and end the progress thread. Raises as `step` does, when all has ended."""
+    def close(self, *, leaves_loop: bool = True) -> None:
+        """Flush and end the progress thread. Raises as `step` does, when all has ended.
+
+        A loop over `steps` that has been left by `break` ends before, unless another thread may be in it.
+        """
+        loop = self._loop() if leaves_loop else None
+        if loop is not None and inspect.getgeneratorstate(loop) == inspect.GEN_SUSPENDED:
+            loop.close()
         self._is_over = True
         try:
             self.flush()
@@ -506,7 +506,7 @@ class Checkpointer:
             for part in (self._survivor, self._items, self._saver, self._signals):
                 if part is not None:
                     part.close()
-            _open.discard(self)
+            open_checkpointers.discard(self)
 
     def _end_progress(self) -> None:
         if self._watch is not None:
@@ -551,15 +551,15 @@ class Checkpointer:
 
     def _save_last(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Save the last step unless it is saved; save it once more if the save was skipped or dropped."""
-        step = self._count.last
-        self._last_metrics |= detached(metrics)
+        step, known, new = self._count.last, self._last_metrics, detached(metrics)
+        self._last_metrics = known | new
         if step == self._count.restored:
             return
         if self._saved_step == step and (captured := self._outcomes.captured(step)) is not None:
             self._require_saver().settle()
             if self._outcomes.is_committed(captured):
-                if metrics is not None:
-                    self.annotate(step, metrics=metrics)
+                if self._last_metrics != known:
+                    self.annotate(step, metrics=new)
                 return
         if self._require_items().postpone():
             log.warning("the loop ends in an accumulation window; its gradients are not in the checkpoint")

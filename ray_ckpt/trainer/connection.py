@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ray_ckpt.core.values import RankProgress, SessionKey
 from ray_ckpt.errors import CheckpointError, ConfigError, NotConnected
@@ -24,6 +24,22 @@ log = logging.getLogger("ray_ckpt")
 PROGRESS_S = 1.0  # between two reports of a rank's progress by the progress thread
 REFRESH_S = 5.0  # between two requests for the agent's signal page (a new agent has a new page) and for
 # the list of awaited ranks
+
+
+class _Checkpointer(Protocol):
+    def close(self, *, leaves_loop: bool) -> None: ...
+
+
+open_checkpointers: weakref.WeakSet[_Checkpointer] = weakref.WeakSet()
+
+
+def close_all() -> None:
+    """Flush and close every Checkpointer of this process before the worker ends."""
+    for checkpointer in list(open_checkpointers):
+        try:
+            checkpointer.close(leaves_loop=False)  # this is not the thread of the loop
+        except CheckpointError as error:
+            log.warning("while closing: %s", error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ log = logging.getLogger("ray_ckpt")
 
 OUTCOME_SLACK_S = 5.0  # for the transfer of the answer, beyond the wait of the coordinator
 MAX_COUNTED = 10_000  # failed saves; a higher limit of them is lowered to this number
+GOES_ON = "the save of this step that has begun goes on"  # reason why it is not captured again
 MAX_PENDING = 16  # outcomes watched at a time; older outcomes were answered or are lost
 
 
@@ -125,10 +126,10 @@ class Outcomes:
         self._guard.renew()
 
     @property
-    def newest_step(self) -> int | None:
-        """Step of the newest checkpoint of the run whose commit was reported to this rank."""
+    def newest_text(self) -> str:
+        """Name the newest checkpoint of the run whose commit was reported to this rank."""
         newest = self.newest[0] if self.newest else self._restored.id if self._restored else None
-        return None if newest is None else newest.step
+        return "none" if newest is None else f"that of step {newest.step}"
 
     def refuse(self, reason: str) -> None:
         """Note why the last requested save has not begun."""

@@ -6,6 +6,7 @@ In an accumulation window gradients wait for an optimizer step, so a save is pos
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -31,6 +32,7 @@ from ray_ckpt.trainer.link import Identity
 
 log = logging.getLogger("ray_ckpt")
 
+RESERVED_ITEM = re.compile(r"rng|gradients|rank\d+")  # own items, and prefixes of per-rank names
 MAX_POSTPONED = 1_000  # steps of an accumulation window; gradients that wait longer are never used
 
 

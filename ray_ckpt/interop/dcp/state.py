@@ -14,7 +14,7 @@ from typing import Any
 from ray_ckpt.capture.items import Item
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.interop.dcp.names import flat, is_tensor, nested
-from ray_ckpt.trainer.checkpointer import RESERVED_ITEM
+from ray_ckpt.trainer.rank_items import RESERVED_ITEM
 
 WHOLE = "state"  # the item of a state dict that is not divided
 OWN_ITEMS = frozenset({"rng", "gradients"})  # items of ray_ckpt itself, which DCP does not see
