@@ -52,6 +52,7 @@ def test_a_loop_that_is_collected_with_its_checkpointer_saves_nothing_and_warns(
     """The memory of a capture may have been collected before."""
     ckpt, link, steps = left(at=6)
     ckpt.add = [ckpt, steps]  # type: ignore[assignment,method-assign]
+    ckpt.flush()
     ckpt._watch.stop()  # type: ignore[union-attr]
     del ckpt, steps
     gc.collect()
@@ -67,6 +68,7 @@ def test_finish_after_close_is_an_error() -> None:
 
 
 def test_the_end_of_a_worker_does_not_end_the_loop_of_another_thread() -> None:
-    _ckpt, link, _steps = left(at=6)
+    ckpt, link, _steps = left(at=6)
+    ckpt.flush()
     close_all()
     assert [s.attempt.step for s in link.sealed] == [4]
