@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ray.train.huggingface.transformers import prepare_trainer as prepare_for_ray
-from transformers import Trainer, default_data_collator
+from transformers import EarlyStoppingCallback, Trainer, default_data_collator
 
 import ray_ckpt
 from ray_ckpt.trainer.connection import Connection, set_connection
@@ -46,7 +46,7 @@ def resume(folder: Path, prepare: Prepare, **args: Any) -> tuple[Trainer, Traine
     train(first, AT)
     second = first.resumed(folder, AT)
     resumed = train(second, TOTAL)
-    assert (list(first.files), list(second.files)) == ([AT], [TOTAL])
+    assert (list(first.files), list(second.files)) == ([AT], [whole.state.global_step])
     return whole, resumed
 
 
@@ -74,3 +74,13 @@ def test_a_collator_that_seeds_its_noise_by_the_samples_resumes_exactly(tmp_path
 
     whole, resumed = resume(tmp_path, prepare)
     assert_equal(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_early_stopping_ends_at_the_same_step(tmp_path: Path) -> None:
+    def prepare(trainer: Trainer) -> Trainer:
+        trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=AT))
+        return ray_ckpt.huggingface.prepare_trainer(trainer)
+
+    ends = {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # which falls
+    whole, resumed = resume(tmp_path, prepare, eval_strategy="steps", eval_steps=1, max_steps=99, **ends)
+    assert resumed.state.global_step == whole.state.global_step < TOTAL

@@ -184,6 +184,7 @@ class _Run:
         if self._is_begun:
             raise ConfigError("train was called twice.", hint="Build and prepare another Trainer.")
         self._is_begun = True
+        self._trainer.args.restore_callback_states_from_checkpoint = True  # such as that of early stopping
         step = self.checkpointer.resume_step()
         saved = self.checkpointer.saved() if step else None
         if saved is None:
