@@ -260,6 +260,18 @@ def test_a_hostile_file_name_is_refused_and_writes_nothing(name: str, tmp_path: 
     assert not [*tmp_path.rglob("stolen")]
 
 
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "in DDP"])
+def test_the_small_files_of_a_wrapped_model_are_those_of_the_model(is_compiled: bool) -> None:
+    model = untied()
+    wrapped = object.__new__(torch.nn.parallel.DistributedDataParallel)  # its __init__ needs a group
+    torch.nn.Module.__init__(wrapped)
+    wrapped.module = model
+    found = FilesItem.of(torch.compile(model) if is_compiled else wrapped, None).tree()
+    expected = FilesItem.of(model, None).tree()
+    assert found.keys() == expected.keys() >= {"config.json", "generation_config.json"}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_small_files_that_are_too_large_are_left_out_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ray_ckpt.capture.items import Item
+from ray_ckpt.capture.items import Item, unwrap
 
 log = logging.getLogger("ray_ckpt")
 
@@ -60,6 +60,7 @@ class FilesItem(Item):
 
 
 def _files_of(model: Any, processing: Any) -> dict[str, bytes]:
+    model = unwrap(model)
     with TemporaryDirectory(prefix="ray_ckpt-") as folder:
         _save(_config(model), folder)
         for name in ("generation_config", "peft_config"):
