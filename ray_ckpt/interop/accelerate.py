@@ -99,7 +99,7 @@ class _LoaderItem(Item):
 
     def tree(self) -> Any:
         tree = {
-            "epoch": self._loader.iteration,
+            "epoch": self._loader.iteration + self._is_at_last_batch,
             "seed": getattr(self._loader.get_sampler(), "initial_seed", None),
         }
         return {**tree, "loader": self._loader.state_dict()} if self._is_stateful else tree
@@ -116,6 +116,17 @@ class _LoaderItem(Item):
         if self._is_stateful and "loader" not in saved:
             return ["loader: was saved without use_stateful_dataloader, and has no position"]
         return []
+
+    @property
+    def _is_at_last_batch(self) -> bool:
+        """Whether a stateful loader has given the last batch of an epoch that it still counts as its own.
+
+        From the position that the loader has then, it begins an epoch, which must be the next one.
+        """
+        given = self._loader.end_of_dataloader and self._is_stateful
+        return given and any(
+            each is self._loader for each in self._loader.gradient_state.dataloader_references
+        )
 
     @property
     def _is_stateful(self) -> bool:
