@@ -6,12 +6,15 @@ are the objects inside, so that hooks and loads reach them, and the wrappers see
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray_ckpt.capture.items import Item
 from ray_ckpt.errors import ConfigError, UnsupportedItem
 from ray_ckpt.interop.packages import require
+
+log = logging.getLogger("ray_ckpt")
 
 PREPARED = {
     "model": "_models",
@@ -31,9 +34,9 @@ def items(accelerator: Any) -> dict[str, Any]:
     `optimizer`, `scheduler`, `loader` and `custom` (second ones are `model_1` and so on), `scaler` with
     mixed precision of fp16, and `accelerator`, the position in gradient accumulation.
 
-    `loader` is the epoch and the seed of the shuffle. The position within an epoch is part of it only with
-    `DataLoaderConfiguration(use_stateful_dataloader=True)`; else use `accelerator.skip_first_batches`, as
-    without ray_ckpt.
+    `loader` is the epoch and the seed of the shuffle; a warning is logged for a shuffle without a seed. The
+    position within an epoch is part of it only with `DataLoaderConfiguration(use_stateful_dataloader=True)`;
+    else use `accelerator.skip_first_batches`, as without ray_ckpt.
 
     Raises ConfigError for a version of Accelerate that is not known or before `prepare`, UnsupportedItem
     under DeepSpeed, Megatron-LM or XLA.
@@ -53,6 +56,9 @@ def items(accelerator: Any) -> dict[str, Any]:
     for name in ("optimizer", "scheduler"):
         prepared[name] = [inner(wrapped, name) for wrapped in prepared[name]]
     prepared["loader"] = [_LoaderItem(loader) for loader in prepared["loader"]]
+    if accelerator.is_main_process:
+        for name, item in _named("loader", prepared["loader"]).items():
+            item.warn_of_shuffle(name)
     found: dict[str, Any] = {}
     for name in ("model", "optimizer", "scheduler", "loader"):
         found |= _named(name, prepared[name])
@@ -116,6 +122,16 @@ class _LoaderItem(Item):
         if self._is_stateful and "loader" not in saved:
             return ["loader: was saved without use_stateful_dataloader, and has no position"]
         return []
+
+    def warn_of_shuffle(self, name: str) -> None:
+        """Log a warning if the order of the samples comes from a generator, whose state is not saved."""
+        sampler = self._loader.get_sampler()
+        if hasattr(sampler, "generator") and not hasattr(sampler, "initial_seed"):
+            log.warning(
+                "%s shuffles by a generator, which is not saved: after a restart the order is another one; "
+                "use DataLoaderConfiguration(use_seedable_sampler=True)",
+                name,
+            )
 
     @property
     def _is_at_last_batch(self) -> bool:

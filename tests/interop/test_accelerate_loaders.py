@@ -62,3 +62,10 @@ def test_a_stateful_loader_goes_on_with_the_batches_that_follow(tmp_path: Path, 
     first = connect(every_steps=at)
     begun = batches(first, until=at)
     assert begun + batches(first.resumed(tmp_path, at), until=12) == batches(connect(), until=12)
+
+
+def test_a_shuffle_that_a_restart_does_not_repeat_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    batches(connect(), until=1)
+    assert not caplog.records
+    batches(connect(), until=1, is_seeded=False)
+    assert "loader shuffles by a generator, which is not saved" in caplog.text
