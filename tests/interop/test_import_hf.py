@@ -90,6 +90,14 @@ def test_a_model_that_transformers_saved_in_several_files_goes_there_and_back(tm
     assert all(torch.equal(tensor, back[name]) for name, tensor in model.state_dict().items())
 
 
+def test_a_whole_file_counts_before_the_index_that_an_earlier_save_left(tmp_path: Path) -> None:
+    source = folder(tmp_path)
+    _index(source, dict.fromkeys(TENSORS, "model-00001-of-00002.safetensors"))  # which was deleted
+    imported("hf", source, tmp_path / "gpt")
+    state = ray_ckpt.open(tmp_path / "gpt").load()
+    assert all(torch.equal(tensor, state["model"][name]) for name, tensor in TENSORS.items())
+
+
 def test_slices_of_a_distributed_save_stay_slices(tmp_path: Path) -> None:
     source = tmp_path / "checkpoint-4"
     source.mkdir()
@@ -147,7 +155,7 @@ def _pipe(path: Path) -> None:
 TENSOR = b'{"a": {"dtype": "%s", "shape": [1], "data_offsets": [0, %d]}}'
 DAMAGES: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] = {
     "the index names a missing file": (
-        lambda path: _index(path, {"layer.weight": "model-00001-of-00002.safetensors"}),
+        lambda path: _index(path, {"a": "model-00001-of-00002.safetensors", "count": "model.safetensors"}),
         CorruptionError,
         r"model-00001-of-00002\.safetensors is missing",
     ),
@@ -157,7 +165,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[CheckpointError], str]] 
         r"does not have layer\.w, which the index names",
     ),
     "the index leads away": (
-        lambda path: _index(path, {"a": "../model.safetensors"}),
+        lambda path: _index(path, {"a": "../model.safetensors", "count": "model.safetensors"}),
         CorruptionError,
         "outside of the folder",
     ),

@@ -6,7 +6,7 @@ The names of the tensors are those of the files. Files of pickles are not read a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -58,8 +58,10 @@ def read_folder(source: Path) -> Imported:
 
 
 def _model_tensors(source: Path) -> Iterator[StoredTensor]:
-    if (source / INDEX_FILE).exists():
-        yield from _indexed(source)
+    """Yield the tensors. As in Transformers, a whole file counts before an index that does not name it."""
+    wanted = _index(source / INDEX_FILE) if (source / INDEX_FILE).exists() else {}
+    if wanted and (WHOLE_FILES[0] in wanted.values() or not (source / WHOLE_FILES[0]).exists()):
+        yield from _indexed(source, wanted)
         return
     whole = [source / name for name in WHOLE_FILES if (source / name).exists()][:1]
     paths = whole or sorted(source.glob(SHARDS))
@@ -79,9 +81,8 @@ def _without_model(source: Path) -> ConfigError:
     )
 
 
-def _indexed(source: Path) -> Iterator[StoredTensor]:
+def _indexed(source: Path, wanted: Mapping[str, str]) -> Iterator[StoredTensor]:
     """Yield the tensors that the index names, each from its file."""
-    wanted = _index(source / INDEX_FILE)
     for name in sorted({*wanted.values()}):
         if Path(name).name != name:
             raise CorruptionError(f"{source / INDEX_FILE} names the file {name!r}, outside of the folder.")
