@@ -46,6 +46,24 @@ def test_an_item_that_has_a_name_of_megatron_is_named(
     assert f"item '{name}' is no dict" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("steps", "expected"), [((2.0, 2.0), 2), ((2.0, 1.0), None), ((), 3)])
+def test_megatron_gets_the_steps_of_the_optimizer(
+    steps: tuple[float, ...], expected: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run may have begun from weights alone, or a loss scaler may have skipped steps."""
+    model = {"a": torch.ones(2), "b": torch.ones(2)}
+    states = {name: {"step": torch.tensor(step)} for name, step in zip(model, steps, strict=False)}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": ["a", "b"]}]}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "step_3.pt")
+    imported("pt", tmp_path / "step_3.pt", tmp_path / "runs/gpt")
+    done = export(tmp_path / "runs/gpt", tmp_path / "out", "--to", "torch_dist")
+    if expected is None:
+        assert done == 2 and "Parameters have taken [1.0, 2.0] steps" in capsys.readouterr().err
+        return
+    common = torch.load(tmp_path / "out/common.pt")
+    assert common["optimizer"]["optimizer"]["state"] == {"common_step": expected} and common["iteration"] == 3
+
+
 def test_groups_of_megatron_need_no_parameters(tmp_path: Path) -> None:
     optimizer = {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]}
     state = {"model": WEIGHTS, "optimizer": optimizer, "common": {"iteration": 3}}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from ray_ckpt.catalog.lazy_tensor import LazyTensor
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.format.tree import TensorRef
+
+STEP = "step"
 
 
 def check_optimizer(tree: Any, *, with_groups: bool = True) -> None:
@@ -18,6 +23,18 @@ def check_optimizer(tree: Any, *, with_groups: bool = True) -> None:
             "The item 'optimizer' is no state of one optimizer by parameter names.",
             hint="Export a checkpoint whose item 'optimizer' is one optimizer of torch, or --to dcp.",
         )
+
+
+def common_step(states: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, LazyTensor]) -> float | None:
+    """Return the steps that all parameters have taken, None without any. Raise ConfigError if they differ.
+
+    It may be lower than the step of the checkpoint: of a run that began from weights, or skipped steps.
+    """
+    values = [state[STEP] for state in states.values() if STEP in state]
+    found = {float(tensors[v.key].load() if isinstance(v, TensorRef) else v) for v in values}
+    if len(found) > 1:
+        raise ConfigError(f"Parameters have taken {sorted(found)} steps; this format has one number for all.")
+    return next(iter(found), None)
 
 
 def _are_states(states: Any) -> bool:

@@ -22,7 +22,7 @@ from ray_ckpt.catalog.load import OpenedCheckpoint
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.interop.dcp.export import DATA, METADATA, write_entries
-from ray_ckpt.interop.exporters.optimizer_tree import check_optimizer
+from ray_ckpt.interop.exporters.optimizer_tree import STEP, check_optimizer, common_step
 from ray_ckpt.interop.packages import require
 from ray_ckpt.types import ProgressCallback
 
@@ -34,7 +34,7 @@ CONFIG = {
     "common_backend_version": 1,
 }
 MARK = "ray_ckpt.megatron"  # of `interop.megatron.values`, which needs Megatron-core
-MODEL, OPTIMIZER, OBJECTS, COMMON, STEP = "model", "optimizer", "objects", "common", "step"
+MODEL, OPTIMIZER, OBJECTS, COMMON = "model", "optimizer", "objects", "common"
 
 
 def export_torch_dist(
@@ -62,10 +62,11 @@ def export_torch_dist(
             raise ConfigError(f"The item {name!r} is no dict.", hint="Save it under another name.")
     entries = dict(_weights(trees, item or MODEL)) | dict(_optimizer(trees))
     entries |= dict(_objects(checkpoint, trees))
+    common = _common(checkpoint, trees, tensors)
     with export_folder(out, force=force) as folder:
         write_entries(folder, tensors, entries, None, progress=progress)
         with (folder / COMMON_FILE).open("wb") as file:
-            torch.save(_common(checkpoint, trees), file)
+            torch.save(common, file)
             os.fsync(file.fileno())
         (folder / CONFIG_FILE).write_text(json.dumps(CONFIG))
     return tuple(out / name for name in (DATA, METADATA, COMMON_FILE, CONFIG_FILE))
@@ -120,7 +121,9 @@ def _has_mark(tree: Any) -> bool:
     return isinstance(tree, list | tuple) and any(map(_has_mark, tree))
 
 
-def _common(checkpoint: OpenedCheckpoint, trees: Mapping[str, Any]) -> dict[str, Any]:
+def _common(
+    checkpoint: OpenedCheckpoint, trees: Mapping[str, Any], tensors: Mapping[str, LazyTensor]
+) -> dict[str, Any]:
     if COMMON in trees:
         found = checkpoint.load(COMMON)
         return dict(_megatron_values().restored(found) if _has_mark(found) else found)
@@ -128,7 +131,8 @@ def _common(checkpoint: OpenedCheckpoint, trees: Mapping[str, Any]) -> dict[str,
     if "scheduler" in trees:
         common["opt_param_scheduler"] = checkpoint.load("scheduler")
     if groups := trees.get(OPTIMIZER, {}).get("param_groups"):
-        state = {"common_step": checkpoint.step}
+        step = common_step(trees[OPTIMIZER].get("state", {}), tensors)
+        state = {"common_step": checkpoint.step if step is None else int(step)}
         common[OPTIMIZER] = {OPTIMIZER: {"state": state, "param_groups": _numbered(groups)}}
     return common
 
