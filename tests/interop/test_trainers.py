@@ -287,9 +287,10 @@ def test_a_trainer_is_prepared_once_and_trains_once(tmp_path: Path) -> None:
     trainer = ray_ckpt.huggingface.prepare_trainer(build(tmp_path, max_steps=1))
     with pytest.raises(ConfigError, match="prepare_trainer was called twice"):
         ray_ckpt.huggingface.prepare_trainer(trainer)
-    with pytest.raises(ConfigError, match="is the folder 'old'") as caught:
-        trainer.train(resume_from_checkpoint="old")
-    assert "from_pretrained" in str(caught.value.hint)
+    for folder in ("old", Path("old")):
+        with pytest.raises(ConfigError, match="is the folder 'old'") as caught:
+            trainer.train(resume_from_checkpoint=folder)
+        assert "from_pretrained" in str(caught.value.hint)
     with pytest.raises(ConfigError, match="a search has many"):
         trainer.train(trial={"learning_rate": 0.1})
     assert trainer.train(resume_from_checkpoint=True).global_step == 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -91,7 +92,11 @@ class _ThroughRayCkpt(Trainer):  # type: ignore[misc]
     # -- resume --------------------------------------------------------------------------------------
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **kwargs: Any
+        self,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        trial: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Train from the newest checkpoint of the run, or from the beginning, to the last step.
 
@@ -170,11 +175,11 @@ class _Run:
         self._best: str | None = None  # the URI of the best checkpoint, of the restored state
         self._upload: threading.Thread | None = None
 
-    def begin(self, folder: str | bool | None, trial: Any) -> str:
+    def begin(self, folder: str | os.PathLike[str] | bool | None, trial: Any) -> str:
         """Return the TrainerState to resume with, as JSON; "" to begin at step 0."""
-        if isinstance(folder, str):
+        if isinstance(folder, str | os.PathLike):
             raise ConfigError(
-                f"resume_from_checkpoint is the folder {folder!r}, and checkpoints are in "
+                f"resume_from_checkpoint is the folder {os.fspath(folder)!r}, and checkpoints are in "
                 f"{self.checkpointer.where}.",
                 hint="Leave it out: the newest checkpoint of the run is used. To begin with weights in a "
                 "folder, build the model with from_pretrained(folder).",
