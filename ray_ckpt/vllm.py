@@ -42,10 +42,13 @@ def write_files(
     checkpoint: str,
     folder: str | Path,
     *,
+    item: str = "model",
     in_cluster: bool = False,
     storage_options: Mapping[str, str] | None = None,
 ) -> str:
     """Write the configuration and the tokenizer of a checkpoint to `folder`, for vLLM's `model`; return it.
+
+    `item` is the item with the model, as in the configuration of the loader.
 
     Raises ConfigError if the checkpoint has no item `files`, the errors of `ray_ckpt.open`, and with
     `in_cluster` those of `ray_ckpt.open_in_cluster`.
@@ -57,10 +60,10 @@ def write_files(
     opened = (
         _open_in_cluster(str(uri.run), step=uri.step, storage_options=storage_options)
         if in_cluster
-        else uri.open(storage_options, items=("model", "files"))
+        else uri.open(storage_options, items=(item, "files"))
     )
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, data in HubModel(opened).files.items():
+    for name, data in HubModel(opened, item=item).files.items():
         Path(folder, name).write_bytes(data)
     return str(folder)
 

@@ -222,6 +222,14 @@ def test_the_small_files_are_a_model_for_vllm(tmp_path: Path) -> None:
     assert not list((tmp_path / "files").glob("*.safetensors"))
 
 
+def test_the_small_files_for_vllm_are_those_of_the_item_with_the_model(tmp_path: Path) -> None:
+    model = untied()
+    items = {"policy": adapt("policy", model, {}), "files": FilesItem.of(model, None)}
+    save(RunLog(folder=tmp_path / "gpt"), [items])
+    folder = ray_ckpt.vllm.write_files(f"{tmp_path}/gpt@10", tmp_path / "files", item="policy")
+    assert transformers.AutoConfig.from_pretrained(folder).num_hidden_layers == 2
+
+
 def test_a_configuration_may_come_from_another_directory(tmp_path: Path) -> None:
     model = gpt2()
     save(RunLog(folder=tmp_path / "gpt"), [{"model": adapt("model", model, {})}])
