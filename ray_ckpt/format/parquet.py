@@ -58,6 +58,8 @@ def read_table(
     for name in names:
         if not _fits(table.field(name).type, schema.field(name).type):
             raise FormatError(f"the column {name} is of {table.field(name).type}")
+        if pa.types.is_list(table.field(name).type) and column(table, name).values.null_count:
+            raise FormatError(f"the column {name} has a null in a list")
     _check_texts(table)
     return table.select(names)
 
@@ -89,7 +91,7 @@ def column(table: pa.Table, name: str) -> pa.Array:
 def _fits(found: pa.DataType, wanted: pa.DataType) -> bool:
     """Return whether a column of type `found`, with texts as dictionaries, is of the wanted type."""
     if wanted == pa.string():
-        return bool(pa.types.is_dictionary(found))
+        return bool(pa.types.is_dictionary(found) and found.value_type == wanted)
     if pa.types.is_map(wanted):
         return bool(
             pa.types.is_map(found)

@@ -302,6 +302,35 @@ def test_other_parquet_files_are_refused() -> None:
             decode_fragment(data)
 
 
+def with_column(name: str, values: list[Any], kind: pa.DataType) -> bytes:
+    """Return the file of FRAGMENT with other values, or values of another type, in a column."""
+    table = rows_table([FRAGMENT])
+    table = table.set_column(table.column_names.index(name), name, pa.array(values, kind))
+    sink = io.BytesIO()
+    with pq.ParquetWriter(sink, table.schema, store_schema=False) as writer:
+        writer.write_table(table)
+        known = pq.read_schema(io.BytesIO(encode_fragment(FRAGMENT))).metadata
+        writer.add_key_value_metadata({manifest.METADATA_KEY: known[manifest.METADATA_KEY]})
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("name", ["global_shape", "offset", "shape"])
+def test_a_null_in_a_list_is_refused(name: str) -> None:
+    known = rows_table([FRAGMENT]).column(name).to_pylist()
+    values = [None if each is None else [None] * len(each) for each in known]
+    with pytest.raises(FormatError, match=f"{name} has a null in a list"):
+        decode_fragment(with_column(name, values, pa.list_(pa.int64())))
+
+
+@pytest.mark.parametrize("name", ["kind", "item", "name", "dtype", "file", "digest"])
+@pytest.mark.parametrize("end", [b"", b"\xff"])
+def test_bytes_in_place_of_text_are_refused(name: str, end: bytes) -> None:
+    known = rows_table([FRAGMENT]).column(name).to_pylist()
+    values = [None if each is None else each.encode() + end for each in known]
+    with pytest.raises(FormatError, match=f"the column {name} is of"):
+        decode_fragment(with_column(name, values, pa.binary()))
+
+
 def test_size_limits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode_fragment(FRAGMENT)
     for name, limit in (("MAX_FRAGMENT_BYTES", 1000), ("MAX_ROWS", 4)):
