@@ -108,7 +108,15 @@ def encode_fragment(fragment: Fragment) -> bytes:
     Raise FormatError for a fragment that `decode_fragment` would refuse.
     """
     _check_fragment(fragment)
-    return encode_columns(fragment.metadata, rows_table([fragment]))
+    data = encode_columns(fragment.metadata, rows_table([fragment]))
+    try:
+        _read_parquet(data)  # checks a reader's limits of memory, which long names of many slices exceed
+    except FormatError as error:
+        raise FormatError(
+            f"A fragment of {len(fragment.rows)} rows is too large. {error.message}",
+            hint="Spread the tensors over more nodes, or use shorter names.",
+        ) from error
+    return data
 
 
 def encode_columns(fragment: FragmentMetadata, table: pa.Table) -> bytes:

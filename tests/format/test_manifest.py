@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ckpt.errors import FormatError, NewerFormat
-from ray_ckpt.format import manifest
+from ray_ckpt.format import manifest, parquet
 from ray_ckpt.format.digest import digest, root_digest, root_files
 from ray_ckpt.format.jsontext import dumps_sealed, loads_sealed
 from ray_ckpt.format.manifest import (
@@ -338,6 +338,20 @@ def test_size_limits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
             context.setattr(manifest, name, limit)
             with pytest.raises(FormatError):
                 decode_fragment(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("MAX_UNPACKED_BYTES", 400), ("MAX_TEXT_BYTES", 100), ("MAX_FREE_ROWS", -4000)]
+)
+def test_a_fragment_that_exceeds_the_limits_of_readers_is_not_written(
+    monkeypatch: pytest.MonkeyPatch, name: str, limit: int
+) -> None:
+    data = encode_fragment(FRAGMENT)
+    monkeypatch.setattr(parquet, name, limit)
+    with pytest.raises(FormatError):
+        decode_fragment(data)
+    with pytest.raises(FormatError, match=f"A fragment of {len(FRAGMENT.rows)} rows is too large"):
+        encode_fragment(FRAGMENT)
 
 
 def test_truncated_fragments_are_found() -> None:
