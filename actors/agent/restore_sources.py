@@ -295,7 +295,9 @@ class SourceFinder:
         if source.tier != "peer":
             return read_small(Path(source.path), MAX_FRAGMENT_BYTES)
         if source.group is not None:
-            return GroupReader(attempt, source.group, self._peers).read_whole(name)
+            return GroupReader(attempt, source.group, self._peers).read_whole(
+                name, max_bytes=MAX_FRAGMENT_BYTES
+            )
         file = FileName(run_uid=self._run_uid, directory=attempt.directory, file=name)
         with self._peers.acquire(source.endpoint) as peer:
             return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)

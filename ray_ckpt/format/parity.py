@@ -158,6 +158,9 @@ def decode_header(data: bytes) -> ParityHeader:
     names = [fragment_file(member, num_nodes) for member in members]
     if [files_of[0].name if files_of else "" for files_of in files] != names:
         raise FormatError(f"{what} does not list the fragments of its members.")
+    listed = [file.name for files_of in files for file in files_of]
+    if len(set(listed)) < len(listed):
+        raise FormatError(f"{what} lists a file twice.")
     return ParityHeader(
         attempt=AttemptId(run_uid=run_uid, epoch=epoch, session=session, step=step, attempt=attempt),
         num_nodes=num_nodes,

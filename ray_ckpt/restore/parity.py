@@ -200,9 +200,11 @@ class GroupReader:
         for spans in _windows(header.spans(file, ranges, WINDOW_BYTES)):
             yield self._compute(header, position, spans).data
 
-    def read_whole(self, file: str) -> bytes:
-        """Return a whole small file of a member; see `read`."""
+    def read_whole(self, file: str, *, max_bytes: int) -> bytes:
+        """Return a whole file of a member; see `read`. FormatError if it has more than `max_bytes`."""
         (entry,) = (entry for entry in self.entries(file) if entry.name == file)
+        if entry.size_bytes > max_bytes:
+            raise FormatError(f"{file} has {entry.size_bytes} bytes; the format allows {max_bytes}.")
         return b"".join(map(bytes, self.read(file, [(0, entry.size_bytes)])))
 
     def _compute(self, header: ParityHeader, position: int, spans: Sequence[Span]) -> Bytes:

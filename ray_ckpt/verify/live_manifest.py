@@ -174,7 +174,9 @@ class LiveManifest:
             raise ConfigError("There are no credentials for peers.")
         if source.group is not None:
             with closing(Peers(access.credentials)) as peers:
-                return GroupReader(attempt, source.group, peers).read_whole(name)
+                return GroupReader(attempt, source.group, peers).read_whole(
+                    name, max_bytes=MAX_FRAGMENT_BYTES
+                )
         file = FileName(run_uid=attempt.run_uid, directory=attempt.directory, file=name)
         with PeerClient(source.endpoint, credentials=access.credentials) as peer:
             return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)

@@ -23,7 +23,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core.loss_scenarios import LiveCheckpoint, Scenario
 from ray_ckpt.core.placement import place_groups
 from ray_ckpt.core.values import GroupPlaces, ResumePoint, SessionPlan
-from ray_ckpt.errors import CorruptionError, Unavailable
+from ray_ckpt.errors import CorruptionError, FormatError, Unavailable
 from ray_ckpt.format.names import fragment_file, make_attempt, parity_file
 from ray_ckpt.format.parity import ParityHeader, decode_header, header_bytes
 from ray_ckpt.restore import parity
@@ -43,6 +43,7 @@ from tests.transport.peers import KEYS, UID, Folder
 
 NUM_NODES = 8
 ROWS = 160_000  # 10 MB of state
+MAX_BYTES = 1 << 30  # of a file
 NODES = tuple(f"node-{at}" for at in range(NUM_NODES))
 
 
@@ -144,12 +145,22 @@ def test_every_pair_of_nodes_may_be_lost(coded: Group) -> None:
             reader = _reader(stack, coded, *lost)
             for member in lost:
                 for name in coded.files(member):
-                    assert reader.read_whole(name) == saved.files[name], (lost, name)
+                    assert reader.read_whole(name, max_bytes=MAX_BYTES) == saved.files[name], (lost, name)
+
+
+def test_a_fragment_that_is_too_large_is_refused_before_it_is_computed(coded: Group) -> None:
+    name = fragment_file(0, NUM_NODES)
+    with ExitStack() as stack:
+        reader = _reader(stack, coded, 0)
+        header_bytes = reader.header() and reader.read_bytes
+        with pytest.raises(FormatError, match=f"{name} has .* the format allows 100"):
+            reader.read_whole(name, max_bytes=100)
+        assert reader.read_bytes == header_bytes
 
 
 def test_three_lost_nodes_are_too_many(coded: Group) -> None:
     with ExitStack() as stack, pytest.raises(Unavailable, match="Too many members"):
-        _reader(stack, coded, 0, 1, 2).read_whole(fragment_file(0, NUM_NODES))
+        _reader(stack, coded, 0, 1, 2).read_whole(fragment_file(0, NUM_NODES), max_bytes=MAX_BYTES)
 
 
 def test_a_restore_of_one_lost_node_reads_six_times_its_bytes(coded: Group) -> None:
@@ -249,7 +260,7 @@ def test_a_node_that_does_not_answer_is_left_out(coded: Group) -> None:
     with ExitStack() as stack:
         reader = _reader(stack, coded, 2)
         for name in coded.files(2):
-            assert reader.read_whole(name) == coded.saved.files[name]
+            assert reader.read_whole(name, max_bytes=MAX_BYTES) == coded.saved.files[name]
     (coded.folder(NODES[2]) / parity_file(2, NUM_NODES)).unlink()
     with ExitStack() as stack, pytest.raises(Unavailable, match="Too many members"):
         reader = _reader(stack, coded)
@@ -257,7 +268,7 @@ def test_a_node_that_does_not_answer_is_left_out(coded: Group) -> None:
             (coded.folder(NODES[4]) / parity_file(4, NUM_NODES)).unlink(missing_ok=True)
             (coded.folder(NODES[3]) / parity_file(3, NUM_NODES)).unlink(missing_ok=True)
             (coded.folder(NODES[1]) / coded.files(1)[1]).unlink(missing_ok=True)
-            reader.read_whole(name)
+            reader.read_whole(name, max_bytes=MAX_BYTES)
 
 
 def test_lost_members_and_then_their_parity_are_made_again(coded: Group) -> None:
@@ -285,7 +296,11 @@ def test_wrong_parity_gives_no_wrong_byte_and_is_found_by_a_scrub(coded: Group) 
         assert damaged_parity(coded.runs[node], coded.saved.attempt, at) == (path.name,)
         with ExitStack() as stack:
             reader = _reader(stack, coded, lost)
-            wrong = [n for n in coded.files(lost) if reader.read_whole(n) != coded.saved.files[n]]
+            wrong = [
+                n
+                for n in coded.files(lost)
+                if reader.read_whole(n, max_bytes=MAX_BYTES) != coded.saved.files[n]
+            ]
         assert len(wrong) == 1
         if index == 0:
             coded.code(lost, "spare", lost, is_parity=False)
@@ -307,7 +322,7 @@ def test_a_damaged_header_costs_one_parity_file(coded: Group) -> None:
     with ExitStack() as stack:
         reader = _reader(stack, coded, 5)
         for name in coded.files(5):
-            assert reader.read_whole(name) == coded.saved.files[name]
+            assert reader.read_whole(name, max_bytes=MAX_BYTES) == coded.saved.files[name]
 
 
 def test_threads_that_find_a_damaged_header_at_once_go_on(

@@ -117,6 +117,9 @@ def test_damaged_and_newer_headers_are_refused() -> None:
     files = (header.files[0], (), *header.files[1:])
     with pytest.raises(FormatError, match="fragments of its members"):
         decode_header(encode_header(replace(header, files=files)))
+    files = ((*header.files[0], header.files[0][-1]), *header.files[1:])
+    with pytest.raises(FormatError, match="lists a file twice"):
+        decode_header(encode_header(replace(header, files=files)))
     body = jsontext.dumps_sealed({"format": 2}, what="", max_bytes=1000)
     newer = (len(body).to_bytes(8, "little") + body).ljust(4096)
     with pytest.raises(NewerFormat):
