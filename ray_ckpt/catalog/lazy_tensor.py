@@ -89,15 +89,16 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
 
     def open(self, name: str) -> CheckpointFile:
         """Open a file of the checkpoint. Raise StoragePathError, or CorruptionError if it is missing."""
-        if name not in self._opened:
+        opened = self._opened  # another thread that meets an error replaces it
+        if name not in opened:
             with readable(self._files.location):
                 file = self._files.open(name)
             if file is None:
                 raise CorruptionError(
                     f"{self._files.place(name)} is missing.", hint=PERHAPS_DELETED, file=name
                 )
-            self._opened[name] = file
-        return self._opened[name]
+            opened[name] = file
+        return opened[name]
 
     def check(self, reads: Iterable[Read]) -> None:
         """Raise CorruptionError if a file is too short for `reads`, before memory is allocated for them."""

@@ -22,6 +22,7 @@ from ray_ckpt.catalog.lazy_tensor import BLOCK_BYTES, GAP_BYTES, LazyTensor
 from ray_ckpt.catalog.tables import MAX_HTML_ROWS
 from ray_ckpt.errors import ConfigError, CorruptionError, StoragePathError
 from ray_ckpt.location import Location
+from ray_ckpt.storage.checkpoint_files import CheckpointFile
 from ray_ckpt.storage.remote.file_store import Blocks, PosixFiles
 from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.types import Slice
@@ -217,6 +218,22 @@ def test_what_is_deleted_meanwhile_is_reported_as_deleted(run: SampleRun) -> Non
     for read in (lazy.load, unread.load):
         with pytest.raises((StoragePathError, CorruptionError), match="deleted since the log was read"):
             read()
+
+
+def test_a_thread_that_meets_damage_does_not_disturb_the_others(run: SampleRun) -> None:
+    tensors = Catalog(run.folder)[30].tensors()
+    file = "shard-00000-of-00002.safetensors"
+    known = tensors.open(file)
+
+    class Forgotten(dict[str, CheckpointFile]):
+        """Files that another thread forgets once this thread has found its file among them."""
+
+        def __contains__(self, name: object) -> bool:
+            tensors._opened = {}
+            return super().__contains__(name)
+
+    tensors._opened = Forgotten({file: known})
+    assert tensors.open(file) is known
 
 
 def test_wrong_names_list_the_nearest(run: SampleRun) -> None:
