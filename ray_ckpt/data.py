@@ -53,6 +53,7 @@ Words: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 ROUNDS = 8  # with 6, neighbours in small data sets are still correlated; with 8 no test finds a correlation
 SHUFFLED = f"feistel-{ROUNDS}"  # name of the order in a checkpoint; another algorithm has another name
 IN_SEQUENCE = "sequence"
+SAMPLER_EPOCH = "ray_ckpt_sampler_epoch"  # a key in the saved state of a loader of torchdata
 MAX_SAMPLES = 1 << 62  # the square of the permutation must fit 64 bits
 
 
@@ -394,6 +395,32 @@ def loader_problems(loader: object, saved: object) -> list[str]:
         f"num_workers: was {then} and is {now} here; a StatefulDataLoader needs the same number of worker "
         "processes: give it the same num_workers, or use ray_ckpt.data.GlobalBatchSampler"
     ]
+
+
+def loader_state(loader: Any) -> Any:
+    """Return the state of `loader`; for a loader of torchdata, with the epoch of its DistributedSampler.
+
+    The state of torchdata 0.11 has the number of samples that were read, and not the epoch that orders them.
+    """
+    state, sampler = loader.state_dict(), _epoch_sampler(loader)
+    return state if sampler is None else {**state, SAMPLER_EPOCH: sampler.epoch}
+
+
+def load_loader_state(loader: Any, saved: Any) -> None:
+    """Load what `loader_state` returned, the epoch first: the next call of `state_dict` fixes the order."""
+    sampler = _epoch_sampler(loader)
+    if sampler is not None and isinstance(saved, Mapping) and SAMPLER_EPOCH in saved:
+        sampler.set_epoch(saved[SAMPLER_EPOCH])
+        saved = {key: value for key, value in saved.items() if key != SAMPLER_EPOCH}
+    loader.load_state_dict(saved)
+
+
+def _epoch_sampler(loader: Any) -> torch.utils.data.DistributedSampler[Any] | None:
+    if not _is_torchdata(loader):
+        return None
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return next((s for s in samplers if isinstance(s, torch.utils.data.DistributedSampler)), None)
 
 
 def is_bound_to_world_size(obj: object) -> bool:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
@@ -586,6 +586,42 @@ def test_a_generator_given_to_a_stateful_loader_changes_its_next_epoch() -> None
     whole, restarted = continued(first, second, after=2, count=4)
     assert restarted[:2] == whole[:2], "what is left of the epoch"
     assert restarted[2:] != whole[2:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("in_batch_sampler", [False, True])
+def test_a_stateful_loader_continues_in_the_epoch_of_its_distributed_sampler(
+    num_workers: int, in_batch_sampler: bool
+) -> None:
+    data = TensorDataset(torch.arange(float(SAMPLES)))
+
+    def made() -> tuple[Any, Item]:
+        sampler: Any = DistributedSampler(data, num_replicas=1, rank=0, seed=5)
+        batch_sampler = BatchSampler(sampler, PER_BATCH, drop_last=False)
+        size, by = (
+            (1, {"batch_sampler": batch_sampler}) if in_batch_sampler else (PER_BATCH, {"sampler": sampler})
+        )
+        loader = stateful_loader(data, size, num_workers=num_workers, **by)
+        item = adapt("loader", loader, {})
+        Checkpoint(item)  # the Checkpointer looks at every item before it restores
+        return sampler, item
+
+    sampler, item = made()
+    loader = item.obj  # type: ignore[attr-defined]
+    assert len(list(loader)) == 4
+    sampler.set_epoch(1)
+    batches = iter(loader)
+    first = [next(batches)[0].tolist() for _ in range(2)]
+    saved = Checkpoint(item)
+    rest = [batch[0].tolist() for batch in batches]
+
+    other_sampler, other_item = made()
+    saved.load(other_item)
+    Checkpoint(other_item)  # and again before the first step
+    other_sampler.set_epoch(1)
+    other = other_item.obj  # type: ignore[attr-defined]
+    assert [batch[0].tolist() for batch in other] == rest and first != rest
+    assert other_sampler.epoch == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DistributedSampler
 
 from ray_ckpt.capture.torch_private import EXTRA_STATE_SUFFIX, WRAPPER_SEGMENTS, compiled_module
-from ray_ckpt.data import loader_problems
+from ray_ckpt.data import load_loader_state, loader_problems, loader_state
 from ray_ckpt.errors import UnsupportedItem
 from ray_ckpt.format.short import key_text
 from ray_ckpt.format.tree import TensorRef
@@ -221,10 +221,10 @@ class StatefulItem(Item):
         self.obj = obj
 
     def tree(self) -> Any:
-        return self.obj.state_dict()
+        return loader_state(self.obj)
 
     def load(self, tree: Any) -> None:
-        self.obj.load_state_dict(tree)
+        load_loader_state(self.obj, tree)
 
     def problems(self, saved: Any) -> list[str]:
         return loader_problems(self.obj, saved)
