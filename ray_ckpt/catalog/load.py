@@ -97,7 +97,7 @@ class OpenedRun:
         the manifest is damaged; NewerFormat if a newer ray_ckpt wrote the checkpoint.
         """
         if into is not None:
-            _check_into(what, rank)
+            _check_into(into, what, rank)
             return self._load_into(into, step)
         what = _checked(what)
         return self.choose(step, _items_in(what)).load(what, rank=rank or 0)
@@ -235,7 +235,7 @@ class OpenedCheckpoint:
     ) -> Any:
         """Load this step; see `OpenedRun.load`."""
         if into is not None:
-            _check_into(what, rank)
+            _check_into(into, what, rank)
             return self._load_into(into)
         if not 0 <= (seen_by := rank or 0) < self.info.world_size:
             raise ConfigError(
@@ -419,6 +419,11 @@ def _items_in(what: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return tuple(sorted(items)) if all(item.isidentifier() for item in items) else ()
 
 
-def _check_into(what: object, rank: object) -> None:
+def _check_into(into: object, what: object, rank: object) -> None:
+    if not isinstance(into, Mapping):
+        raise ConfigError(
+            f"`into` is {type(into).__name__}, and not the objects by the names of their items.",
+            hint='Give a dict, such as into={"model": model}.',
+        )
     if what is not None or rank is not None:
         raise ConfigError("`into` itself names the items.", hint="Omit `what` and `rank`.")

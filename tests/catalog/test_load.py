@@ -276,6 +276,13 @@ def test_names_and_objects_exclude_each_other(opened: OpenedRun) -> None:
             anything(into={"model": nn.Linear(1, 1)}, **arguments)
 
 
+def test_an_object_without_its_item_cannot_be_filled(opened: OpenedRun) -> None:
+    load: Any
+    for load in (opened.load, opened.choose(30).load):
+        with pytest.raises(ConfigError, match=r'is Linear, and not the objects .* into=\{"model": model\}'):
+            load(into=nn.Linear(1, 1))
+
+
 def test_damage_is_named_and_only_what_it_touches_is_lost(run: SampleRun, opened: OpenedRun) -> None:
     flip(run.directory(50) / SHARD, place_of(run, 50, WEIGHT))
     for what in (None, "model", WEIGHT):
