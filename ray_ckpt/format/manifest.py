@@ -36,6 +36,7 @@ from ray_ckpt.types import AttemptId, FileEntry, Fragment, FragmentMetadata, Man
 
 MAX_FRAGMENT_BYTES = 64 * 2**20  # bounds a reader's memory; a million rows take about 40 MB
 MAX_ROWS = 1_000_000  # rows of one fragment: eight ranks with 125,000 slices each
+_SMALL_TABLE_BYTES = 8 * 2**20  # such a table of rows, texts included, is within all limits of `parquet`
 MAX_DESCRIPTION_BYTES = 64 * 2**20  # size of checkpoint.json: about 300,000 files
 DESCRIPTION_VERSION = 2  # of checkpoint.json with the fragments; 1: with all files
 ITEMS_VERSION = 3  # of checkpoint.json of some items alone, which older versions must not take for all
@@ -108,7 +109,10 @@ def encode_fragment(fragment: Fragment) -> bytes:
     Raise FormatError for a fragment that `decode_fragment` would refuse.
     """
     _check_fragment(fragment)
-    data = encode_columns(fragment.metadata, rows_table([fragment]))
+    table = rows_table([fragment])
+    data = encode_columns(fragment.metadata, table)
+    if table.nbytes <= _SMALL_TABLE_BYTES:
+        return data
     try:
         _read_parquet(data)  # checks a reader's limits of memory, which long names of many slices exceed
     except FormatError as error:

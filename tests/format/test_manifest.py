@@ -347,6 +347,7 @@ def test_a_fragment_that_exceeds_the_limits_of_readers_is_not_written(
     monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:
     data = encode_fragment(FRAGMENT)
+    monkeypatch.setattr(manifest, "_SMALL_TABLE_BYTES", 0)
     monkeypatch.setattr(parquet, name, limit)
     with pytest.raises(FormatError):
         decode_fragment(data)
