@@ -41,7 +41,7 @@ from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, r
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.file_store import FileStore
 from ray_ckpt.storage.remote.tier import RemoteTier, open_store
-from ray_ckpt.texts import html_table, metrics_text, nearest_steps, to_datetime
+from ray_ckpt.texts import did_you_mean, html_table, metrics_text, nearest_steps, to_datetime
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, Level, ProgressCallback
 from ray_ckpt.verify.content import Damage, VerifyReport, verify_directory
 
@@ -60,6 +60,7 @@ log = logging.getLogger("ray_ckpt")
 
 MAX_FOLDERS = 1000  # folders of a storage path that are searched for runs
 _MAX_NAMED_RUNS = 10  # runs that a hint names
+_MAX_BESIDE = 100  # folders beside a path without a run that are searched for the hint
 
 
 class Catalog:
@@ -472,11 +473,22 @@ def _run_at(location: Location, storage_options: Mapping[str, str] | None) -> Lo
     if found:
         listed = ", ".join(found[:_MAX_NAMED_RUNS])
         hint = f"It holds the runs {listed}{more}; open {location / found[0]}, for example."
+    elif beside := _names_beside(location, storage_options):
+        hint = f"Beside it are other runs. {did_you_mean(location.name, beside)}"
     raise NoRun(f"There is no run at {location}.", hint=hint, path=str(location))
 
 
-def _runs_in(location: Location, files: FileStore) -> tuple[Location, ...]:
-    folders = sorted(files.children().folders)[:MAX_FOLDERS]
+def _names_beside(location: Location, storage_options: Mapping[str, str] | None) -> list[str]:
+    """Return the names of the runs in the parent of `location`; none if it is not to be read."""
+    try:
+        runs = _runs_in(location.parent, open_store(location.parent, storage_options)[0], _MAX_BESIDE)
+    except (CheckpointError, OSError):
+        return []
+    return [run.name for run in runs]
+
+
+def _runs_in(location: Location, files: FileStore, most: int = MAX_FOLDERS) -> tuple[Location, ...]:
+    folders = sorted(files.children().folders)[:most]
 
     def is_run_folder(folder: str) -> bool:
         try:

@@ -23,7 +23,7 @@ from ray_ckpt.format import records
 from ray_ckpt.format.manifest import rows_table
 from ray_ckpt.format.records import MAX_TIME_S
 from ray_ckpt.storage.output_file import whole_file
-from ray_ckpt.texts import tiers_text, to_datetime
+from ray_ckpt.texts import count_text, tiers_text, to_datetime
 from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, Fragment, ManifestRow, SessionInfo
 
 TableName: TypeAlias = Literal["checkpoints", "shards", "slices", "events", "sessions"]
@@ -203,7 +203,7 @@ def _event_text(op: records.Op, history: RunHistory) -> str:
             return f"run {name}"
         case records.Session(resumed_from=source, world_size=world, num_nodes=nodes):
             start = "scratch" if source is None else f"step {history.checkpoints[source].step}"
-            return f"from {start}, {world} ranks on {nodes} nodes"
+            return f"from {start}, {count_text(world, 'rank')} on {count_text(nodes, 'node')}"
         case records.Commit(size_bytes=size, replicas=copies, suspect=suspect):
             return f"{size} bytes, {copies} replicas" + (f"; differing: {suspect}" if suspect else "")
         case records.Promote(replicas=copies):

@@ -64,7 +64,7 @@ def show(
         },
         "state": info.state,
         "level": level_text(info),
-        "world": f"{info.world_size} ranks on {info.num_nodes} nodes{mesh}",
+        "world": f"{count_text(info.world_size, 'rank')} on {count_text(info.num_nodes, 'node')}{mesh}",
         "size": f"{decimal(info.size_bytes)} ({info.size_bytes} bytes)",
         **({"linked": f"{decimal(info.shared_bytes)} on the nodes"} if info.shared_bytes else {}),
         **({"exported": exported_text(info)} if info.exported else {}),

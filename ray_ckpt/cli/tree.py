@@ -12,7 +12,7 @@ from rich.tree import Tree
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.options import JsonOption, PathArgument, StorageOption, option, store_options
 from ray_ckpt.cli.output import Lineage, level_text, print_json, stdout, when_text
-from ray_ckpt.texts import printable
+from ray_ckpt.texts import count_text, printable
 from ray_ckpt.types import CheckpointInfo, SessionInfo
 
 MAX_SESSIONS = 100  # sessions drawn without `--all`: a few screens
@@ -172,7 +172,7 @@ def _session_text(session: SessionInfo, origin: CheckpointInfo | None) -> str:
         begun = f"{verb} step {origin.step} of session {origin.id.session}{gone}"
     if session.is_offline:  # no ranks trained in it
         return f"session {session.session}  {begun}  {when_text(session.opened_at_s)}"
-    ranks = f"{session.world_size} ranks on {session.num_nodes} nodes"
+    ranks = f"{count_text(session.world_size, 'rank')} on {count_text(session.num_nodes, 'node')}"
     return f"session {session.session}  {begun}  {ranks}  {when_text(session.opened_at_s)}"
 
 
