@@ -216,7 +216,7 @@ def _bucket_path(rest: str, scheme: str) -> str:
         raise _holds_credentials(scheme)
     key = key.strip("/")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}", bucket) or (key and _BAD_KEY.search(key)):
-        shown = f"{scheme}://{rest!r}" if ":" not in rest and "@" not in rest else f"of scheme {scheme}"
+        shown = repr(f"{scheme}://{rest}") if ":" not in rest and "@" not in rest else f"of scheme {scheme}"
         raise ConfigError(
             f"The storage path {shown} is not a bucket and a prefix.",
             hint=f"Give {scheme}://bucket/prefix without empty parts, '..', '%', '#' or control characters.",

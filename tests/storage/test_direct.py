@@ -377,8 +377,8 @@ def test_a_reader_may_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bloc
     for _ in range(blocks_read):
         next(blocks)
     blocks.close()  # type: ignore[attr-defined]
-    opened = open_targets() - before  # other tests of this process may have left sockets that close late
-    assert not [target for _, target in opened if target.startswith((str(tmp_path), "anon_inode"))]
+    opened = open_targets() - before  # threads of other tests may open and close what they like
+    assert not [target for _, target in opened if target.startswith(str(tmp_path))]
     assert len(pool._idle) == (direct.READ_AHEAD + 1 if blocks_read else 0)
 
 

@@ -19,6 +19,10 @@ from ray_ckpt.types import CheckpointInfo, Level
 
 NUM_SEEDS = 30
 MAX_SEEDS = 400  # within which a planted bug must show
+FIRST_SEEDS = {  # before which no schedule shows the bug; a change of the schedules moves them
+    "a_failed_part_counts": 34,
+    "items_of_lost_checkpoints_stay": 236,
+}
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -117,5 +121,5 @@ BUGS: tuple[tuple[Plant, str], ...] = (
 def test_a_planted_bug_is_found(plant: Plant, promise: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(Violation, match=f"^({promise}): "):
-        for seed in range(MAX_SEEDS):
+        for seed in range(FIRST_SEEDS.get(plant.__name__, 0), MAX_SEEDS):
             play(seed, with_items=True)
