@@ -110,6 +110,7 @@ def test_bytes_of_another_checkpoint_are_found(planted: pytest.MonkeyPatch) -> N
     found("P4")
 
 
+@pytest.mark.slow
 def test_memory_that_a_changed_plan_leaves_is_found(planted: pytest.MonkeyPatch) -> None:
     """A session that is superseded does not free what it has read ahead."""
 
@@ -120,6 +121,7 @@ def test_memory_that_a_changed_plan_leaves_is_found(planted: pytest.MonkeyPatch)
     found("P8")
 
 
+@pytest.mark.slow
 def test_memory_of_a_file_that_was_at_work_at_the_end_is_found(planted: pytest.MonkeyPatch) -> None:
     """A file that is completed after the end of its session is kept."""
     close = Prefetch.close
@@ -134,6 +136,7 @@ def test_memory_of_a_file_that_was_at_work_at_the_end_is_found(planted: pytest.M
     found("P8")
 
 
+@pytest.mark.slow
 def test_arenas_that_a_prefetch_keeps_mapped_are_found(planted: pytest.MonkeyPatch) -> None:
     close = Prefetch.close
 
@@ -146,6 +149,7 @@ def test_arenas_that_a_prefetch_keeps_mapped_are_found(planted: pytest.MonkeyPat
     found("P8")
 
 
+@pytest.mark.slow
 def test_old_memory_of_a_node_that_is_trusted_is_found(planted: pytest.MonkeyPatch) -> None:
     """An arena counts as a capture of any checkpoint, and is not compared with its digests."""
 
