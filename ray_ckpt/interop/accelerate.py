@@ -135,9 +135,9 @@ class _LoaderItem(Item):
 
     @property
     def _is_at_last_batch(self) -> bool:
-        """Whether a stateful loader has given the last batch of an epoch that it still counts as its own.
+        """Whether a stateful loader has given the last batch of its epoch, and has not counted the epoch yet.
 
-        From the position that the loader has then, it begins an epoch, which must be the next one.
+        The loader continues from there with a whole epoch, which must be the next one.
         """
         given = self._loader.end_of_dataloader and self._is_stateful
         return given and any(

@@ -31,10 +31,15 @@ def common_step(states: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, L
     It may be lower than the step of the checkpoint: of a run that began from weights, or skipped steps.
     """
     values = [state[STEP] for state in states.values() if STEP in state]
-    found = {float(tensors[v.key].load() if isinstance(v, TensorRef) else v) for v in values}
+    found = {float(_loaded(value, tensors)) for value in values}
     if len(found) > 1:
         raise ConfigError(f"Parameters have taken {sorted(found)} steps; this format has one number for all.")
     return next(iter(found), None)
+
+
+def _loaded(value: Any, tensors: Mapping[str, LazyTensor]) -> Any:
+    lazy = tensors[value.key] if isinstance(value, TensorRef) else value
+    return lazy.load() if isinstance(lazy, LazyTensor) else lazy
 
 
 def _are_states(states: Any) -> bool:

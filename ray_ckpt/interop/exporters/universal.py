@@ -23,7 +23,7 @@ from ray_ckpt.catalog.lazy_tensor import LazyTensor
 from ray_ckpt.catalog.load import OpenedCheckpoint
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.tree import TensorRef
-from ray_ckpt.interop.exporters.optimizer_tree import check_optimizer
+from ray_ckpt.interop.exporters.optimizer_tree import STEP, check_optimizer, common_step
 from ray_ckpt.types import ProgressCallback
 
 LATEST_FILE = "latest_universal"
@@ -32,7 +32,6 @@ ZERO3_FILE = f"zero_pp_rank_0_{MODEL_FILE}"  # the name that ZeRO 3 looks for
 ZERO, OPTIMIZER_FILE = "zero", "optimizer_state.pt"
 DEEPSPEED_VERSION = "0.19.8"  # whose files these are; loaders want some version
 UNIVERSAL_VERSION = 0.4
-STEP = "step"
 
 
 def export_universal(
@@ -125,14 +124,8 @@ class _State:
 
     def step(self) -> Any:
         """Return the steps of the optimizer, None without any. Raise ConfigError if parameters differ."""
-        steps = {
-            float(lazy.load()): lazy for name in self.trained for key, lazy in self.state(name) if key == STEP
-        }
-        if len(steps) > 1:
-            raise ConfigError(
-                f"Parameters have taken {sorted(steps)} steps; DeepSpeed loads one number for all."
-            )
-        return torch.tensor(next(iter(steps))) if steps else None
+        found = common_step({name: dict(self.state(name)) for name in self.trained}, self.tensors)
+        return None if found is None else torch.tensor(found)
 
 
 def _dict(trees: Mapping[str, Any], item: str) -> dict[str, Any]:
