@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import setuptools  # noqa: F401  # Megatron imports it, which fails after an import of pip
+import typer.main
 from hypothesis import HealthCheck, settings
 
 from ray_ckpt.preemption.cloud import METADATA_ENV
@@ -19,6 +21,9 @@ pytest_plugins = ["tests.support.peer_nodes", "tests.servers.fixtures"]
 
 os.environ.pop("COLUMNS", None)  # how wide the terminal is that tests were started in; tests set their own
 os.environ[METADATA_ENV] = "off"  # no test may query a cloud's service; tests of notices set their own
+
+# The tree of commands is built once in a process, not for each call. `typer.testing` imports this name later.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 # Machines are slow and shared: no test may fail because an example took long.
 settings.register_profile("untimed", examples(), suppress_health_check=[HealthCheck.too_slow])
@@ -86,4 +91,4 @@ def _the_same_draws_each_time() -> None:
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` takes 2 ms: it notes the stack for CUDA

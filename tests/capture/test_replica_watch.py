@@ -143,6 +143,7 @@ def test_sums_of_a_device_are_digests_too_and_not_compared_with_those_of_a_host(
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_ten_thousand_saves_of_equal_replicas_have_no_finding() -> None:
     """Each replica makes the same steps on its own bytes; then a last bit differs, as a check of the test."""
     replicas = [[s for s in state(4) if s.nbytes] for _ in RANKS]

@@ -48,7 +48,7 @@ class Training:
         for name, param in self.model.named_parameters():
             for key, value in self.optimizer.state.get(param, {}).items():
                 state[f"{name}.{key}"] = value
-        return {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in state.items()}
+        return {k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in state.items()}
 
 
 def train_and_save(run: str, storage: str, options: dict[str, Any]) -> dict[str, Any]:

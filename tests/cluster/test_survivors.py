@@ -13,7 +13,7 @@ from jobs.demo.local_cluster import LocalCluster
 from tests.fault.rig import wait_for
 from tests.fault.survivors import Task, Trainers, check_lines, lines, saved_steps, wait_for_step
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]  # 30 s
 
 
 def test_after_the_death_of_a_rank_its_last_step_is_saved_by_the_other(

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -301,6 +302,7 @@ def test_sets_outside_of_a_large_rack_share_its_load() -> None:
     assert Counter(placed.values()) == {("s1",): 2, ("s2",): 2, ("s3",): 2}
 
 
+@pytest.mark.slow
 def test_ten_thousand_nodes_are_placed_by_label_and_rack() -> None:
     nodes = [f"n{i:05d}" for i in range(10_000)]
     domains = {node: f"r{i // 40}" for i, node in enumerate(nodes)}

@@ -403,6 +403,7 @@ def test_no_text_does_more_than_raise_a_format_error(key: str, rest: str) -> Non
 MOST_S = 1.0  # of a processor
 
 
+@pytest.mark.slow
 def test_a_long_run_is_decided_in_no_time() -> None:
     lineage = tuple(
         checkpoint(

@@ -343,6 +343,7 @@ class TestPeers:
             == "ERROR: No matching distribution"
         )
 
+    @pytest.mark.slow
     def test_torch_save_is_measured_for_real(self, context: Context) -> None:
         """All of it: the child's protocol, the library, the comparison of what was loaded."""
         rows = {one.name: one for one in peers.rows(replace(context, peers=("torch.save",)))}

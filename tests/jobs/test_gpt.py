@@ -56,6 +56,7 @@ def test_heads_that_do_not_divide_the_width_are_refused() -> None:
         GPT(layers=1, width=30, heads=4, context=CONTEXT)
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     model = small_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

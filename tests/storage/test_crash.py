@@ -38,7 +38,7 @@ from tests.support.sample_run import SampleCheckpoint
 
 Found: TypeAlias = type[Exception] | tuple[type[Exception], ...]
 
-FAST_POINTS = 6  # of the quick tests, where something happens during a run; slow tests have all points
+FAST_POINTS = 2  # of the quick tests, where something happens during a run; slow tests have all points
 RANDOM_CHOICES = 4  # outcomes of each power loss, beside "nothing unsynced is left" and "all of it is"
 
 

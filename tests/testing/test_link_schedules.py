@@ -15,7 +15,7 @@ from ray_ckpt.core.maintenance import Maintenance
 from ray_ckpt.testing.oracle import Violation
 from ray_ckpt.testing.schedules import play
 
-NUM_SEEDS = 24
+NUM_SEEDS = 10
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
