@@ -141,6 +141,7 @@ def reserve_memory(run: str, storage: str) -> None:
     training.ckpt._link.reserve(1 << 50)
 
 
+@pytest.mark.slow  # the next one is quick
 @everywhere
 def test_too_little_memory_is_named(spare_group: RankGroup, storage: str) -> None:
     with pytest.raises(InsufficientSpace, match=r"memory='single' needs.*put fewer ranks on a node"):

@@ -119,7 +119,7 @@ def weights(run: str, storage: str) -> dict[str, Any]:
     return {"step": info.step if info else None, "moments": moments, **shared}
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_another_world_size_reshards(
     group: RankGroup, cluster: LocalCluster, storage: str, world_size: int
 ) -> None:

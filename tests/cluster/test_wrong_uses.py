@@ -27,12 +27,11 @@ from tests.cluster.ranks import RankGroup
 from tests.cluster.test_train_traps import cause
 from tests.cluster.wrong_uses import ARE_RIGHT, WRONG_USES, Rank, WrongUse
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]  # test_save_restore.py has a quick "save on rank 0"
 NAMED_S = 60.0  # from the first step on
 START_S = 120.0  # that a group takes to come up where the service has to be started, on a busy machine
 OPTIONS: dict[str, Any] = {"every_steps": 5, "replicas": 0}
 PLACES = {"one node": "aa", "two nodes": "ab", "three ranks on two nodes": "aab", "three on one": "aaa"}
-FAST = {"skip a step that is saved"}  # others are slow; test_save_restore.py has a quick "save on rank 0"
 
 
 def run_loop(name: str, run: str, storage: str, logs: str) -> None:
@@ -93,14 +92,9 @@ def ranks(cluster: LocalCluster, request: pytest.FixtureRequest) -> Iterator[Ran
 
 
 def placed(places: dict[str, str], names: Any) -> list[Any]:
-    """Return each name with each place; FAST names on one node are quick, the others are marked slow."""
+    """Return each name with each place."""
     return [
-        pytest.param(
-            letters,
-            name,
-            id=f"{name} ({place})",
-            marks=[] if name in FAST and letters == "aa" else pytest.mark.slow,
-        )
+        pytest.param(letters, name, id=f"{name} ({place})")
         for place, letters in places.items()
         for name in names
     ]
@@ -154,7 +148,6 @@ def trainer(name: str, storage: str, logs: Path, **options: Any) -> TorchTrainer
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("reports", [True, False], ids=["reports", "no reports"])
 @pytest.mark.parametrize("name", WRONG_USES)
 def test_a_wrong_use_under_ray_train_is_named_with_two_ranks_on_one_node(
@@ -167,7 +160,6 @@ def test_a_wrong_use_under_ray_train_is_named_with_two_ranks_on_one_node(
     assert_named(WRONG_USES[name], cause(caught.value), tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ARE_RIGHT)
 def test_what_only_looks_odd_goes_on_under_ray_train(
     cluster: LocalCluster, name: str, storage: str, tmp_path: Path
