@@ -362,11 +362,11 @@ def test_truncated_fragments_are_found() -> None:
             decode_fragment(data[:size])
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])  # every other byte
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))])
 def test_flipped_fragments_are_found(first: int) -> None:
     data = bytearray(encode_fragment(FRAGMENT))
-    for index in range(first, len(data), 2):
-        bit = index // 2 % 8
+    for index in range(first, len(data), 5):
+        bit = index // 5 % 8
         data[index] ^= 1 << bit
         with suppress(FormatError):  # a flip that changes nothing we read (a writer's name) may pass
             assert decode_fragment(bytes(data)) == FRAGMENT

@@ -176,7 +176,7 @@ def rename_for_link(patch: pytest.MonkeyPatch) -> None:
         (no_directory_sync, workloads.save, check_staging, Lost),
         (fragment_first, workloads.save, check_staging, Lost),
         (no_settling, workloads.killed_save, check_staging, Lost),
-        (no_lock, workloads.save, check_staging, Lost),
+        pytest.param(no_lock, workloads.save, check_staging, Lost, marks=pytest.mark.slow),
         (no_sync_of_a_delete, workloads.delete, check_staging, Lost),
         (no_directory_sync, workloads.killed_link, check_staging, Lost),
         (no_file_sync, workloads.link_and_delete, check_staging, (Lost, Torn)),

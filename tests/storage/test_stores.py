@@ -337,7 +337,7 @@ class TestLog(LogStoreTests):
     def store(self, any_store: Store) -> LogStore:
         return any_store.new_log()
 
-    @pytest.mark.parametrize("numbers", [10, pytest.param(100, marks=SLOW)])
+    @pytest.mark.parametrize("numbers", [5, pytest.param(100, marks=SLOW)])
     def test_writers_who_race_make_one_chain(self, store: LogStore, numbers: int) -> None:
         barrier = threading.Barrier(NUM_WRITERS)
 
