@@ -230,9 +230,9 @@ class RayPorts:
 
     async def _append(self, work: m.Append) -> None:
         run, record, service, missing = self._run, work.record, "", ""
-        create = run.log_threads.run(create_record, run.store, record.seq, encode_record(record))
         outcome: Literal["ok", "exists", "unknown"] = "unknown"
         try:
+            create = run.log_threads.run(create_record, run.store, record.seq, encode_record(record))
             match await asyncio.wait_for(create, STORE_TIMEOUT_S):
                 case CreateResult.OK:
                     outcome = "ok"

@@ -195,18 +195,21 @@ def test_an_error_in_a_report_is_the_answer_to_that_report(monkeypatch: pytest.M
     assert answer is not None and isinstance(answer.error, Unavailable)
 
 
-def test_an_unexpected_error_of_an_append_is_an_answer_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["create_record", "encode_record"])
+def test_an_unexpected_error_of_an_append_is_an_answer_to_it(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
     async def run() -> None:
         engine = make_engine()
         at_work = training(engine)
         answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-        def create(*_: object) -> None:
+        def fail(*_: object) -> None:
             raise RuntimeError("can't start new thread")
 
         monkeypatch.setattr(at_work.host, "handle", answered.set_result)
-        monkeypatch.setattr(ports_module, "create_record", create)
         monkeypatch.setattr(ports_module, "encode_record", lambda _: b"")
+        monkeypatch.setattr(ports_module, failing, fail)
         RayPorts(engine, at_work).start(m.Append(record=SimpleNamespace(seq=9)))  # type: ignore[arg-type]
         event = await asyncio.wait_for(answered, 10.0)
         assert event.outcome == "unknown"
