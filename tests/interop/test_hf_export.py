@@ -139,6 +139,65 @@ def test_an_adapter_is_exported_as_peft_writes_it(tmp_path: Path) -> None:
     assert torch.equal(logits(again), logits(model))
 
 
+def adapted(adapters: dict[str, dict[str, Any]]) -> Any:
+    """Return a model with the adapters of PEFT, by name."""
+    model: Any = None
+    for name, options in adapters.items():
+        config = peft.LoraConfig(**options)
+        if model is None:
+            model = peft.get_peft_model(untied(), config, adapter_name=name)
+        else:
+            model.add_adapter(name, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(
+    ("adapters", "exported"),
+    [
+        (
+            {
+                "default": {"r": 2, "target_modules": ["q_proj"]},
+                "more": {"r": 4, "target_modules": ["v_proj"]},
+            },
+            "",
+        ),
+        (
+            {
+                "more": {"r": 4, "target_modules": ["v_proj"]},
+                "default": {"r": 2, "target_modules": ["q_proj"]},
+            },
+            "",
+        ),
+        ({"mine": {"r": 2, "target_modules": ["q_proj"]}}, "mine"),
+    ],
+    ids=["of two the default one", "in any order", "the only one"],
+)
+def test_of_several_adapters_the_files_are_those_of_one(
+    tmp_path: Path, adapters: dict[str, dict[str, Any]], exported: str
+) -> None:
+    model = adapted(adapters)
+    run, out, theirs = saved(tmp_path, model), tmp_path / "out", tmp_path / "theirs"
+    assert export(run, out, "--to", "hf") == 0
+    model.save_pretrained(theirs)
+    mine, other = (load_file(folder / "adapter_model.safetensors") for folder in (out, theirs / exported))
+    assert mine.keys() == other.keys() and mine
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_several_adapters_of_which_none_is_the_default_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = adapted({name: {"r": 2, "target_modules": ["q_proj"]} for name in ("one", "two")})
+    assert export(saved(tmp_path, model), tmp_path / "out", "--to", "hf") == 2
+    assert "adapters one, two" in capsys.readouterr().err
+
+
 def test_a_cast_changes_floats_and_the_configuration(tmp_path: Path) -> None:
     model = mixture()
     run, out = saved(tmp_path, model), tmp_path / "out"

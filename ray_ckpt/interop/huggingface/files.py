@@ -63,8 +63,8 @@ def _files_of(model: Any, processing: Any) -> dict[str, bytes]:
     model = unwrap(model)
     with TemporaryDirectory(prefix="ray_ckpt-") as folder:
         _save(_config(model), folder)
-        for name in ("generation_config", "peft_config"):
-            _save(getattr(model, name, None), folder)
+        _save(getattr(model, "generation_config", None), folder)
+        _save(_adapter_config(model), folder)
         _save(processing, folder)
         files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
     files = {name: data for name, data in files.items() if data}
@@ -84,8 +84,15 @@ def _config(model: Any) -> Any:
     return config
 
 
+def _adapter_config(model: Any) -> Any:
+    """Return the configuration of PEFT's adapter "default", or of the first adapter."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, dict) or not configs:
+        return configs
+    return configs.get("default", next(iter(configs.values())))
+
+
 def _save(obj: Any, folder: str) -> None:
-    """Write the files of a configuration, a tokenizer, or a dict of PEFT's configurations by adapter."""
-    for each in obj.values() if isinstance(obj, dict) else (obj,):
-        if hasattr(each, "save_pretrained"):
-            each.save_pretrained(folder)
+    """Write the files of a configuration or a tokenizer."""
+    if hasattr(obj, "save_pretrained"):
+        obj.save_pretrained(folder)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,6 +38,9 @@ from ray_ckpt.location import StoragePath
 FILES_ITEM = "files"
 CONFIG, ADAPTER_CONFIG, GENERATION_CONFIG = "config.json", "adapter_config.json", "generation_config.json"
 MAX_LISTED = 5  # names in one error
+DEFAULT_ADAPTER = (
+    "default"  # of several adapters of PEFT, the one whose files are in the model's directory itself
+)
 _LAYER = re.compile(r"(.*?\.\d+)\.")  # up to the first number in a name
 
 State: TypeAlias = dict[str, torch.Tensor]
@@ -102,10 +106,10 @@ class HubModel(Mapping[str, "HubTensor"]):
             for name, part in _slices(checkpoint, self._keys).items()
         }
         self.is_adapter = ADAPTER_CONFIG in self.files
-        convert = _adapter(self.files) if self.is_adapter else _whole_model(self.files, self._state)
-        self._convert: Convert = convert
-        self._whole: State = convert(self._state)
-        self._parts = _divide(self._state, self._whole, convert)
+        make = _adapter if self.is_adapter else _whole_model
+        self._convert: Convert = make(self.files, self._state)
+        self._whole: State = self._convert(self._state)
+        self._parts = _divide(self._state, self._whole, self._convert)
         self._last: tuple[tuple[str, ...], State] = ((), {})
         self._settle_files()
 
@@ -298,18 +302,38 @@ def _empty_model(folder: str) -> Any:
         return kind(config)
 
 
-def _adapter(files: Mapping[str, bytes]) -> Convert:
-    """Return the function that gives the state of a PEFT adapter's file."""
+def _adapter(files: Mapping[str, bytes], state: State) -> Convert:
+    """Return the function that gives the state of a PEFT adapter's file: of "default", or of the only one."""
     import peft
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
     require("peft", extra="huggingface")
     with _folder(files) as folder:
         config = peft.PeftConfig.from_pretrained(folder)
         base = _empty_model(folder)
         base.name_or_path = config.base_model_name_or_path  # else PEFT warns that it has changed
+    name = _adapter_name(state, PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, ""))
     with torch.device("meta"):
-        model = peft.get_peft_model(base, config)
-    return lambda part: peft.get_peft_model_state_dict(model, state_dict=dict(part))
+        model = peft.get_peft_model(base, config, adapter_name=name)
+    return lambda part: peft.get_peft_model_state_dict(model, state_dict=dict(part), adapter_name=name)
+
+
+def _adapter_name(state: State, prefix: str) -> str:
+    """Return the name of the adapter to export: names follow the part with `prefix`, as in lora_A.NAME."""
+    found = {
+        after
+        for key in state
+        for part, after in pairwise(key.split("."))
+        if prefix and part.startswith(prefix)
+    }
+    if not found or DEFAULT_ADAPTER in found:
+        return DEFAULT_ADAPTER
+    if len(found) > 1:
+        raise ConfigError(
+            f"The model has the adapters {_listed(sorted(found))}, and none is called {DEFAULT_ADAPTER}.",
+            hint="Export all tensors with their names in memory: --to safetensors --item model.",
+        )
+    return found.pop()
 
 
 def _tied(model: Any) -> set[str]:
