@@ -100,6 +100,7 @@ class _ThroughRayCkpt(Trainer):  # type: ignore[misc]
     ) -> Any:
         """Train from the newest checkpoint of the run, or from the beginning, to the last step.
 
+        True, False and None mean the same: the option `resume` decides, and `resume="never"` begins anew.
         Raises ConfigError for a folder to resume from, for a hyperparameter search, and at a second call;
         RestoreError if the newest checkpoint is damaged: at the next start, an older one is used.
         """
