@@ -31,6 +31,12 @@ _STEP = re.compile(r"(.+)@(\d{1,12})\Z")  # names of runs contain no @
 POINTER_PREFIX = "ray_ckpt_"  # of the folders that Ray Train keeps for a run's checkpoints
 
 
+def uri_of(run: str, step: int) -> str:
+    """Return the URI of a step of the run with a URI: the step is behind the name, before URL parameters."""
+    where = Location.parse(run)
+    return str(where.parent / f"{where.name}@{step}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointUri:
     """A parsed URI of a checkpoint. Without step and folder the URI means the run's newest durable one."""

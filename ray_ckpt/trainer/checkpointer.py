@@ -136,7 +136,7 @@ class Checkpointer:
     @property
     def where(self) -> str:
         """The URI of the run, `<storage path>/<run name>`, as for `ray_ckpt.open`."""
-        return f"{self._link.identity.storage_path}/{self._link.identity.run_name}"
+        return self._link.identity.where
 
     # -- restore -------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.core.values import RankProgress, Salvage, SessionKey
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.shard import RankLayout
+from ray_ckpt.location import Location
 from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.restore.reader import RestoreTicket, SharedRows
@@ -41,6 +42,11 @@ class Identity:
     def ranks(self) -> tuple[int, ...]:
         """The ranks, this rank included, that may hold the same tensors: those of the same part, or all."""
         return tuple(ranks_of(self.parts, self.part, self.world_size))
+
+    @property
+    def where(self) -> str:
+        """The URI of the run: the run's name behind the storage path, and before its URL parameters."""
+        return str(Location.parse(self.storage_path) / self.run_name)
 
 
 ArenaMode = Literal["double", "single", "stream"]

@@ -81,7 +81,12 @@ class LocalLink:
     def __post_init__(self) -> None:
         self.go.set()
         self.identity = Identity(
-            run_uid="0" * 32, run_name="run", rank=self.rank, world_size=self.world_size, node_id="node"
+            run_uid="0" * 32,
+            run_name="run",
+            rank=self.rank,
+            world_size=self.world_size,
+            node_id="node",
+            storage_path="/runs",
         )
 
     def whole_ticket(self, session_key: SessionKey) -> RestoreTicket:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ray_ckpt.catalog.uri import CheckpointUri, find_origin, own_resume
+from ray_ckpt.catalog.uri import CheckpointUri, find_origin, own_resume, uri_of
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
@@ -39,6 +39,8 @@ def test_a_checkpoint_is_named_by_its_run_and_a_step_or_folder(
 def test_the_query_of_a_bucket_stays_with_it() -> None:
     uri = CheckpointUri.parse("s3://bucket/runs/gpt@7?region=eu-1")
     assert (str(uri.run), uri.step) == ("s3://bucket/runs/gpt?region=eu-1", 7)
+    assert uri_of(str(uri.run), 7) == "s3://bucket/runs/gpt@7?region=eu-1"
+    assert uri_of("/runs/gpt", 7) == "/runs/gpt@7"
 
 
 @pytest.mark.parametrize("text", ["s3://key:secret@bucket/gpt", "/runs/%2e/../gpt\0"])

@@ -207,7 +207,7 @@ def test_the_best_model_is_the_best_one_that_was_saved(
     monkeypatch.setattr("ray_ckpt.interop.huggingface.trainer.open_run", lambda *args: run)
     args = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
     trainer = evaluated(tmp_path, connect(keep_best=("eval_loss", "min", 1)), **args)
-    assert (loaded, trainer.state.best_model_checkpoint) == ([TOTAL], f"/run@{TOTAL}")
+    assert (loaded, trainer.state.best_model_checkpoint) == ([TOTAL], f"/runs/run@{TOTAL}")
 
     highest = {**args, "greater_is_better": True}  # that of step 4
     trainer = evaluated(tmp_path, connect(keep_best=("eval_loss", "max", 1)), save_steps=TOTAL, **highest)

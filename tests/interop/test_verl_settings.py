@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import uuid
 from importlib.util import module_from_spec
 from pathlib import Path
 
@@ -14,7 +15,11 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.interop.verl.hooks import _Finder
 from ray_ckpt.interop.verl.resume import latest_folder
 from ray_ckpt.interop.verl.settings import ENV, TRACKER, Settings, StepFolder, is_wanted, write_tracker
-from tests.support.sample_run import write_run
+from ray_ckpt.location import Location
+from ray_ckpt.storage.remote.tier import open_store
+from tests.servers.stores import bucket_url
+from tests.servers.strict_store import StrictStore
+from tests.support.sample_run import copy_to, write_run
 
 
 def set_to(monkeypatch: pytest.MonkeyPatch, text: str) -> Settings:
@@ -104,6 +109,18 @@ def test_the_log_decides_from_which_step_verl_resumes(
     assert f"step {steps[-1]} has no data.pt" in caplog.text
     (root / f"global_step_{steps[-1]}" / "data_0.pt").touch()
     assert latest_folder(settings, str(root)) == str(root / f"global_step_{steps[-1]}")
+
+
+def test_the_log_may_be_in_a_bucket_that_is_named_with_parameters(
+    tmp_path: Path, strict: StrictStore, credentials: None
+) -> None:
+    run = write_run(tmp_path)
+    storage = bucket_url("s3", strict.endpoint, f"verl/{uuid.uuid4().hex}")
+    copy_to(open_store(Location.parse(storage), None)[0], run.folder.parent)
+    root = tmp_path / "here" / run.folder.name
+    settings = Settings(storage_path=storage, run=run.folder.name, options={})
+    newest = Catalog(run.folder).lineage[-1].step
+    assert latest_folder(settings, str(root)) == str(root / f"global_step_{newest}")
 
 
 def test_a_wrong_option_is_no_run_that_has_not_started(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,15 @@ def test_a_second_checkpointer_of_a_connection_is_refused(closes: bool) -> None:
     third = Checkpointer(generator=nn.Linear(2, 2))
     third.restore()
     third.close()
+
+
+def test_the_uri_of_a_run_in_a_bucket_has_its_name_before_the_parameters() -> None:
+    link = LocalLink()
+    link.identity = replace(link.identity, storage_path="s3://bucket/runs?region=eu-1", run_name="gpt")
+    set_connection(Connection(link=link))
+    ckpt = Checkpointer(weight=torch.zeros(2))
+    assert ckpt.where == "s3://bucket/runs/gpt?region=eu-1"
+    ckpt.close()
 
 
 def test_after_a_restore_that_failed_another_checkpointer_may_restore() -> None:

@@ -26,6 +26,7 @@ from transformers.trainer_utils import HubStrategy
 
 from ray_ckpt.capture.items import Item
 from ray_ckpt.catalog.load import open as open_run
+from ray_ckpt.catalog.uri import CheckpointUri, uri_of
 from ray_ckpt.errors import CheckpointError, ConfigError, RestoreError, UnsupportedItem
 from ray_ckpt.interop.accelerate import inner, own_items
 from ray_ckpt.interop.huggingface.files import FilesItem
@@ -241,7 +242,7 @@ class _Run:
         step, metrics, best = state.global_step, _metrics(state), state.best_model_checkpoint
         is_best = state.best_global_step == step
         if is_best:
-            state.best_model_checkpoint = f"{self.checkpointer.where}@{step}"
+            state.best_model_checkpoint = uri_of(self.checkpointer.where, step)
         if self._requested[0] == step:
             self.checkpointer.annotate(step, metrics=metrics)
         else:
@@ -264,7 +265,7 @@ class _Run:
             self._upload.join(BEST_S)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # rank 0 has waited for the upload
-        best = int(str(self._trainer.state.best_model_checkpoint).rpartition("@")[2])
+        best = CheckpointUri.parse(str(self._trainer.state.best_model_checkpoint)).step
         log.info("loading the model of step %d, the best one", best)
         run = open_run(self.checkpointer.where, self.checkpointer.options.storage_options)
         run.load(into={"model": self._trainer.model_wrapped}, step=best)

@@ -9,7 +9,7 @@ from typing import Protocol
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import SavedState
 from ray_ckpt.catalog.load import OpenedCheckpoint
-from ray_ckpt.catalog.uri import CheckpointUri
+from ray_ckpt.catalog.uri import CheckpointUri, uri_of
 from ray_ckpt.errors import ConfigError, RestoreError
 from ray_ckpt.interop.dcp.session import Session, current
 from ray_ckpt.interop.megatron.folder import read_reference
@@ -34,7 +34,7 @@ class _OfSession:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.step = session.step
-        self.uri = f"{session.where}@{self.step}"
+        self.uri = uri_of(session.where, self.step)
         self._saved: SavedState | None = None
 
     def saved(self) -> SavedState:
@@ -85,16 +85,16 @@ def source_of(folder: str | os.PathLike[str]) -> Source:
     global _of_session
     run, step = read_reference(folder)
     if get_connection().link is None:
-        return _OfUri(f"{run}@{step}")
+        return _OfUri(uri_of(run, step))
     session = current()
     if run != session.where:
-        return _OfUri(f"{run}@{step}")
+        return _OfUri(uri_of(run, step))
     if _of_session is None or _of_session.session is not session:
         _of_session = _OfSession(session)
     if step == _of_session.step:
         return _of_session
     if session.is_begun:
-        return _OfUri(f"{run}@{step}")
+        return _OfUri(uri_of(run, step))
     raise ConfigError(
         f"The folder {os.fspath(folder)} is of step {step}, and the run continues from step "
         f"{_of_session.step}.",

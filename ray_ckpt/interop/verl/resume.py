@@ -13,6 +13,7 @@ from pathlib import Path
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.errors import NoRun
 from ray_ckpt.interop.verl.settings import Settings, write_tracker
+from ray_ckpt.location import Location
 
 log = logging.getLogger("ray_ckpt")
 
@@ -25,7 +26,7 @@ def committed_steps(settings: Settings, root: Path) -> Sequence[int]:
     """
     storage_path, run = settings.run_of(root)
     try:
-        catalog = Catalog(f"{storage_path}/{run}", settings.options.get("storage_options"))
+        catalog = Catalog(Location.parse(storage_path) / run, settings.options.get("storage_options"))
     except NoRun:
         return ()
     return [checkpoint.step for checkpoint in reversed(catalog.lineage)]
