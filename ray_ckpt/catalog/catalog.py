@@ -453,8 +453,8 @@ def _items_of(info: CheckpointInfo) -> str:
 def find_runs(path: StoragePath, storage_options: Mapping[str, str] | None = None) -> tuple[Location, ...]:
     """Return the folders of the runs directly below a storage path, by name; empty if the path is missing.
 
-    Only the first MAX_FOLDERS folders are searched, with one request each. Raise StoragePathError if the path
-    cannot be read, ConfigError if it cannot be opened.
+    Only the first MAX_FOLDERS folders are searched, with one request each; a warning is logged if there are
+    more. Raise StoragePathError if the path cannot be read, ConfigError if it cannot be opened.
     """
     location = locate(path)
     with readable(location):
@@ -487,8 +487,12 @@ def _names_beside(location: Location, storage_options: Mapping[str, str] | None)
     return [run.name for run in runs]
 
 
-def _runs_in(location: Location, files: FileStore, most: int = MAX_FOLDERS) -> tuple[Location, ...]:
-    folders = sorted(files.children().folders)[:most]
+def _runs_in(location: Location, files: FileStore, most: int | None = None) -> tuple[Location, ...]:
+    """Return the runs in the first `most` folders, by default MAX_FOLDERS: then warn if there are more."""
+    there = sorted(files.children().folders)
+    folders = there[: most or MAX_FOLDERS]
+    if most is None and len(folders) < len(there):
+        log.warning("%d of the %d folders in %s were searched for runs", len(folders), len(there), location)
 
     def is_run_folder(folder: str) -> bool:
         try:

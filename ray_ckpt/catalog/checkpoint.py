@@ -142,7 +142,8 @@ class CheckpointView:
     def is_deleted(self) -> bool:
         """Read the log again and return whether the checkpoint is no longer live.
 
-        Raise StoragePathError or FormatError if the log cannot be read.
+        The files of some items alone outlive a checkpoint that the nodes have lost. Raise StoragePathError
+        or FormatError if the log cannot be read.
         """
         if self.tier is None:
             return self.info.state != "live"
@@ -150,7 +151,8 @@ class CheckpointView:
             history, found = read_run(self.tier.log)
         for record, record_digest in found:
             history.apply(record, record_digest)
-        return self.info.id.attempt not in {info.id.attempt for info in history.live()}
+        kept = history.live() + (history.lost_exported() if self.items else ())
+        return self.info.id.attempt not in {info.id.attempt for info in kept}
 
     def _repr_html_(self) -> str:
         """Return the facts from the log for a notebook, escaped. No file is read."""

@@ -29,7 +29,7 @@ from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, Newer
 from ray_ckpt.location import Location, without_tilde
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.texts import metrics_text
-from ray_ckpt.types import CheckpointInfo
+from ray_ckpt.types import CheckpointInfo, Level
 
 
 def ls(
@@ -160,7 +160,7 @@ def _run_summary(run: Location, options: Mapping[str, str]) -> dict[str, Any]:
         "live_checkpoints": len(catalog),
         "newest_step": newest.info.step if newest else None,
         "newest_level": newest.info.level.label if newest else None,
-        "in_cluster": newest.where is None if newest else None,
+        "in_cluster": newest.info.level < Level.DURABLE if newest else None,
         "committed_at_s": newest.info.committed_at_s if newest else None,
     }
 

@@ -52,7 +52,7 @@ AddressOption = Annotated[
 
 MIN_RATE_BYTES_PER_S = 10**6  # at lower rates, requests for long ranges would time out
 
-_SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:([KMGT])(I)?)?B?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:([KMGT])(I)?)?B?", re.IGNORECASE | re.ASCII)
 _PREFIXES = ("", "K", "M", "G", "T")
 _PER_SECOND = re.compile(r"\s*(?:/\s*(?:s|sec)|ps)$", re.IGNORECASE)
 _UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}

@@ -262,7 +262,7 @@ def _targets(
             hint="Only durable ones can be read here, see `ray-ckpt ls`; "
             "`--plan --address auto` proves on the cluster what its nodes hold.",
         )
-    left_out = sorted({view.info.step for view in catalog if view.where is None}) if all else []
+    left_out = sorted({view.info.step for view in catalog if view.info.level < Level.DURABLE}) if all else []
     return [_Target(view.files(), view.size_bytes, view) for view in durable], left_out
 
 

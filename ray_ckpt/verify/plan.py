@@ -16,7 +16,7 @@ from math import prod
 from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format import names
 from ray_ckpt.format.digest import Digester, root_digests
-from ray_ckpt.format.manifest import CheckpointDescription, by_tensor
+from ray_ckpt.format.manifest import CheckpointDescription, Region, by_tensor
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow, ProgressCallback
 from ray_ckpt.verify.content import (
@@ -264,17 +264,21 @@ def _items(fragments: Mapping[str, Fragment]) -> tuple[ItemCoverage, ...]:
     return tuple(ItemCoverage(item=item, **counts) for item, counts in items.items())
 
 
-def _tensor_coverage(rows: Sequence[ManifestRow]) -> dict[str, int]:
-    """Return the fields of ItemCoverage for the rows of one tensor."""
-    slices = [row.slice for row in rows if row.slice is not None]
-    regions = {(part.offset, part.shape): (part, row) for part, row in zip(slices, rows, strict=True)}
-    versions = {(part.offset, part.shape, row.digest) for part, row in zip(slices, rows, strict=True)}
-    differing = Counter((offset, shape) for offset, shape, _ in versions)
-    return {
-        "num_tensors": 1,
-        "num_slices": len(rows),
-        "size_bytes": sum(row.nbytes for _, row in regions.values()),
-        "num_elements": max(prod(part.global_shape) for part in slices),
-        "num_covered": sum(part.num_elements for part, _ in regions.values()),
-        "num_differing": sum(count > 1 for count in differing.values()),
-    }
+def _tensor_coverage(rows: Sequence[ManifestRow]) -> Counter[str]:
+    """Return the fields of ItemCoverage for the rows of one tensor.
+
+    Ranks may save tensors of their own under one key; each dtype and shape then counts as `uncovered` does.
+    """
+    forms: dict[tuple[str, tuple[int, ...]], dict[Region, set[tuple[str, int]]]] = {}
+    for row in rows:
+        if (part := row.slice) is not None:
+            regions = forms.setdefault((part.dtype, part.global_shape), {})
+            regions.setdefault((part.offset, part.shape), set()).add((row.digest, row.nbytes))
+    found = Counter(num_tensors=1, num_slices=len(rows))
+    for (_, global_shape), regions in forms.items():
+        found["num_elements"] += prod(global_shape)
+        for (_, shape), versions in regions.items():
+            found["size_bytes"] += max(nbytes for _, nbytes in versions)
+            found["num_covered"] += prod(shape)
+            found["num_differing"] += len(versions) > 1
+    return found

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import ray_ckpt
 from ray_ckpt.actors.agent import item_files
@@ -23,6 +24,7 @@ from ray_ckpt.actors.coordinator.storage_work import delete_all, list_remote, wr
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.catalog.load import OpenedRun
 from ray_ckpt.catalog.uri import CheckpointUri
+from ray_ckpt.cli import app
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.values import ItemsPart
 from ray_ckpt.errors import ConfigError, CorruptionError, NewerFormat, Unavailable
@@ -304,10 +306,28 @@ def test_items_outlive_a_lost_checkpoint(run: SampleRun, disks: list[Disks], tie
     assert opened.catalog[STEP].info.state == "lost" and opened.choose(None, ["model"]).step == STEP
     weight = opened.catalog[STEP][WEIGHT][:]
     np.testing.assert_array_equal(weight.numpy(), run.checkpoints[STEP].tensors[WEIGHT])
+    (view,) = (view for view in Catalog(run.folder).views(all=True) if view.items)
+    assert not view.is_deleted(), "what verify and diff find in it is damage"
     run.log.append(records.Retired(attempt=exported.attempt, reason="newer items"))
+    assert view.is_deleted()
     assert ray_ckpt.open(run.folder).choose(None, ["model"]).step == 10
     shutil.rmtree(folder(run))
     assert [view.items for view in Catalog(run.folder).views(all=True)] == ["", ""]
+
+
+def test_a_checkpoint_of_which_some_items_are_stored_is_in_the_cluster_only(
+    run: SampleRun, disks: list[Disks], tier: RemoteTier
+) -> None:
+    export(run, disks, tier)
+
+    def as_json(*words: object) -> Any:
+        found = CliRunner().invoke(app, [*map(str, words), "--json"], catch_exceptions=False)
+        assert found.exit_code == 0, found.output
+        return json.loads(found.stdout)
+
+    (row,) = as_json("ls", run.folder.parent)["runs"]
+    assert (row["newest_step"], row["in_cluster"]) == (STEP, True)
+    assert as_json("verify", run.folder, "--all")["in_cluster_only"] == [STEP]
 
 
 def test_a_bucket_has_the_same_files(

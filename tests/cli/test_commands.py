@@ -21,6 +21,7 @@ from rich.filesize import decimal
 from typer.testing import CliRunner
 
 import ray_ckpt
+from ray_ckpt.catalog import catalog as catalog_module
 from ray_ckpt.cli import app, main
 from ray_ckpt.cli import gc as cli_gc
 from ray_ckpt.cli import ls as cli_ls
@@ -105,6 +106,19 @@ def test_ls_all_shows_what_is_gone(run: SampleRun) -> None:
     assert "collected" in text and "lost" in text
     states = [c["state"] for c in as_json("ls", run.folder, "--all")["checkpoints"]]
     assert states == ["collected", "lost", *["live"] * 4]
+
+
+def test_ls_says_that_it_has_not_searched_all_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(catalog_module, "MAX_FOLDERS", 3)
+    write_run(tmp_path)
+    for name in ("old-1", "old-2"):
+        (tmp_path / name).mkdir()
+    assert "gpt" in ray_ckpt_cli("ls", tmp_path) and "searched" not in caplog.text
+    (tmp_path / "a").mkdir()
+    assert "gpt" in ray_ckpt_cli("ls", tmp_path)
+    assert f"3 of the 4 folders in {tmp_path} were searched for runs" in caplog.text
 
 
 def test_ls_as_json(run: SampleRun) -> None:

@@ -489,6 +489,7 @@ def test_a_run_without_checkpoints_has_nothing_to_prove(tmp_path: Path) -> None:
         (("--lose-node", "ab", "--address", "127.0.0.1:1"), "No Ray cluster answers"),
         (("--remote-only", "--max-rate", "fast"), "--max-rate is 'fast'. Give one such as 200MB/s"),
         (("--remote-only", "--max-rate", "999KB/s"), "1MB/s or more"),
+        (("--remote-only", "--max-rate", "5\N{KELVIN SIGN}B/s"), "Give one such as 200MB/s"),
         (("--remote-only", "--max-rate", "8Mbit/s"), "--max-rate is '8Mbit/s'. Give one such as 200MB/s"),
         (("--remote-only", "--max-rate", "-1MB/s"), "1MB/s or more"),
     ],

@@ -169,6 +169,28 @@ def test_copies_of_a_slice_count_once_and_differences_are_reported(tmp_path: Pat
     assert found["size_bytes"] == 4
 
 
+def test_tensors_of_ranks_that_differ_in_dtype_or_shape_count_each() -> None:
+    rows = [
+        ManifestRow(
+            kind="slice",
+            file=f"f{rank}",
+            byte_offset=0,
+            nbytes=nbytes,
+            digest=f"{rank}" * 32,
+            slice=Slice(item="m", name="w", dtype=dtype, global_shape=(size,), offset=(0,), shape=(size,)),
+        )
+        for rank, (dtype, size, nbytes) in enumerate([("U8", 4, 4), ("U8", 6, 6), ("I64", 4, 32)])
+    ]
+    assert _tensor_coverage(rows) == {
+        "num_tensors": 1,
+        "num_slices": 3,
+        "size_bytes": 42,
+        "num_elements": 14,
+        "num_covered": 14,
+        "num_differing": 0,
+    }
+
+
 def test_another_manifest_than_the_log_has_is_found(run: SampleRun, folder: Path) -> None:
     report = plan(folder, root_digest="0" * 32)
     [damage] = report.damages
