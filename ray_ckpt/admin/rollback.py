@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ray_ckpt.catalog.catalog import Catalog
@@ -189,7 +189,7 @@ def write_ops(
     for number, (seq, data) in enumerate(_records(after, ops, writer=writer, now_s=now_s)):
         outcome = _create(log, seq, data, pause)
         if outcome is not CreateResult.OK:
-            raise _error(outcome, seq, after.run_name, is_fenced=number > 0)
+            raise _error(outcome, seq, after.run_name, ops[:number])
     return after
 
 
@@ -245,10 +245,9 @@ def _create(log: LogStore, seq: int, data: bytes, pause: Callable[[float], None]
     return create_record(log, seq, data)
 
 
-def _error(outcome: CreateResult, seq: int, run_name: str, *, is_fenced: bool) -> CheckpointError:
-    """Return the error for the unwritten record `seq`; `is_fenced`: the epoch before it was written."""
-    done = "The training that had it is fenced, and nothing else was changed."
-    so_far = done if is_fenced else "Nothing was changed."
+def _error(outcome: CreateResult, seq: int, run_name: str, written: Sequence[r.Op]) -> CheckpointError:
+    """Return the error for the unwritten record `seq`, before which the records of `written` were written."""
+    so_far = _so_far(outcome, written)
     if outcome is CreateResult.EXISTS:
         return Fenced(
             f"Another writer has written record {seq} of run {run_name} in the meantime. {so_far}",
@@ -260,9 +259,20 @@ def _error(outcome: CreateResult, seq: int, run_name: str, *, is_fenced: bool) -
             f"The log of run {run_name} cannot be written: its store cannot create a file exclusively.",
             hint="Run it where the training can write its log.",
         )
-    so_far = done if is_fenced else "It is unknown if anything was changed."
     return Unavailable(
         f"The store does not answer whether it has record {seq} of run {run_name}. {so_far}",
         hint="Run the command again when the storage path answers: it finds the outcome.",
         seq=seq,
     )
+
+
+def _so_far(outcome: CreateResult, written: Sequence[r.Op]) -> str:
+    """Return what a command has changed whose next record had this outcome."""
+    is_unknown = outcome is CreateResult.UNKNOWN
+    if not written:
+        return "It is unknown if anything was changed." if is_unknown else "Nothing was changed."
+    if len(written) == 1 and isinstance(written[0], r.Epoch):
+        more = "it is unknown if more was changed" if is_unknown else "nothing else was changed"
+        return f"The training that had it is fenced, and {more}."
+    names = ", ".join(type(op).__name__.lower() for op in written)
+    return f"Its records {names} are written{', and perhaps this one' if is_unknown else ''}."

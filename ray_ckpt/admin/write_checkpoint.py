@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
-from ray_ckpt.admin.rollback import LogTail, checked, open_log, write_ops
+from ray_ckpt.admin.rollback import LogTail, checked, open_log, read_tail, write_ops
 from ray_ckpt.core.history import RunHistory
-from ray_ckpt.errors import ConfigError, CorruptionError, Fenced
+from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, Fenced
 from ray_ckpt.format import names
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import Digester, digest, root_digest
@@ -38,6 +38,7 @@ from ray_ckpt.format.shard import ShardLayout, build_layout
 from ray_ckpt.format.tree import IMPORTED_FROM, encode_tree
 from ray_ckpt.location import Location, StoragePath, locate
 from ray_ckpt.storage.checkpoint_files import readable
+from ray_ckpt.storage.log_store import LogStore
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import (
     IMPORT_PREFIX,
@@ -102,6 +103,10 @@ def _has_records(tier: RemoteTier) -> bool:
 
 
 def _check_storage_path(path: Location) -> None:
+    if not path.is_posix and not path.path.strip("/"):
+        raise ConfigError(
+            "A bucket alone is no run.", hint="Give <storage_path>/<run name>, such as s3://bucket/gpt."
+        )
     if path.is_posix and not path.folder.is_dir():
         raise ConfigError(
             f"There is no folder {path}, which a new run needs.",
@@ -163,12 +168,24 @@ def write_checkpoint(
         raise
     try:
         after = write_ops(tier.log, history, ops, writer=service, now_s=now_s, pause=pause)
-    except Fenced as error:
-        commit = next(number for number, op in enumerate(ops) if isinstance(op, r.Commit2))
-        if error.fields["seq"] <= history.next_seq + commit:  # the log has no record of the files
+    except Fenced:
+        recorded = _recorded(tier.log)
+        if recorded is not None and attempt.attempt not in recorded:
             files.delete()
         raise
     return after.checkpoints[attempt.attempt]
+
+
+def _recorded(log: LogStore) -> Mapping[str, CheckpointInfo] | None:
+    """Return the checkpoints in the log; None if it cannot be read.
+
+    A record of ours may be there although its create found "another": once a snapshot covers it, no create is
+    certain any more.
+    """
+    try:
+        return read_tail(log).history.checkpoints
+    except (OSError, CheckpointError):
+        return None
 
 
 def _check_step(step: int) -> None:

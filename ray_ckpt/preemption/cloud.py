@@ -92,7 +92,7 @@ class CloudNotices:
         return self._cloud.poll_s if self._cloud else POLL_S
 
     def poll(self) -> Notice | None:
-        """Return the current notice: the same object while the notice is valid, None if it is withdrawn.
+        """Return the current notice, an equal one while the notice is valid; None if it is withdrawn.
 
         Blocks for some milliseconds, and at most for 10 requests of REQUEST_S each; only the lookup of a host
         name in the base URL has no time limit. Does not raise: an invalid answer changes nothing, and a

@@ -384,7 +384,7 @@ def test_requests_are_repeated_if_their_answers_are_lost(record: int, is_written
     assert len(pauses) == 2 and len(run.store.objects) == seq + 2
 
 
-@pytest.mark.parametrize(("record", "message"), [(0, "It is unknown"), (1, "is fenced")])
+@pytest.mark.parametrize(("record", "message"), [(0, "It is unknown"), (1, "is fenced, and it is unknown")])
 def test_a_store_that_stays_silent_ends_it_and_a_second_try_finds_out(record: int, message: str) -> None:
     run = trained(10, 20)
     plan, seq = planned(run)

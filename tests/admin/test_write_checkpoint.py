@@ -31,7 +31,7 @@ from ray_ckpt.errors import (
 from ray_ckpt.format import records
 from ray_ckpt.format.tree import TensorRef, decode_state
 from ray_ckpt.location import Location
-from ray_ckpt.storage.log_store import CreateResult, create_record
+from ray_ckpt.storage.log_store import CreateResult, LogStore, create_record
 from ray_ckpt.storage.remote.tier import RemoteTier, open_store
 from ray_ckpt.types import CheckpointInfo, Level, Slice
 from tests.admin.test_rollback import on, refuse, trained
@@ -231,6 +231,8 @@ def test_a_new_run_needs_a_name_and_a_storage_path(name: str, tmp_path: Path) ->
         write(tmp_path / "none/gpt", new())
     with pytest.raises(ConfigError, match="There is no run"):
         write(tmp_path / "gpt/ray_ckpt", new())
+    with pytest.raises(ConfigError, match="A bucket alone is no run"):
+        write("memory://bucket", new())
 
 
 def test_a_source_that_ends_early_leaves_no_file_and_no_record(tmp_path: Path) -> None:
@@ -283,6 +285,26 @@ def test_another_writer_is_not_overtaken(tmp_path: Path) -> None:
     assert directories(run.folder) == before
 
 
+def test_a_commit_that_is_there_although_its_create_found_another_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot of a coordinator that read the commit covers it before a repeated create looks."""
+    run = write_run(tmp_path, steps=(10,)).folder
+    tier, tail = open_or_begin(run)
+    commit = tail.history.next_seq + 2
+
+    def covered(log: LogStore, seq: int, data: bytes) -> CreateResult:
+        outcome = create_record(log, seq, data)
+        return CreateResult.EXISTS if seq == commit else outcome
+
+    monkeypatch.setattr(rollback, "create_record", covered)
+    with pytest.raises(Fenced, match="Its records epoch, session are written"):
+        write_checkpoint(tier, tail.history, new(), owner="import", now_s=START_S, pause=refuse)
+    info = read_tail(tier.log).history.lineage()[-1]
+    assert info.step == 30
+    assert verify_directory(run / "ray_ckpt/checkpoints" / info.directory).ok
+
+
 def test_a_writer_between_the_records_leaves_the_files_of_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +316,7 @@ def test_a_writer_between_the_records_leaves_the_files_of_the_commit(
         "create_record",
         lambda log, seq, data: CreateResult.EXISTS if seq == promote else create_record(log, seq, data),
     )
-    with pytest.raises(Fenced, match=f"has written record {promote}"):
+    with pytest.raises(Fenced, match=f"has written record {promote} .*epoch, session, commit2 are written"):
         write_checkpoint(tier, tail.history, new(), owner="import", now_s=START_S, pause=refuse)
     view = Catalog(run)[30]
     assert view.where is not None and verify_directory(view.where).ok
