@@ -88,7 +88,9 @@ class Window:
         found = [used for used in self._used if used.has_unused()]
         for used in self._used:
             if used not in found:
-                used.found_after = None
+                used.found_after, used.is_ignored = None, False
+            elif used.is_ignored:
+                found.remove(used)
             elif used.found_after in (None, used.num_steps) or self._last is used:
                 used.found_after = used.num_steps
             else:
@@ -96,6 +98,14 @@ class Window:
                 used.note()
                 found.remove(used)
         return bool(found) or self._has_hidden()
+
+    def ignore_unused(self) -> None:
+        """Let saves no longer wait for the gradients that are unused now, as no step will use them.
+
+        They count again once their optimizer has none at a call of `is_open`.
+        """
+        for used in self._used:
+            used.is_ignored = used.has_unused()
 
     def _has_hidden(self) -> bool:
         return any(map(has_hidden_gradients, self._sharded))
@@ -109,6 +119,7 @@ class _Used:
         self.num_steps = 0
         self.found_after: int | None = None  # `num_steps` at the last call that found unused gradients
         self.is_left_over = False
+        self.is_ignored = False
         self._noted: dict[int, tuple[weakref.ref[torch.Tensor], Versions]] = {}  # by id of the parameter
         self.note()
 

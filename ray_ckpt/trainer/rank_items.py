@@ -34,6 +34,7 @@ log = logging.getLogger("ray_ckpt")
 
 RESERVED_ITEM = re.compile(r"rng|gradients|rank\d+")  # own items, and prefixes of per-rank names
 MAX_POSTPONED = 1_000  # steps of an accumulation window; gradients that wait longer are never used
+MAX_STEPPED = 100  # steps of an optimizer while a save waits: most windows end with the first step
 
 
 class RankItems:
@@ -49,6 +50,7 @@ class RankItems:
         self._is_full = options.replicate == "full"
         self._walked: Walked | None = None  # the result of the previous walk
         self._num_postponed = 0  # steps for which a save has waited
+        self._stepped_before = 0  # steps of an optimizer when the save was due
         owners = {n: o for n, o in objects.items() if isinstance(o, nn.Module | nn.Parameter)}
         self.items: dict[str, Item] = {name: adapt(name, obj, owners) for name, obj in objects.items()}
         self.items["rng"] = RngItem()
@@ -127,9 +129,14 @@ class RankItems:
         if not self.is_accumulating():
             self._num_postponed = 0
         else:
+            if not self._num_postponed:
+                self._stepped_before = self.window.num_steps
             self._num_postponed += 1
-            if self._num_postponed > MAX_POSTPONED:
-                log.warning("gradients have waited for %d steps; the save waits no longer", MAX_POSTPONED)
+            num_stepped = self.window.num_steps - self._stepped_before
+            if self._num_postponed > MAX_POSTPONED or num_stepped >= MAX_STEPPED:
+                waited = self._num_postponed - 1
+                log.warning("gradients have waited for %d steps; the save waits no longer", waited)
+                self.window.ignore_unused()
                 self._num_postponed = 0
         return self.is_postponing
 
