@@ -213,12 +213,9 @@ class Checkpointer:
         self.restore()
         if self._probe is not None:
             total = self._probe.total(total)
-        last = self._count.last
-        if 0 < total <= last and self._link.identity.rank == 0:
-            log.warning(
-                "step %d was restored and total=%d: no step is left; a larger total trains on", last, total
-            )
-        loop = self._steps(last + 1, total)
+        if self._link.identity.rank == 0:
+            self._count.warn_if_none_left(total)
+        loop = self._steps(self._count.last + 1, total)
         self._loop = weakref.ref(loop)
         return loop
 
@@ -239,8 +236,10 @@ class Checkpointer:
             if is_whole:
                 self._save_last()
                 self._is_over = True
-            elif self._survivor is not None:
-                self._survivor.leave()
+            else:
+                self._outcomes.warn_if_unsaved(self._count.last, since=self._count.restored, begun=step)
+                if self._survivor is not None:
+                    self._survivor.leave()
             self.flush(commit=is_whole)
             self._end_progress()
             raise

@@ -151,6 +151,13 @@ class Outcomes:
         self.pending.append(self._requested)
         self._stats.saved += 1
 
+    def warn_if_unsaved(self, step: int, *, since: int, begun: int) -> None:
+        """Warn if the last whole `step` after step `since` has no save; the loop was left in `begun`."""
+        if step > since and self.captured(step) is None:
+            log.warning(
+                "the loop was left in step %d; step %d, the last whole one, is not saved", begun, step
+            )
+
     def captured(self, step: int) -> PendingSave | None:
         """Return the newest save of this rank if that is one of `step`."""
         return self.pending[-1] if self.pending and self.pending[-1].attempt.step == step else None

@@ -7,10 +7,13 @@ passes such a number raises an error.
 
 from __future__ import annotations
 
+import logging
 import operator
 from typing import Any, Literal, TypeAlias
 
 from ray_ckpt.errors import ConfigError
+
+log = logging.getLogger("ray_ckpt")
 
 MAX_STEP = 999_999_999_999  # a checkpoint's folder name has twelve digits for the step
 HINT = "Count completed optimizer steps over the whole run: epochs and restarts do not begin a new count."
@@ -46,6 +49,15 @@ class StepCount:
     def restore(self, step: int) -> None:
         """Continue after `step`; 0: training begins."""
         self.last = self.restored = step
+
+    def warn_if_none_left(self, total: int) -> None:
+        """Warn if a run that was restored has all of `total` steps."""
+        if 0 < total <= self.last:
+            log.warning(
+                "step %d was restored and total=%d: no step is left; a larger total trains on",
+                self.last,
+                total,
+            )
 
     def complete(self, value: Any, call: Call) -> tuple[int, bool]:
         """Return the step that the argument of `call` names, and True if this step is new.

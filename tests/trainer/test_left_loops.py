@@ -72,3 +72,22 @@ def test_the_end_of_a_worker_does_not_end_the_loop_of_another_thread() -> None:
     ckpt.flush()
     close_all()
     assert [s.attempt.step for s in link.sealed] == [4]
+
+
+def test_a_loop_whose_data_end_first_says_that_its_last_step_is_not_saved(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    link = LocalLink(RunOptions(memory="double", every_steps=4))
+    ckpt = Checkpointer(link=link, model=nn.Linear(2, 2))
+    for step, _batch in zip(ckpt.steps(total=10), range(6)):  # noqa: B905
+        ckpt.step(step)
+    ckpt.close()
+    assert [s.attempt.step for s in link.sealed] == [4]
+    assert "left in step 7; step 6, the last whole one, is not saved" in caplog.text
+
+
+@pytest.mark.parametrize("at", [1, 5])
+def test_a_loop_that_is_left_behind_a_save_says_nothing(at: int, caplog: pytest.LogCaptureFixture) -> None:
+    ckpt, _link, _steps = left(at=at, is_whole=False)
+    ckpt.close()
+    assert "the last whole one" not in caplog.text
