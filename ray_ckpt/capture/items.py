@@ -507,6 +507,16 @@ def inmost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer if inner is None or inner.state is not optimizer.state else inmost(inner)
 
 
+def own_state_of(obj: object) -> list[str]:
+    """Return what the `state_dict` of an optimizer's own class has beside that of torch; it is not saved."""
+    if not isinstance(obj, torch.optim.Optimizer):
+        return []
+    optimizer = inmost(obj)
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return []
+    return sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
+
+
 def is_extra_state(name: str) -> bool:
     """Return whether `name` belongs to extra state, which `get_extra_state` creates anew at each call."""
     return name.rpartition(".")[2] == EXTRA_STATE_SUFFIX

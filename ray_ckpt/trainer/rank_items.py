@@ -17,7 +17,7 @@ from torch import nn
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.classes import classes_of
 from ray_ckpt.capture.gradients import GradientsItem, Window
-from ray_ckpt.capture.items import BaseOptimizerItem, Item
+from ray_ckpt.capture.items import BaseOptimizerItem, Item, own_state_of
 from ray_ckpt.capture.predict import with_predictions
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.still import StillSlices
@@ -155,7 +155,16 @@ def gap_warnings(objects: Mapping[str, Any]) -> tuple[str, ...]:
     missing = "is not registered: pass it to the Checkpointer, or resuming lacks it"
     early = ": make its iterator after ckpt.steps, and register its position"
     unregistered, iterators = find_gaps(objects)
-    return (*(f"{phrase} {missing}" for phrase in unregistered), *(phrase + early for phrase in iterators))
+    own = [(name, keys) for name, obj in objects.items() if (keys := own_state_of(obj))]
+    return (
+        *(f"{phrase} {missing}" for phrase in unregistered),
+        *(phrase + early for phrase in iterators),
+        *(
+            f"the optimizer {name} has {', '.join(keys)}: no checkpoint has that part of its state_dict; "
+            "keep it in an object that is registered too"
+            for name, keys in own
+        ),
+    )
 
 
 def _check_names(option: str, names: Iterable[str], known: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ray_ckpt.capture.unregistered import MAX_NAMED, find_gaps
+from ray_ckpt.trainer.rank_items import gap_warnings
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -290,3 +291,22 @@ def test_a_loader_of_endless_batches_that_is_iterated_already_is_named() -> None
     batches = iter(DataLoader(samples, batch_sampler=Endless()))
     next(batches)
     assert early_iterators() == ["a DataLoader is already being iterated (1 batches are read)"]
+
+
+class WithAverage(torch.optim.SGD):
+    """An optimizer that has state of its own in its `state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "loss_average": 0.5}
+
+
+class SameState(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict()
+
+
+def test_what_an_optimizer_has_beside_the_state_of_torch_is_named(model: nn.Module) -> None:
+    first = WithAverage(model.parameters(), lr=0.1)
+    objects = {"model": model, "first": first, "second": SameState(model.parameters(), lr=0.1)}
+    (warning,) = gap_warnings(objects)
+    assert warning.startswith("the optimizer first has loss_average: no checkpoint has that part")
