@@ -37,6 +37,7 @@ from torch.optim.lr_scheduler import (
 )
 from torch.optim.swa_utils import SWALR
 
+from ray_ckpt.capture.items import IMPLEMENTATION
 from ray_ckpt.capture.torch_private import (
     active_scheduler,
     closed_form_lrs,
@@ -49,9 +50,7 @@ from ray_ckpt.texts import did_you_mean
 
 MAX_ELEMENTS = 1_000  # elements of a tensor that is a setting; larger tensors are state
 
-_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Entries of a group that choose an implementation, and do not change the result."""
-_NO_SETTING = _HOW | {"params", "param_names", "step"}
+_NO_SETTING = IMPLEMENTATION | {"params", "param_names", "step"}
 """`step`: the counter of optimizers of apex."""
 _UNLIKE_PARAMETERS = frozenset(
     {"base_lrs", "total_size", "step_ratio", "schedule_phases", "anneal_func_type"}

@@ -295,6 +295,10 @@ class PartitionedOptimizer:
     partitions: tuple[torch.Tensor, ...]
 
 
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Entries of a group that choose an implementation, for the devices of this process: they stay as built."""
+
+
 class BaseOptimizerItem(Item):
     """An optimizer with state by parameter name: {"state": {name: {...}}, "param_groups": [...]}.
 
@@ -354,7 +358,7 @@ class BaseOptimizerItem(Item):
         self._load_state(tree["state"])
         self.optimizer.state.update(common)
         for group, values in zip(self.optimizer.param_groups, tree["param_groups"], strict=True):
-            group.update({k: v for k, v in values.items() if k != "params"})
+            group.update({k: v for k, v in values.items() if k not in ("params", *IMPLEMENTATION)})
 
     def problems(self, saved: Any) -> list[str]:
         if not is_optimizer_state(saved):

@@ -262,6 +262,20 @@ def test_optimizer_groups_and_values_are_loaded() -> None:
     assert not adapt("o", fresh, {"m": model}).problems(saved)
 
 
+def test_what_chooses_an_implementation_stays_as_built() -> None:
+    """An optimizer for CUDA graphs, or one that is fused, may go on with another one on another device."""
+    model = mlp()
+    first = torch.optim.AdamW(model.parameters(), capturable=True, foreach=True)
+    saved = adapt("o", first, {"m": model}).tree()
+    fresh = torch.optim.AdamW(model.parameters(), fused=True)
+    adapt("o", fresh, {"m": model}).load(saved)
+    (group,) = fresh.param_groups
+    assert (group["capturable"], group["foreach"], group["fused"]) == (False, None, True)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    fresh.step()
+
+
 def test_missing_state_is_made_as_the_optimizer_would() -> None:
     model = mlp().to("meta")
     for fused, device in ((None, "cpu"), (True, "meta")):

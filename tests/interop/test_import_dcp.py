@@ -101,6 +101,7 @@ def test_chunks_of_ranks_are_slices_and_load_on_another_number_of_ranks(tmp_path
         assert len(tensors) == 2 and all(torch.equal(tensor, WHOLE) for tensor in tensors)
 
 
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")  # of the other rank, now
 def test_metadata_of_each_rank_is_merged(tmp_path: Path) -> None:
     def write(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
