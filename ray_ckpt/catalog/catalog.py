@@ -39,7 +39,7 @@ from ray_ckpt.location import Location, StoragePath, locate, without_tilde
 from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, read_run
 from ray_ckpt.storage.parallel import map_in_order
-from ray_ckpt.storage.remote.file_store import FileStore
+from ray_ckpt.storage.remote.file_store import FileStore, children_of
 from ray_ckpt.storage.remote.tier import RemoteTier, open_store
 from ray_ckpt.texts import did_you_mean, html_table, metrics_text, nearest_steps, to_datetime
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, Level, ProgressCallback
@@ -168,7 +168,7 @@ class Catalog:
         if there and not _surely_has_files(info):
             with readable(self._tier.root):
                 folder = self._tier.of_items(_items_of(info)).folder_of(info.directory)
-                there = bool(self._tier.files.children(folder).files)
+                there = bool(children_of(self._tier.files, folder).files)
         return self._view(info, there)
 
     def with_items(self, items: Collection[str]) -> CheckpointView | None:
@@ -193,7 +193,7 @@ class Catalog:
         folders: tuple[str, ...] = ()
         if any(_may_have_files(info) and not _surely_has_files(info) for info in known):
             with readable(self._tier.root):
-                folders = self._tier.files.children(names.CHECKPOINTS_DIR).folders
+                folders = children_of(self._tier.files, names.CHECKPOINTS_DIR).folders
         there = {folder.rpartition("/")[2] for folder in folders}
 
         def is_there(info: CheckpointInfo) -> bool:

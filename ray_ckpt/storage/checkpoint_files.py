@@ -12,7 +12,7 @@ from ray_ckpt.errors import CorruptionError, FormatError, StoragePathError
 from ray_ckpt.format import names, zstd
 from ray_ckpt.location import Location, StoragePath, locate
 from ray_ckpt.storage.local.files import NotRegular
-from ray_ckpt.storage.remote.file_store import Blocks, FileStore, StoredFile, UnlistableKey
+from ray_ckpt.storage.remote.file_store import Blocks, FileStore, StoredFile, UnlistableKey, children_of
 from ray_ckpt.storage.remote.tier import RemoteTier, open_store
 
 PERHAPS_DELETED = "If it has been deleted since the log was read, read the log again."
@@ -118,7 +118,8 @@ class CheckpointFiles(SavedFiles):
     @cached_property
     def _stored(self) -> Mapping[str, StoredFile]:
         """The stored files by the name in the folder. Raises OSError."""
-        found = self._store.children(self._folder).files
+        store, folder = self._store, self._folder
+        found = (children_of(store, folder) if folder else store.children()).files
         return {stored.name.rpartition("/")[2]: stored for stored in found}
 
     def forget(self) -> None:

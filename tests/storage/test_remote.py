@@ -17,9 +17,11 @@ from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, StorageNo
 from ray_ckpt.format import zstd
 from ray_ckpt.format.digest import digest
 from ray_ckpt.location import Location
+from ray_ckpt.storage.checkpoint_files import CheckpointFiles
 from ray_ckpt.storage.local import files
 from ray_ckpt.storage.log_store import CreateResult
 from ray_ckpt.storage.remote import file_store
+from ray_ckpt.storage.remote.file_store import children_of
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.types import FileEntry
 
@@ -185,6 +187,8 @@ def test_a_mount_that_is_away_is_not_written_below(tier: RemoteTier, root: Path)
         lambda: tier.size(DIRECTORY, MANIFEST),
         lambda: list(tier.read(DIRECTORY, SHARD, [(0, 1)])),
         lambda: tier.files_of(DIRECTORY),
+        lambda: children_of(tier.files, "checkpoints"),
+        lambda: CheckpointFiles(tier.root, tier.files, f"checkpoints/{DIRECTORY}").names,
     ):
         with pytest.raises(OSError, match="is it mounted"):
             call()

@@ -120,6 +120,17 @@ def read_whole(store: FileStore, name: str, *, max_bytes: int) -> bytes:
     return b"".join(map(bytes, store.read(name, [(0, size)])))
 
 
+def children_of(store: FileStore, folder: str) -> Children:
+    """Return the direct entries of a folder below a store's root. OSError if the store itself is away.
+
+    A storage path that is not mounted would else look like one whose files have been deleted.
+    """
+    found = store.children(folder)
+    if not found.folders and not found.files:
+        next(store.list(folder), None)
+    return found
+
+
 class PosixFiles:
     """Files in a folder of a shared file system that all nodes mount, or of a local disk.
 
