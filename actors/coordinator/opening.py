@@ -15,9 +15,10 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core.ownership import RunMark, check_log
 from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.engine.ports import GroupFound, LogAwaited, OwnerChecked, RunOpened
-from ray_ckpt.errors import Fenced, RunConflict, Unavailable
-from ray_ckpt.format.names import record_file
+from ray_ckpt.errors import Fenced, RunConflict, StoragePathError, Unavailable
+from ray_ckpt.format.names import LOG_DIR, record_file
 from ray_ckpt.storage.log_store import read_run
+from ray_ckpt.storage.remote.tier import RemoteTier
 
 OPEN_LOG_TRIES = 3  # a late record of a dead coordinator may take the place of the claim
 
@@ -96,6 +97,8 @@ class RunOpener:
         marks = await self._read_marks(spec)
         for _ in range(OPEN_LOG_TRIES):
             run = engine.new_run(spec)
+            if owner is None:  # it was open before, so it has a log
+                await run.log_threads.run(_check_mounted, run.remote)
             await run.log_threads.run(run.remote.probe_log)
             history, records = await run.log_threads.run(read_run, run.store)
             event = m.LogOpened(
@@ -132,6 +135,15 @@ class RunOpener:
         nodes = await agents.live_nodes()
         answers = await asyncio.gather(*(agents.request(node, "read_marks", spec) for node in nodes))
         return tuple(mark for found in answers for mark in found or ())
+
+
+def _check_mounted(tier: RemoteTier) -> None:
+    """Raise StoragePathError if the folder of a log that was there is not: `probe_log` would make a new one.
+
+    That would be below the mount point of a storage path that is not mounted, and hidden by it later.
+    """
+    if tier.root.is_posix and not (tier.root.folder / LOG_DIR).is_dir():
+        raise StoragePathError(tier.missing(), path=tier.where)
 
 
 def _check_same_log(run: Run, spec: RunSpec) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,9 +23,10 @@ from ray_ckpt.actors.coordinator.opening import RunOpener
 from ray_ckpt.actors.coordinator.ports import RayPorts
 from ray_ckpt.actors.coordinator.recovery import Recovery
 from ray_ckpt.actors.messages import AgentCard, Joined, OpenedRun, RunSpec, ServiceCard
+from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.engine.ports import AgentDied, Answered, Call, GroupFound, OpenOnNode
-from ray_ckpt.errors import Unavailable
+from ray_ckpt.errors import StoragePathError, Unavailable
 from ray_ckpt.transport.credentials import ServiceKeys
 from tests.actors.test_overview import trained
 from tests.actors.test_shutdown import SPEC, make_engine, training
@@ -323,3 +326,21 @@ def test_what_ray_does_not_find_is_unavailable_for_now(monkeypatch: pytest.Monke
     link.recover()
     with pytest.raises(Unavailable):
         link.ticket()
+
+
+def test_a_run_whose_storage_path_is_not_mounted_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The empty mount point gets no folders, in which a later save would be hidden by the mount."""
+    engine, mount = make_engine(), tmp_path / "mount"
+    mount.mkdir()
+    opener = RunOpener(engine, lambda: None)
+
+    async def no_marks(_: RunSpec) -> tuple[RunMark, ...]:
+        return ()
+
+    monkeypatch.setattr(opener, "_read_marks", no_marks)
+    spec = replace(SPEC, storage_path=str(mount))
+    with pytest.raises(StoragePathError, match="is not there any more"):
+        asyncio.run(opener.open(spec, owner=None, is_wanted=False))
+    assert not list(mount.iterdir()) and not engine.runs.open
