@@ -13,12 +13,19 @@ from ray_ckpt.config import RELAY_NODES_ENV
 from tests.cluster.ranks import RankGroup
 
 HERE = Path(__file__).parent
+OF_FRAMEWORKS = {f"test_{name}.py" for name in ("accelerate", "four_hooks", "huggingface", "lightning")}
 TWO_NODES, ONE_NODE = "ab", "aa"  # where rank 0 and rank 1 are
 everywhere = pytest.mark.parametrize(  # on one node as newcomers have it; two take as long again
     "spare_group",
     [pytest.param(TWO_NODES, id="two nodes", marks=pytest.mark.slow), pytest.param(ONE_NODE, id="one node")],
     indirect=True,
 )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files with slow tests only whose imports take 7 s, if no slow test is wanted."""
+    is_left_out = collection_path.name in OF_FRAMEWORKS and "not slow" in config.option.markexpr
+    return True if is_left_out else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
