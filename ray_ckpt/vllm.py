@@ -62,8 +62,9 @@ def write_files(
         if in_cluster
         else uri.open(storage_options, items=(item, "files"))
     )
+    files = HubModel(opened, item=item).files
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, data in HubModel(opened, item=item).files.items():
+    for name, data in files.items():
         Path(folder, name).write_bytes(data)
     return str(folder)
 

@@ -324,6 +324,7 @@ def test_a_hostile_file_name_is_refused_and_writes_nothing(name: str, tmp_path: 
         list(ray_ckpt.huggingface.tensors(tmp_path / "gpt"))
     with pytest.raises(ConfigError, match="is not the name of a file"):
         ray_ckpt.vllm.write_files(str(tmp_path / "gpt"), tmp_path / "files")
+    assert not (tmp_path / "files").exists()
     assert not [*tmp_path.rglob("stolen")]
 
 
