@@ -511,14 +511,14 @@ def inmost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer if inner is None or inner.state is not optimizer.state else inmost(inner)
 
 
-def own_state_of(obj: object) -> list[str]:
-    """Return what the `state_dict` of an optimizer's own class has beside that of torch; it is not saved."""
+def has_own_state_dict(obj: object) -> bool:
+    """Return whether an optimizer's class defines `state_dict`, which may have state that is not saved.
+
+    It is not called: that of a sharded optimizer may wait for all ranks.
+    """
     if not isinstance(obj, torch.optim.Optimizer):
-        return []
-    optimizer = inmost(obj)
-    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
-        return []
-    return sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
+        return False
+    return type(inmost(obj)).state_dict is not torch.optim.Optimizer.state_dict
 
 
 def is_extra_state(name: str) -> bool:

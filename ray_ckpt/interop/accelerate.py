@@ -135,7 +135,7 @@ class _LoaderItem(Item):
 
     @property
     def _is_at_last_batch(self) -> bool:
-        """Whether a stateful loader has given the last batch of its epoch, and has not counted the epoch yet.
+        """True behind the last batch of an epoch that a stateful loader has not counted yet.
 
         The loader continues from there with a whole epoch, which must be the next one.
         """

@@ -17,7 +17,7 @@ from torch import nn
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.classes import classes_of
 from ray_ckpt.capture.gradients import GradientsItem, Window
-from ray_ckpt.capture.items import BaseOptimizerItem, Item, own_state_of
+from ray_ckpt.capture.items import BaseOptimizerItem, Item, has_own_state_dict
 from ray_ckpt.capture.predict import with_predictions
 from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.still import StillSlices
@@ -155,14 +155,13 @@ def gap_warnings(objects: Mapping[str, Any]) -> tuple[str, ...]:
     missing = "is not registered: pass it to the Checkpointer, or resuming lacks it"
     early = ": make its iterator after ckpt.steps, and register its position"
     unregistered, iterators = find_gaps(objects)
-    own = [(name, keys) for name, obj in objects.items() if (keys := own_state_of(obj))]
     return (
         *(f"{phrase} {missing}" for phrase in unregistered),
         *(phrase + early for phrase in iterators),
         *(
-            f"the optimizer {name} has {', '.join(keys)}: no checkpoint has that part of its state_dict; "
-            "keep it in an object that is registered too"
-            for name, keys in own
+            f"the optimizer {name} has a state_dict of its own: only state and param_groups are saved"
+            for name, obj in objects.items()
+            if has_own_state_dict(obj)
         ),
     )
 

@@ -58,12 +58,16 @@ def test_gradients_of_an_optimizer_that_does_not_step_delay_only_the_first_saves
     assert caplog.text.count("the save waits no longer") == 1
 
 
-def test_gradients_of_a_probe_behind_each_step_delay_only_the_first_saves() -> None:
-    link = LocalLink(RunOptions(memory="double", every_steps=10))
-    model = nn.Linear(2, 2)
+def begun() -> tuple[LocalLink, nn.Module, torch.optim.Optimizer, Checkpointer]:
+    link, model = LocalLink(RunOptions(memory="double", every_steps=10)), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ckpt = Checkpointer(link=link, model=model, optimizer=optimizer)
     ckpt.restore()
+    return link, model, optimizer, ckpt
+
+
+def test_gradients_of_a_probe_behind_each_step_delay_only_the_first_saves() -> None:
+    link, model, optimizer, ckpt = begun()
     for step in range(1, 151):
         optimizer.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
@@ -75,11 +79,7 @@ def test_gradients_of_a_probe_behind_each_step_delay_only_the_first_saves() -> N
 
 
 def test_a_window_that_begins_after_ignored_gradients_is_waited_for() -> None:
-    link = LocalLink(RunOptions(memory="double", every_steps=10))
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ckpt = Checkpointer(link=link, model=model, optimizer=optimizer)
-    ckpt.restore()
+    link, model, optimizer, ckpt = begun()
     for step in range(1, 150):
         model(torch.ones(1, 2)).sum().backward()
         if step < 125 or step % 7 == 0:

@@ -14,6 +14,7 @@ from ray_ckpt.capture.items import Item, unwrap
 
 log = logging.getLogger("ray_ckpt")
 
+DEFAULT_ADAPTER = "default"  # the adapter of PEFT whose files are in a model's directory itself
 MAX_BYTES = 64 << 20  # of all files together; tokenizers have some 20 MB
 
 
@@ -89,7 +90,7 @@ def _adapter_config(model: Any) -> Any:
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or not configs:
         return configs
-    return configs.get("default", next(iter(configs.values())))
+    return configs.get(DEFAULT_ADAPTER, next(iter(configs.values())))
 
 
 def _save(obj: Any, folder: str) -> None:

@@ -32,15 +32,13 @@ from ray_ckpt.catalog.uri import CheckpointUri
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.format.tree import TensorRef
+from ray_ckpt.interop.huggingface.files import DEFAULT_ADAPTER
 from ray_ckpt.interop.packages import require
 from ray_ckpt.location import StoragePath
 
 FILES_ITEM = "files"
 CONFIG, ADAPTER_CONFIG, GENERATION_CONFIG = "config.json", "adapter_config.json", "generation_config.json"
 MAX_LISTED = 5  # names in one error
-DEFAULT_ADAPTER = (
-    "default"  # of several adapters of PEFT, the one whose files are in the model's directory itself
-)
 _LAYER = re.compile(r"(.*?\.\d+)\.")  # up to the first number in a name
 
 State: TypeAlias = dict[str, torch.Tensor]

@@ -265,7 +265,9 @@ class _Run:
             self._upload.join(BEST_S)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # rank 0 has waited for the upload
-        best = CheckpointUri.parse(str(self._trainer.state.best_model_checkpoint)).step
+        uri = str(self._trainer.state.best_model_checkpoint)
+        if (best := CheckpointUri.parse(uri).step) is None:
+            raise RestoreError(f"The best model is {uri}, which names no step of a run.")
         log.info("loading the model of step %d, the best one", best)
         run = open_run(self.checkpointer.where, self.checkpointer.options.storage_options)
         run.load(into={"model": self._trainer.model_wrapped}, step=best)

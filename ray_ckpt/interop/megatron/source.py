@@ -84,17 +84,18 @@ def source_of(folder: str | os.PathLike[str]) -> Source:
     """
     global _of_session
     run, step = read_reference(folder)
+    uri = uri_of(run, step)
     if get_connection().link is None:
-        return _OfUri(uri_of(run, step))
+        return _OfUri(uri)
     session = current()
     if run != session.where:
-        return _OfUri(uri_of(run, step))
+        return _OfUri(uri)
     if _of_session is None or _of_session.session is not session:
         _of_session = _OfSession(session)
     if step == _of_session.step:
         return _of_session
     if session.is_begun:
-        return _OfUri(uri_of(run, step))
+        return _OfUri(uri)
     raise ConfigError(
         f"The folder {os.fspath(folder)} is of step {step}, and the run continues from step "
         f"{_of_session.step}.",
