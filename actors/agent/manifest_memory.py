@@ -1,4 +1,4 @@
-"""The manifest of a restore in memory: columns, stored once on a node, which all ranks of the node map.
+"""The manifest of a restore in memory: fragments, stored once on a node, which all ranks of the node map.
 
 The memory is a memfd, or a file in /dev/shm for ranks that may not open the agent's files, like an arena
 (`arena`). It is freed when no rank maps it and the agent has closed it or has died. It cannot shrink or
@@ -16,14 +16,14 @@ import pyarrow as pa
 
 from ray_ckpt.actors.agent.shared_memory import named_file
 from ray_ckpt.errors import InsufficientSpace
-from ray_ckpt.restore.manifest import MappedManifest
+from ray_ckpt.restore.manifest import MappedFragment, MappedManifest
 from ray_ckpt.storage.local.memory import available_memory_bytes
 
 MEMORY_SHARE = 0.5  # limit, as a share of free memory: the ranks' models need the rest
 
 
 class ManifestMemory:
-    """Arrow streams, one after the other. Call `add` from one thread at a time."""
+    """Fragments, one after the other. Call `add` from one thread at a time."""
 
     def __init__(self, *, named: bool = False) -> None:
         self._limit_bytes = int(MEMORY_SHARE * available_memory_bytes())
@@ -38,18 +38,20 @@ class ManifestMemory:
         except OSError:
             self._drop()
             raise
-        self._parts: list[tuple[int, int]] = []
+        self._parts: list[MappedFragment] = []
 
     @property
     def size_bytes(self) -> int:
-        return sum(self._parts[-1]) if self._parts else 0
+        return sum(self._parts[-1].file) if self._parts else 0
 
-    def add(self, table: pa.Table) -> None:
-        """Append the rows of a fragment. InsufficientSpace if there is too little memory."""
+    def add(self, places: pa.Table, file: bytes) -> None:
+        """Append a fragment: columns of its rows, and its file. InsufficientSpace if memory is too small."""
         start = self.size_bytes
         try:
-            with pa.ipc.new_stream(self._sink, table.schema) as writer:
-                writer.write_table(table)
+            with pa.ipc.new_stream(self._sink, places.schema) as writer:
+                writer.write_table(places)
+            middle = self._sink.tell()
+            self._sink.write(file)
             end = self._sink.tell()
         except OSError as error:  # /dev/shm is full
             raise InsufficientSpace(f"The manifest does not fit in {self._path}: {error}.") from error
@@ -60,7 +62,7 @@ class ManifestMemory:
                 needed_bytes=end,
                 free_bytes=self._limit_bytes,
             )
-        self._parts.append((start, end - start))
+        self._parts.append(MappedFragment(places=(start, middle - start), file=(middle, end - middle)))
 
     def seal(self) -> MappedManifest:
         """Return the manifest for a ticket; nothing can be added any more."""

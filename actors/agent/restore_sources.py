@@ -16,7 +16,7 @@ from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
 from ray_ckpt.core.values import ResumePoint, SessionNode, SessionPlan
 from ray_ckpt.errors import CheckpointError, CorruptionError, NewerFormat, RestoreError
 from ray_ckpt.format.digest import digest, root_digest
-from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, choose_fragments, decode_columns
+from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, choose_fragments, decode_places
 from ray_ckpt.format.names import fragment_file, is_file_name, shard_files
 from ray_ckpt.restore.parity import GroupReader
 from ray_ckpt.restore.reader import FileSource, RestoreTicket, parity_sources
@@ -43,11 +43,12 @@ FETCHED = 16  # fragments in memory at a time, besides those in the manifest's m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadFragment:
-    """A fragment of one source: its file, its metadata and its rows in columns."""
+    """A fragment of one source: its file, its metadata and the columns of its rows that a plan needs."""
 
     entry: FileEntry
     metadata: FragmentMetadata
-    table: pa.Table
+    places: pa.Table
+    data: bytes
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
@@ -113,7 +114,7 @@ class SourceFinder:
                 return None
         memory = self._memory()
         with closing_on_error(memory):
-            memory.add(version.table)
+            memory.add(version.places, version.data)
             found = {here.node_index: version.metadata}
             return self._ticket(plan, resume, memory, found, is_whole=False), memory
 
@@ -232,8 +233,8 @@ class SourceFinder:
         )
         with closing_on_error(memory), closing(fetched):
             for version in fetched:
-                memory.add(version.table)
-                found.append(replace(version, table=None))
+                memory.add(version.places, version.data)
+                found.append(replace(version, places=None, data=b""))
         return memory, found
 
     def _version(self, resume: ResumePoint, chosen: Mapping[int, str] | None, index: int) -> ReadFragment:
@@ -276,7 +277,7 @@ class SourceFinder:
             try:
                 data = self._read_whole(checkpoint.id, name, source)
                 with self._decoders:
-                    metadata, table = decode_columns(data)
+                    metadata, places = decode_places(data)
             except NewerFormat as error:
                 newer = newer or error.at(name)
                 continue
@@ -284,7 +285,7 @@ class SourceFinder:
                 continue
             is_there = True
             entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
-            yield ReadFragment(entry=entry, metadata=metadata, table=table)
+            yield ReadFragment(entry=entry, metadata=metadata, places=places, data=data)
         if newer is not None and not is_there:
             raise newer
 

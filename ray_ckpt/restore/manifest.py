@@ -1,9 +1,10 @@
 """The manifest of a checkpoint as a restore uses it: rows in columns, of which a rank makes the few it reads.
 
-The agent of a node puts the fragments into memory as Arrow streams, once for all its ranks, and a rank maps
-them. A rank begins with the fragment of its own node, if that is known to be committed: what the rank saved
-itself has exactly the regions that it restores. Only if something is missing there, the rank requests the
-whole manifest.
+The agent of a node puts the fragments into memory, once for all its ranks, and a rank maps them: the columns
+that a plan needs as an Arrow stream, and the file itself, from which a rank reads the digests of the rows
+that it takes, if it takes any. A rank begins with the fragment of its own node, if that is known to be
+committed: what the rank saved itself has exactly the regions that it restores. Only if something is missing
+there, the rank requests the whole manifest.
 """
 
 from __future__ import annotations
@@ -11,23 +12,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ray_ckpt.errors import FormatError
 from ray_ckpt.format import parquet
-from ray_ckpt.format.row_columns import (
-    Ints,
-    Mask,
-    box_values,
-    indices,
-    list_column,
-    numbers,
-    rows_of,
-    validity,
-)
+from ray_ckpt.format.manifest import read_digests, take_rows
+from ray_ckpt.format.row_columns import Ints, Mask, box_values, indices, list_column, validity
 from ray_ckpt.storage.local.pages import map_shared
 from ray_ckpt.types import ManifestRow, Slice
 
@@ -98,12 +92,19 @@ class ListedRows:
         return False
 
 
+class MappedFragment(NamedTuple):
+    """A fragment in memory of the agent: (offset, size) of the stream of its columns, and of its file."""
+
+    places: tuple[int, int]
+    file: tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedManifest:
-    """Fragments as Arrow streams in memory of the agent: (offset, size) of each, in the order of nodes."""
+    """Fragments in memory of the agent, in the order of nodes."""
 
     path: str
-    parts: tuple[tuple[int, int], ...]
+    parts: tuple[MappedFragment, ...]
 
     def open(self) -> RowColumns:
         """Map the fragments. OSError if the agent has freed the memory, or uses the descriptor otherwise."""
@@ -115,17 +116,21 @@ class MappedManifest:
             os.close(fd)
         try:
             return RowColumns(
-                pa.ipc.open_stream(memory.slice(offset, size)).read_all() for offset, size in self.parts
+                (pa.ipc.open_stream(memory.slice(*part.places)).read_all(), memory.slice(*part.file))
+                for part in self.parts
             )
         except (pa.ArrowException, KeyError) as error:
             raise OSError(f"{self.path} has no manifest: {error}") from error
 
 
 class RowColumns:
-    """Rows in columns, texts as dictionaries; see `format.manifest.decode_columns`."""
+    """Rows in columns: for each fragment those of `format.manifest.decode_places`, and the file's bytes.
 
-    def __init__(self, tables: Iterable[pa.Table]) -> None:
-        self._parts = [_Part(table) for table in tables]
+    The methods raise FormatError if a row that they return, or search, breaks a rule of rows.
+    """
+
+    def __init__(self, fragments: Iterable[tuple[pa.Table, pa.Buffer]]) -> None:
+        self._parts = [_Part(places, file) for places, file in fragments]
         self._part_of: dict[str, _Part] = {}
 
     def open(self) -> RowColumns:
@@ -184,8 +189,10 @@ class PartialRows:
 class _Part:
     """The rows of one fragment."""
 
-    def __init__(self, table: pa.Table) -> None:
+    def __init__(self, table: pa.Table, file: pa.Buffer) -> None:
         self._table = table
+        self._file = file
+        self._digests: pa.Table | None = None
         item, name = parquet.column(table, "item"), parquet.column(table, "name")
         self.items, self.names = item.dictionary, name.dictionary
         self.is_slice: Mask = validity(item)
@@ -199,7 +206,7 @@ class _Part:
     def is_in(self, files: Collection[str]) -> Mask:
         """Return which rows are those of one of the files."""
         is_wanted = np.array([file in files for file in self.files] or [False])
-        is_there: Mask = is_wanted[numbers(parquet.column(self._table, "file").indices)]
+        is_there: Mask = is_wanted[indices(parquet.column(self._table, "file"))]
         return is_there
 
     def rows(self, at: Ints) -> tuple[ManifestRow, ...]:
@@ -208,10 +215,15 @@ class _Part:
             return ()
         order = np.sort(at).astype(np.int64, copy=False)
         places = pa.Array.from_buffers(pa.int64(), len(order), [None, pa.py_buffer(order)])
-        return rows_of(self._table.take(places))
+        if self._digests is None:
+            self._digests = read_digests(self._file.to_pybytes())
+        return take_rows(self._table, self._digests, places)
 
     def num_dims(self) -> Ints:
         starts, _ = list_column(self._table, "offset")
+        others, _ = list_column(self._table, "shape")
+        if not np.array_equal(starts, others):
+            raise FormatError("A row of the manifest has an offset and a shape of different lengths.")
         return np.diff(starts)
 
     def boxes(self, at: Ints, num_dims: int) -> tuple[Boxes, Boxes]:

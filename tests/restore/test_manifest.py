@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ckpt.errors import RestoreError
-from ray_ckpt.format.manifest import rows_table
+from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
+from ray_ckpt.errors import FormatError, RestoreError
+from ray_ckpt.format.manifest import decode_places, encode_columns, rows_table
 from ray_ckpt.format.names import make_attempt, shard_file, state_file
 from ray_ckpt.plan.restore import plan_restore
-from ray_ckpt.restore.manifest import ListedRows, MappedManifest, PartialRows, RowColumns
+from ray_ckpt.restore.manifest import ListedRows, MappedFragment, MappedManifest, PartialRows, RowColumns
 from ray_ckpt.types import Fragment, ManifestRow, Slice
 
 ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=1, attempt=0)
@@ -26,20 +29,15 @@ RANKS = 4
 SHAPES: dict[str, tuple[int, ...]] = {"a": (8,), "b": (6, 4), "c": (), "d": (0, 3), "e": (4, 3, 2), "f": (5,)}
 
 
-def columns(table: pa.Table) -> pa.Table:
-    """Return a table with texts as dictionaries, as fragments are read."""
-    return pa.table(
-        {
-            name: table.column(name).combine_chunks().dictionary_encode()
-            if table.schema.field(name).type == pa.string()
-            else table.column(name)
-            for name in table.column_names
-        }
-    )
+def file_of(rows: Sequence[ManifestRow]) -> bytes:
+    """Return rows as the file of a fragment, which need not have all rows of its files."""
+    fragment = fragment_of(rows)
+    return encode_columns(fragment.metadata, rows_table([fragment]))
 
 
 def row_columns(fragments: Sequence[Sequence[ManifestRow]]) -> RowColumns:
-    return RowColumns(columns(rows_table([fragment_of(rows)])) for rows in fragments)
+    files = [file_of(rows) for rows in fragments]
+    return RowColumns((decode_places(data)[1], pa.py_buffer(data)) for data in files)
 
 
 def fragment_of(rows: Sequence[ManifestRow]) -> Fragment:
@@ -138,23 +136,39 @@ def test_a_tensor_that_all_ranks_saved_gives_few_rows() -> None:
 
 @given(fragments=saved())
 def test_mapped_rows_are_those_that_were_written(fragments: list[list[ManifestRow]]) -> None:
-    fd = os.memfd_create("ray_ckpt-test")
-    try:
-        parts, at = [], 0
+    with closing(ManifestMemory()) as memory:
         for rows in fragments:
-            table, sink = columns(rows_table([fragment_of(rows)])), pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, table.schema) as writer:
-                writer.write_table(table)
-            data = sink.getvalue().to_pybytes()
-            os.write(fd, data)
-            parts.append((at, len(data)))
-            at += len(data)
-        mapped = MappedManifest(path=f"/proc/self/fd/{fd}", parts=tuple(parts)).open()
+            data = file_of(rows)
+            memory.add(decode_places(data)[1], data)
+        mapped = memory.seal().open()
         for rows in fragments:
             for file in {row.file for row in rows}:
                 assert list(mapped.of_file(file)) == [row for row in rows if row.file == file]
-    finally:
-        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"digest": "x" * 32},
+        {"nbytes": 31},
+        {"byte_offset": -1},
+        {"kind": "state"},
+        {"file": "state-00000-of-00004.json"},
+        {"slice": Slice(item="model", name="a", dtype="F32", global_shape=(8,), offset=(1,), shape=(8,))},
+        {"slice": Slice(item="model", name="a", dtype="F32", global_shape=(8,), offset=(-1,), shape=(8,))},
+        {"slice": Slice(item="model", name="a", dtype="F32", global_shape=(8,), offset=(0, 0), shape=(8,))},
+        {"slice": Slice(item="model", name="a", dtype="F32", global_shape=(8, 1), offset=(0,), shape=(8,))},
+    ],
+)
+def test_a_rank_refuses_a_row_that_breaks_a_rule(broken: dict[str, Any]) -> None:
+    """The agent leaves the check of rows to the rank that takes them."""
+    region = slice_of("a", [(0, 8)])
+    right = ManifestRow(
+        kind="slice", file="shard-00000-of-00004", byte_offset=8, nbytes=32, digest="0" * 32, slice=region
+    )
+    assert list(row_columns([[right]]).meeting([region])) == [right]
+    with pytest.raises(FormatError):
+        row_columns([[replace(right, **broken)]]).meeting([region])
 
 
 def test_a_part_is_completed_once_and_its_errors_reach_the_caller() -> None:
@@ -181,6 +195,7 @@ def test_a_part_is_completed_once_and_its_errors_reach_the_caller() -> None:
 def test_memory_that_has_no_manifest_any_more_is_an_error_of_the_system(tmp_path: Path, data: bytes) -> None:
     """After a session the agent's descriptor may become another file; the rank then falls back."""
     (tmp_path / "memory").write_bytes(data)
-    for parts in (((0, 50),), ((0, 100), (4000, 500))):
+    for places in ([(0, 50)], [(0, 100), (4000, 500)]):
+        parts = tuple(MappedFragment(places=part, file=(0, 8)) for part in places)
         with pytest.raises(OSError):
             MappedManifest(path=str(tmp_path / "memory"), parts=parts).open()

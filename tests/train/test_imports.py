@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
-from ray_ckpt.format.manifest import decode_columns, encode_fragment
+from ray_ckpt.format.manifest import decode_places, encode_fragment
 from tests.support.peer_nodes import sample
 
 HEAVY = (
@@ -39,13 +39,14 @@ def test_a_rank_reads_rows_without_pandas(tmp_path: Path) -> None:
     saved = sample(10)
     with closing(ManifestMemory()) as memory:
         for fragment in saved.fragments:
-            memory.add(decode_columns(encode_fragment(fragment))[1])
+            data = encode_fragment(fragment)
+            memory.add(decode_places(data)[1], data)
         manifest = memory.seal()
         (tmp_path / "manifest").write_bytes(Path(manifest.path).read_bytes())
     files = [file.name for fragment in saved.fragments for file in fragment.files]
     code = f"""
 import sys
-from ray_ckpt.restore.manifest import MappedManifest
+from ray_ckpt.restore.manifest import MappedFragment, MappedManifest
 rows = MappedManifest(path={str(tmp_path / "manifest")!r}, parts={manifest.parts!r}).open()
 found = [row for file in {files!r} for row in rows.of_file(file)]
 assert len(found) == {sum(len(fragment.rows) for fragment in saved.fragments)}
