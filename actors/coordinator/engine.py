@@ -49,7 +49,7 @@ class Engine:
         # Calls to Ray have threads of their own, as each storage path has: a hanging one stops no other.
         self.control_io = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="ray_ckpt-control")
         self.agents = Agents(keys, self.control_io)
-        self.relay_nodes = relay_nodes  # nodes per relay; 0: no relays
+        self.relay_nodes = relay_nodes  # nodes per relay, at least; 0: no relays
         self.notices = Notices()
         self.runs = Runs()
         self.meters = Meters()

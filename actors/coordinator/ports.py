@@ -35,7 +35,7 @@ from ray_ckpt.engine.ports import (
     StorageEffect,
     UpdatePeer,
 )
-from ray_ckpt.engine.relays import ORDERS_S, Batch, OrderRelays
+from ray_ckpt.engine.relays import ORDERS_S, Batch, OrderRelays, relay_size
 from ray_ckpt.format.records import encode_record
 from ray_ckpt.storage.log_store import CreateResult, create_record, read_run, trim_log, write_snapshot
 from ray_ckpt.telemetry import Sample
@@ -69,7 +69,9 @@ class RayPorts:
     def _send(self) -> None:
         """Send the calls that were begun together, through relays if they are many."""
         calls, self._calls = self._calls, []
-        for part in self._relays.divide(calls, self._engine.agents.cards.keys(), time.monotonic()):
+        agents = self._engine.agents.cards.keys()
+        self._relays.size = relay_size(self._engine.relay_nodes, len(agents))
+        for part in self._relays.divide(calls, agents, time.monotonic()):
             if isinstance(part, Batch):
                 self._engine.spawn(self._pass_on(part))
             else:
@@ -111,9 +113,11 @@ class RayPorts:
 
     def _passed(self, batch: Batch) -> Iterator[PassedOrder]:
         """Yield the calls of a batch as orders; those that have no address are sent without the relay."""
-        alike: dict[int, list[tuple[int, Call]]] = {}  # by order, since calls may share one
+        alike: dict[object, list[tuple[int, Call]]] = {}
         for number, call in batch.calls.items():
-            alike.setdefault(id(call.order), []).append((number, call))
+            order = call.order
+            same = (order.directories, order.epoch) if isinstance(order, n.DeleteOrdered) else id(order)
+            alike.setdefault(same, []).append((number, call))
         for calls in alike.values():
             try:
                 method, arguments = self._method(calls[0][1], relay=batch.relay)

@@ -57,6 +57,7 @@ from ray_ckpt.core.values import (
     StoredFragment,
 )
 from ray_ckpt.engine.node_session import PROGRESS_WAITS
+from ray_ckpt.engine.relays import relay_size
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.transport.credentials import ServiceKeys
@@ -64,7 +65,7 @@ from ray_ckpt.types import AttemptId, Level, RankRestore
 
 SIZES = (100, 1_000, 4_000, 10_000)  # nodes
 QUICK_SIZES = (8,)
-CROWD_NODES = 512  # nodes played by one actor
+CROWD_NODES = 512  # nodes played by one actor, at most
 CALL_S = 900.0  # longest answer of the coordinator or of a crowd
 REST_S = 10.0  # training without a save
 WARM_SAVES = 2  # afterwards, each commit retires a checkpoint
@@ -391,11 +392,12 @@ class Fleet:
         coordinator, crowd = ray.remote(FleetCoordinator), ray.remote(Crowd).options(num_cpus=0)
         named = {"namespace": names.NAMESPACE, "num_cpus": 0}
         self.coordinator: Any = coordinator.options(name=names.COORDINATOR, **named).remote()
-        first = min(relay_nodes(), num_nodes - 1)  # the first addressee of the second group of nodes
-        lone = self.nodes[first]
-        parts = [  # the nodes of each other relay are in one crowd
-            tuple(node for node in self.nodes[at : at + CROWD_NODES] if node != lone)
-            for at in range(0, num_nodes, CROWD_NODES)
+        size = relay_size(relay_nodes(), num_nodes)
+        lone = self.nodes[min(size, num_nodes - 1)]  # the first addressee of the second group of nodes
+        width = CROWD_NODES // size * size  # the nodes of each other relay are in one crowd
+        parts = [
+            tuple(node for node in self.nodes[at : at + width] if node != lone)
+            for at in range(0, num_nodes, width)
         ]
         self.crowds: list[Any] = [crowd.remote(self.coordinator, part, lone) for part in parts]
         alone = ray.remote(Crowd).options(name=names.agent_name(lone), **named)

@@ -10,6 +10,7 @@ and gathers the reports of the nodes to which it has passed on the start of a se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
@@ -18,6 +19,15 @@ from ray_ckpt.engine.ports import Call
 ORDERS_S = 5.0  # longest wait for a relay that passes orders on, before they are sent without it
 REPORT_S = 2.0  # longest wait for a relay that gathers reports, before a report is sent without it
 RELAY_AGAIN_S = 60.0  # until a relay that did not answer is used again
+
+
+def relay_size(least: int, num_nodes: int) -> int:
+    """Return the number of nodes of one relay, 0 for no relays.
+
+    A cluster of more than `least` squared nodes has as many relays as each of them has nodes: the coordinator
+    and a relay then have equally many messages.
+    """
+    return max(least, math.isqrt(num_nodes)) if least else 0
 
 
 @dataclass(slots=True)

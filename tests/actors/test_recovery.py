@@ -22,9 +22,19 @@ from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.opening import RunOpener
 from ray_ckpt.actors.coordinator.ports import RayPorts
 from ray_ckpt.actors.coordinator.recovery import Recovery
-from ray_ckpt.actors.messages import AgentCard, Joined, OpenedRun, RunSpec, ServiceCard
+from ray_ckpt.actors.messages import (
+    AgentCard,
+    Joined,
+    OpenedRun,
+    PassedAnswers,
+    PassedOrder,
+    RunSpec,
+    ServiceCard,
+)
+from ray_ckpt.core.node_messages import DeleteOrdered
 from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.core.values import SessionPlan
+from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.ports import AgentDied, Answered, Call, GroupFound, OpenOnNode
 from ray_ckpt.errors import StoragePathError, Unavailable
 from ray_ckpt.transport.credentials import ServiceKeys
@@ -91,6 +101,43 @@ def test_a_node_that_does_not_answer_in_time_is_left_out_of_an_opening(
     (answer,) = asyncio.run(wait())
     assert isinstance(answer, Answered) and answer.failure is not None
     assert answer.failure.error is None and "0.01 s" in answer.failure.text
+
+
+def test_equal_deletions_on_many_nodes_are_one_order_of_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save of a large cluster retires a checkpoint, whose folder has the same name on each node."""
+    folders = {"a": ("5",), "b": ("5",), "c": ("5", "6"), "d": ("5",)}
+
+    async def delete() -> list[tuple[tuple[PassedOrder, ...], list[Any]]]:
+        engine = make_engine()
+        engine.relay_nodes = 2
+        run = training(engine)
+        events, sent = record_events(engine, monkeypatch), []
+
+        async def pass_on(_name: str, orders: tuple[PassedOrder, ...]) -> PassedAnswers:
+            numbers = [number for order in orders for number, _ in order.nodes]
+            sent.append((orders, [order.arguments for order in orders]))
+            return PassedAnswers(values=dict.fromkeys(numbers))
+
+        for node in folders:
+            engine.agents._actors[node] = SimpleNamespace(pass_on=SimpleNamespace(remote=pass_on))
+            engine.agents.cards[node] = AgentCard(node_id=node, endpoint="", staging="/s")
+        ports = RayPorts(engine, run)
+        for node, directories in folders.items():
+            work = NodeDeletes(node=node, directories=directories, deletes=())
+            ports.call(Call(node=node, order=DeleteOrdered(directories=directories, epoch=1), work=work))
+        await asyncio.sleep(0.05)
+        assert [event.to.node for event in events] == list(folders)
+        return sent
+
+    first, second = asyncio.run(delete())
+    epoch = first[1][0][-1]
+    assert [[node for _, node in order.nodes] for order in first[0]] == [["a", "b"]]
+    assert [[node for _, node in order.nodes] for order in second[0]] == [["c"], ["d"]]
+    assert [arguments[1:] for arguments in (*first[1], *second[1])] == [
+        (("5",), epoch),
+        (("5", "6"), epoch),
+        (("5",), epoch),
+    ]
 
 
 def test_agents_are_looked_for_again_after_an_error_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from ray_ckpt.config import RELAY_NODES, relay_nodes
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.engine.ports import Call, UpdatePeer
-from ray_ckpt.engine.relays import RELAY_AGAIN_S, Batch, OrderRelays, ReportRoute
+from ray_ckpt.engine.relays import RELAY_AGAIN_S, Batch, OrderRelays, ReportRoute, relay_size
 from ray_ckpt.errors import ConfigError
 
 NODES = tuple("abcdefgh")
@@ -55,6 +55,12 @@ def test_the_orders_of_one_node_stay_in_order() -> None:
         n.RunReleased,
         UpdatePeer,
     ]
+
+
+def test_a_large_cluster_has_as_many_relays_as_each_has_nodes() -> None:
+    sizes = {num_nodes: relay_size(64, num_nodes) for num_nodes in (1, 65, 4096, 4224, 4225, 10_000)}
+    assert sizes == {1: 64, 65: 64, 4096: 64, 4224: 64, 4225: 65, 10_000: 100}
+    assert relay_size(0, 10_000) == 0
 
 
 def test_a_relay_that_failed_is_avoided_for_a_while() -> None:
