@@ -6,7 +6,7 @@ import pickle
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray_ckpt.actors.pickling import pickle_quickly
 from ray_ckpt.catalog.uri import Origin
@@ -144,9 +144,8 @@ class PassedAnswers:
     undelivered: tuple[int, ...] = ()  # the relay did not reach the agent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatheredReport:
-    """A call to the coordinator that a relay sends together with others."""
+class GatheredReport(NamedTuple):
+    """A call to the coordinator that a relay sends together with others; a tuple, as there are thousands."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -312,7 +311,7 @@ pickle_quickly(
     NodeStored,
     ReplicaEnded,
     RanksProgressed,
-    GatheredReport,
     GatheredAnswer,
     Failure,
+    shared={AttemptId},
 )

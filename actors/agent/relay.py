@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import ray
@@ -222,4 +222,4 @@ def _merged(gathered: list[_Gathered]) -> Iterator[_Merged]:
     for run_uid, found in progress.items():
         for event in merge([report.arguments[1] for report, _ in found]):
             senders = [s for report, s in found if event.ranks.keys() >= report.arguments[1].ranks.keys()]
-            yield replace(found[0][0], arguments=(run_uid, event)), senders
+            yield found[0][0]._replace(arguments=(run_uid, event)), senders

@@ -133,14 +133,21 @@ class RunHost:
         """Let the machine handle an event, and carry out the effects."""
         self.ports.observe(event)
         self._was_open = self._was_open or self.machine.is_open
-        for effect in together(self.machine.handle(event)):
-            self._carry_out(effect)
+        if effects := self.machine.handle(event):
+            for effect in together(effects):
+                self._carry_out(effect)
         self.ports.measure(self.machine.take_samples())
 
     def _handle(self, event: m.Event | HostEvent) -> None:
         match event:
-            case Answered():
+            case Answered():  # the first three are those of which each save has several per node
                 self._answered(event)
+            case m.ReplicaEnded():
+                self.apply(event)
+            case m.NodeStored(attempt=attempt, node_id=node):
+                self.apply(event)
+                if (attempt.epoch, attempt.session) >= self.last_session_key:
+                    self.nodes.find_group(node)
             case m.NodesSeen():
                 self.nodes.seen(event)
                 self.groups.ticked()
@@ -173,10 +180,6 @@ class RunHost:
                 self.nodes.agent_died(node)
             case ExitRefused(node=node):
                 self.nodes.find_group(node)
-            case m.NodeStored(attempt=attempt, node_id=node):
-                self.apply(event)
-                if (attempt.epoch, attempt.session) >= self.last_session_key:
-                    self.nodes.find_group(node)
             case m.Appended():
                 self.apply(event)
                 self._log_answered()

@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 from ray_ckpt.actors.messages import GatheredAnswer, GatheredReport
 from ray_ckpt.core import messages as m
@@ -43,6 +44,11 @@ def test_records_stay_the_same() -> None:
     assert progressed.distinct == (RankProgress(step=7, saved_step=3),), "two ranks share one object"
     error = pickle.loads(pickle.dumps(GatheredAnswer(error=RunConflict("no")))).error
     assert isinstance(error, RunConflict)
+
+
+def test_the_attempt_of_many_messages_is_one_object() -> None:
+    first, second = (pickle.loads(pickle.dumps(replace(RECORDS[2], node_index=k))) for k in (4, 5))
+    assert first.attempt is second.attempt and first.attempt == ATTEMPT
 
 
 def test_a_process_that_knows_no_messages_reads_them() -> None:
