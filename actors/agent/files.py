@@ -317,7 +317,8 @@ def _stored_bytes(run: NodeRun, attempt: AttemptId, file: str) -> Iterator[memor
     """
     offset = 0
     for rank, arena in list(run.memory.arenas.items()):
-        buffer, files = arena.find(attempt.attempt), shard_files(rank, run.require_plan().world_size)
+        buffer, plan = arena.find(attempt.attempt), run.machine.plan
+        files = () if plan is None else shard_files(rank, plan.world_size)  # None: the session has ended
         if buffer is None or file not in files:
             continue
         data = buffer.data(require(buffer.layout), files.index(file))

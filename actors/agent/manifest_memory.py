@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from ray_ckpt.actors.agent.shared_memory import named_file
 from ray_ckpt.errors import InsufficientSpace
+from ray_ckpt.format.shard import ALIGNMENT_BYTES
 from ray_ckpt.restore.manifest import MappedFragment, MappedManifest
 from ray_ckpt.storage.local.memory import available_memory_bytes
 
@@ -46,8 +47,9 @@ class ManifestMemory:
 
     def add(self, places: pa.Table, file: bytes) -> None:
         """Append a fragment: columns of its rows, and its file. InsufficientSpace if memory is too small."""
-        start = self.size_bytes
+        start = self.size_bytes + -self.size_bytes % ALIGNMENT_BYTES
         try:
+            self._sink.write(bytes(start - self.size_bytes))
             with pa.ipc.new_stream(self._sink, places.schema) as writer:
                 writer.write_table(places)
             middle = self._sink.tell()

@@ -89,6 +89,13 @@ class Prefetch:
                 left = progress.size_bytes - progress.done_bytes
                 progress.is_given_up = progress.is_in_arena or left > (1 - WORTH) * progress.size_bytes
 
+    def give_up(self) -> None:
+        """Give up the files that are being read."""
+        with self._lock:
+            self._is_ending = True
+            for progress in self._at_work.values():
+                progress.is_given_up = True
+
     def merged(self, ticket: RestoreTicket) -> RestoreTicket:
         """Return the ticket with the prefetched files as first sources."""
         with self._lock:

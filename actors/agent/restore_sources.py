@@ -300,8 +300,7 @@ class SourceFinder:
                 name, max_bytes=MAX_FRAGMENT_BYTES
             )
         file = FileName(run_uid=self._run_uid, directory=attempt.directory, file=name)
-        with self._peers.acquire(source.endpoint) as peer:
-            return peer.read_file(file, max_bytes=MAX_FRAGMENT_BYTES)
+        return self._peers.read_small(source.endpoint, file, max_bytes=MAX_FRAGMENT_BYTES)
 
 
 @contextmanager

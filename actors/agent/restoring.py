@@ -29,6 +29,7 @@ log = logging.getLogger("ray_ckpt.agent")
 
 RESTORE_THREADS = 3  # of a restore: for the own ticket, the whole one, and rows that ranks share
 PREFETCH_S = 600.0  # without a request for a ticket; longer than Ray waits for a group's processes
+END_S = 120.0  # to read files ahead that are begun when ranks want their ticket: they wait OPEN_S for it
 STALL_S = 5.0  # without progress of a prefetch; then the ranks read by themselves, from other sources too
 
 
@@ -100,11 +101,16 @@ class NodeRestore:
             self._unused = asyncio.get_running_loop().call_later(PREFETCH_S, self._prefetch.close)
 
     async def _end_prefetch(self) -> None:
-        """Wait for the files that are being read ahead, as long as there is progress."""
+        """Wait for the files that are being read ahead, as long as there is progress, and up to END_S."""
         self._prefetch.end()
         self._keep_prefetched()
         task, seen = self._prefetching, -1
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + END_S
         while task is not None and not task.done() and self._prefetch.done_bytes != seen:
+            if loop.time() > deadline_s:
+                self._prefetch.give_up()
+                break
             seen = self._prefetch.done_bytes
             await asyncio.wait({task}, timeout=STALL_S)
 

@@ -110,6 +110,7 @@ class SharedReads:
         self._changed = asyncio.Event()
         self._space_wait_s = SPACE_WAIT_S
         self._is_closed = False
+        self._gone: set[str] = set()  # peers that no longer answer; each batch of rows has a new reader
         self.bad_nodes: set[str] = set()  # whose disks had bad bytes
         self.bytes_read = 0  # bytes that this agent has read from sources
         self.bytes_served = 0  # bytes that ranks got from this agent
@@ -244,7 +245,11 @@ class SharedReads:
         good: set[RowKey] = set()
         ticket = self._ticket
         reader = SourceReader(
-            self._attempt, ticket.sources, credentials=ticket.credentials, remote=ticket.remote
+            self._attempt,
+            ticket.sources,
+            credentials=ticket.credentials,
+            remote=ticket.remote,
+            gone=self._gone,
         )
         reader.read([row.row for row in batch], lambda row: _Landed(parts[row_key(row)], row_key(row), good))
         self.bad_nodes |= reader.bad_nodes

@@ -394,7 +394,8 @@ class Fleet:
         self.coordinator: Any = coordinator.options(name=names.COORDINATOR, **named).remote()
         size = relay_size(relay_nodes(), num_nodes)
         lone = self.nodes[min(size, num_nodes - 1)]  # the first addressee of the second group of nodes
-        width = CROWD_NODES // size * size  # the nodes of each other relay are in one crowd
+        size = max(size, 1)  # 0: there are no relays
+        width = max(CROWD_NODES // size, 1) * size  # the nodes of each other relay are in one crowd
         parts = [
             tuple(node for node in self.nodes[at : at + width] if node != lone)
             for at in range(0, num_nodes, width)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ray_ckpt.core.values import GroupPlaces
-from ray_ckpt.errors import FormatError, Unavailable
+from ray_ckpt.errors import CorruptionError, FormatError, Unavailable
 from ray_ckpt.format.blocks import BlockCutter
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.galois import Bytes, StripeSum, solve
@@ -110,15 +110,19 @@ class GroupReader:
     def _listed(self, position: int) -> tuple[FileEntry, ...]:
         """Return the entries of a member's fragment and of the files that it lists."""
         name = fragment_file(self._sources.group.members[position], self._sources.num_nodes)
+        failure: Unavailable | CorruptionError = Unavailable(f"No node has {name}.", refused=True)
         for endpoint in self._sources.fragments[position]:
-            with self._peers.acquire(endpoint) as peer:
-                data = peer.read_file(self._name(name), max_bytes=MAX_FRAGMENT_BYTES)
-            metadata, _ = decode_columns(data)
+            try:
+                data = self._peers.read_small(endpoint, self._name(name), max_bytes=MAX_FRAGMENT_BYTES)
+                metadata, _ = decode_columns(data)
+            except (Unavailable, CorruptionError) as error:  # another node may have it intact
+                failure = error
+                continue
             if metadata.attempt != self._attempt:
                 raise Unavailable(f"{name} is of another attempt.", refused=True)
             entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))
             return entry, *metadata.files
-        raise Unavailable(f"No node has {name}.", refused=True)
+        raise failure
 
     def encode(self, header: ParityHeader) -> Iterator[bytes | memoryview]:
         """Yield the bytes of a parity file. Unavailable if a member cannot be read to its end."""

@@ -52,6 +52,7 @@ PIECE_BYTES = 2 << 20  # hashed and then copied: small enough for a cache, long 
 FETCH_BYTES = 256 << 20  # requested from the node's agent at a time
 PROGRESS_S = 1.0  # between two calls of `progress`
 LOG_EVERY_S = 5.0  # between two lines about a long restore
+BUSY_ROUNDS = 5  # of reading from busy peers, none of which served a row; a peer lets each wait for 20 s
 MAX_REJECTED = 200  # notes about bad rows and sources; more notes would repeat these
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -197,17 +198,20 @@ class SourceReader:
         fetch: FetchRows | None = None,
         progress: RestoreProgress | None = None,
         limiter: Limiter | None = None,
+        gone: set[str] | None = None,
     ) -> None:
+        """Readers with one `gone` share what they learn: the addresses of peers that no longer answer."""
         self._attempt = attempt
         self._sources = sources
         self._remote = remote
         self._fetch = fetch
         self._meter = _Meter(progress)
         self._limiter = limiter or Limiter()
-        self._peers = Peers(credentials, self._limiter.slowest_bytes_per_s)
+        self._peers = Peers(credentials, self._limiter.slowest_bytes_per_s, gone)
         self._maps: dict[tuple[str, int], Mapped] = {}  # by path and position
         self._groups: dict[GroupSources, GroupReader] = {}
         self._lock = threading.Lock()
+        self._busy: set[str] = set()  # files with a source that answered, and could not serve
         self.parts: list[RestoredPart] = []
         self.damage: list[str] = []
         self.rejected: list[str] = []
@@ -237,12 +241,28 @@ class SourceReader:
             pools = _Pools(stack)
             if sharers and self._fetch is not None:
                 self._read_shared(left, sink_for, sharers, pools, self._fetch)
-            turn, extents = 0, self._extents(left, 0)
-            while extents:
-                self._read_extents(extents, sink_for, pools, left)
-                turn, extents = turn + 1, self._extents(left, turn + 1)
+            self._read_in_turns(left, sink_for, pools)
         for file in sorted(left):
             self.damage += [f"{file}: {row.label}" for row in left[file]]
+
+    def _read_in_turns(self, left: dict[str, list[ManifestRow]], sink_for: SinkFor, pools: _Pools) -> None:
+        """Read the rows in `left` from their sources, and again while busy sources serve some of them.
+
+        A peer serves some reads at a time, and lets another one wait before it answers that it is busy. When
+        a large group reads from few peers, that is no damage.
+        """
+        rounds_left, wanted = BUSY_ROUNDS, left
+        while rounds_left and wanted:
+            num_rows = sum(map(len, wanted.values()))
+            self._busy.clear()
+            turn, extents = 0, self._extents(wanted, 0)
+            while extents:
+                self._read_extents(extents, sink_for, pools, left)
+                wanted = {file: left[file] for file in wanted}
+                turn, extents = turn + 1, self._extents(wanted, turn + 1)
+            wanted = {file: left[file] for file in self._busy if left[file]}
+            has_progress = sum(map(len, wanted.values())) < num_rows
+            rounds_left = BUSY_ROUNDS if has_progress else rounds_left - 1
 
     def read_bytes(self, row: ManifestRow) -> bytes | None:
         """Return a row's verified bytes; None if no source has intact bytes."""
@@ -362,10 +382,13 @@ class SourceReader:
             except (OSError, EOFError, Unavailable) as error:
                 self._reject(f"{tally.file} on {tally.source_text}: {error}")
                 fields = error.fields if isinstance(error, Unavailable) else {}
-                if fields.get("refused"):
-                    break
-                if not tries_left and not fields.get("answered"):  # a busy peer is not gone
+                if tries_left and not fields.get("refused"):
+                    continue
+                if not fields.get("answered"):
                     extent.source.give_up()
+                elif not fields.get("refused"):
+                    self._busy.add(tally.file)
+                break
         with self._lock:
             tally.add(sum(row.nbytes for row in extent.done), start_s, time.monotonic())
 

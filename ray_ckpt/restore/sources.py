@@ -152,13 +152,16 @@ class Peers:
     """Pool of connections to peers; a thread has a connection to itself while it reads."""
 
     def __init__(
-        self, credentials: Credentials | None, slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S
+        self,
+        credentials: Credentials | None,
+        slowest_bytes_per_s: float = SLOWEST_BYTES_PER_S,
+        gone: set[str] | None = None,
     ) -> None:
         self._credentials = credentials
         self.slowest_bytes_per_s = slowest_bytes_per_s  # lowest rate of a response
         self._lock = threading.Lock()
         self._idle: dict[str, list[PeerClient]] = {}
-        self.gone: set[str] = set()  # endpoints that this restore no longer uses
+        self.gone = gone if gone is not None else set()  # endpoints that this restore no longer uses
 
     @contextlib.contextmanager
     def acquire(self, endpoint: str) -> Iterator[PeerClient]:
@@ -179,6 +182,22 @@ class Peers:
                 self._idle.setdefault(endpoint, []).append(peer)
         if not is_kept:
             peer.__exit__()
+
+    def read_small(self, endpoint: str, name: FileName, *, max_bytes: int) -> bytes:
+        """Return a whole small file. Raise Unavailable, also for a peer that has not answered before."""
+        for tries_left in reversed(range(PEER_TRIES)):
+            if endpoint in self.gone:
+                break
+            try:
+                with self.acquire(endpoint) as peer:
+                    return peer.read_file(name, max_bytes=max_bytes)
+            except Unavailable as error:
+                is_refused = bool(error.fields.get("refused"))
+                if not error.fields.get("answered") and (is_refused or not tries_left):
+                    self.gone.add(endpoint)
+                if is_refused or not tries_left:
+                    raise
+        raise Unavailable(f"{endpoint} did not answer.", refused=True)
 
     def close(self) -> None:
         while self._idle:

@@ -166,6 +166,26 @@ def test_a_fragment_that_is_too_large_is_refused_before_it_is_computed(coded: Gr
         assert reader.read_bytes == header_bytes
 
 
+@pytest.mark.parametrize("harm", ["gone", "damaged"])
+def test_parity_is_planned_from_any_holder_of_a_fragment(group: Group, harm: str) -> None:
+    """The first holder does not answer, or has a damaged fragment; another one has it intact."""
+    name = fragment_file(3, NUM_NODES)
+    second = group.folder(NODES[4]) / name
+    second.write_bytes((group.folder(NODES[3]) / name).read_bytes())
+    with ExitStack() as stack:
+        reader = _reader(stack, group)
+        first = group.endpoints[NODES[3]]
+        if harm == "gone":
+            first = first.rsplit(":", 1)[0] + ":1"
+        else:
+            (group.folder(NODES[3]) / name).write_bytes(b"damaged")
+        held = list(reader._sources.fragments)
+        held[3] = (first, group.endpoints[NODES[4]])
+        reader._sources = replace(reader._sources, fragments=tuple(held))
+        header = reader.plan(0)
+    assert header.files[3][0].size_bytes == second.stat().st_size
+
+
 def test_three_lost_nodes_are_too_many(coded: Group) -> None:
     with ExitStack() as stack, pytest.raises(Unavailable, match="Too many members"):
         _reader(stack, coded, 0, 1, 2).read_whole(fragment_file(0, NUM_NODES), max_bytes=MAX_BYTES)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from ray_ckpt.actors.agent import shared_reads
+from ray_ckpt.actors.agent import restoring, shared_reads
+from ray_ckpt.actors.agent.prefetch import Prefetch
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.restoring import NodeRestore
 from ray_ckpt.actors.threads import in_thread
@@ -80,6 +81,31 @@ def run_in_loop(work: Awaitable[None]) -> None:
         await asyncio.wait_for(work, 60)
 
     asyncio.run(main())
+
+
+def test_ranks_do_not_wait_for_ever_for_a_prefetch_that_makes_progress(
+    stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks give up waiting for their ticket after some minutes, and with it their restore."""
+    monkeypatch.setattr(restoring, "STALL_S", 0.02)
+    monkeypatch.setattr(restoring, "END_S", 0.1)
+    given_up = threading.Event()
+
+    def read_slowly(prefetch: Prefetch, _ticket: RestoreTicket) -> bool:
+        while not given_up.wait(0.005):
+            prefetch.done_bytes += 1
+        return False
+
+    monkeypatch.setattr(Prefetch, "run", read_slowly)
+    monkeypatch.setattr(Prefetch, "give_up", lambda _: given_up.set())
+    stage = Stage(stack, nodes, saved, is_proven=True)
+
+    async def story() -> None:
+        restore = stage.restore()
+        assert not (await restore.ticket()).is_whole and given_up.is_set()
+        restore.close_shared()
+
+    run_in_loop(story())
 
 
 def test_ranks_share_tickets_and_the_end_frees_them(

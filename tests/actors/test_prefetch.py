@@ -217,6 +217,29 @@ def test_ranks_wait_for_a_file_only_if_a_good_part_of_it_is_there(
         assert prefetch.merged(ticket).sources[shard_file(0, 2)][0].is_verified == is_kept
 
 
+def test_a_file_that_is_half_read_can_be_given_up(
+    ticket: RestoreTicket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks do not wait for the prefetch for ever, even if it makes progress."""
+    seen, may_go_on, write = threading.Semaphore(0), threading.Semaphore(1), module._Landing.write
+
+    def slow_write(landing: module._Landing, view: memoryview) -> None:
+        seen.release()
+        assert may_go_on.acquire(timeout=10)
+        write(landing, view)
+
+    monkeypatch.setattr(module._Landing, "write", slow_write)
+    with closing(Prefetch({})) as prefetch:
+        thread = threading.Thread(target=prefetch.run, args=(ticket,))
+        thread.start()
+        assert seen.acquire(timeout=10) and seen.acquire(timeout=10)
+        prefetch.end()
+        prefetch.give_up()
+        may_go_on.release(1_000)
+        thread.join(10)
+        assert prefetch.merged(ticket) is ticket and not prefetch.size_bytes
+
+
 def test_memory_that_can_be_changed_is_compared_in_any_case(saved: SampleCheckpoint) -> None:
     """A rank does not take the agent's word for it: the kernel has to refuse writes."""
     row = next(row for fragment in saved.fragments for row in fragment.rows if row.nbytes)

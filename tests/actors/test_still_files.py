@@ -226,6 +226,15 @@ def test_the_second_try_of_a_copy_reads_no_arena(
     assert b.steps() == [1] and b.scrub(1).damage == ()
 
 
+def test_a_node_whose_session_has_ended_sends_what_is_on_its_disk(make: Callable[..., StillNode]) -> None:
+    """Its arenas are there still; a repair may need its copy, the only one."""
+    a, b = make("a"), make("b")
+    a.save(1, BASE, head(1))
+    a.run.machine.plan = None
+    a.send(1, b)
+    assert b.steps() == [1] and b.scrub(1).damage == ()
+
+
 def test_a_holder_without_the_shard_gets_all_bytes(make: Callable[..., StillNode]) -> None:
     a, b = make("a"), make("b")
     for step in (1, 2):

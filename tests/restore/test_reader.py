@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +23,8 @@ from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore import extents, sources
 from ray_ckpt.restore import reader as restore
 from ray_ckpt.restore.reader import Bytes, FileSource, FlatSink, ProgressLog, SharedRows, Sink, SourceReader
+from ray_ckpt.restore.sources import Peers
+from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.transport.wire import FileName, PutRequest
 from ray_ckpt.types import ARENA_PAGE_BYTES, ManifestRow, Slice, Tier
@@ -380,6 +385,90 @@ def test_nobody_waits_twice_for_a_peer_that_is_gone(peer: PeerRig, monkeypatch: 
     reader = peer.reader(peer.sources, peer.checkpoint.copy("disk"))
     check(peer.checkpoint, peer.checkpoint.rows, read(reader, peer.checkpoint.rows), reader)
     assert len(requested) <= sources.PEER_TRIES * restore.num_threads("peer"), "those under way, not all 340"
+
+
+def test_nobody_waits_twice_for_a_peer_that_hangs(peer: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that has lasted too long is not repeated; other calls to this peer would last as long."""
+    small_extents(monkeypatch, 1)
+    requested: list[int] = []
+
+    def hang(_peer: PeerClient, _name: FileName, ranges: Sequence[tuple[int, int]], **_: float) -> None:
+        requested.append(len(ranges))
+        raise Unavailable("Deadline Exceeded", refused=True, answered=False)
+
+    monkeypatch.setattr(PeerClient, "read", hang)
+    reader = peer.reader(peer.sources, peer.checkpoint.copy("disk"))
+    check(peer.checkpoint, peer.checkpoint.rows, read(reader, peer.checkpoint.rows), reader)
+    assert len(requested) <= restore.num_threads("peer")
+    again = SourceReader(
+        ATTEMPT,
+        {file: (source,) for file, source in peer.sources.items()},
+        credentials=KEYS.credentials(ATTEMPT.run_uid),
+        gone=reader._peers.gone,
+    )
+    requested.clear()
+    again.read(peer.checkpoint.rows, lambda row: FlatSink(np.empty(row.nbytes, np.uint8)))
+    assert not requested and len(again.damage) == len(peer.checkpoint.rows), "both readers know that"
+
+
+def test_a_peer_that_is_busy_for_long_is_no_damage(peer: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer to most calls is that it serves others, as long as a large group reads."""
+    small_extents(monkeypatch, 1)
+    read_file, calls = peer.files.read, itertools.count()
+
+    def read_seldom(name: FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
+        if next(calls) % 7:
+            raise Unavailable("others read here", refused=False)
+        return read_file(name, offset, nbytes)
+
+    monkeypatch.setattr(peer.files, "read", read_seldom)
+    reader, rows = peer.reader(peer.sources), peer.checkpoint.rows[4:]
+    check(peer.checkpoint, rows, read(reader, rows), reader)
+    assert not reader.damage
+
+
+def test_a_peer_that_only_says_that_it_is_busy_is_no_source(
+    peer: PeerRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def refuse(name: FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
+        tried.append(name.file)
+        raise Unavailable("others read here", refused=False)
+
+    monkeypatch.setattr(peer.files, "read", refuse)
+    reader, rows = peer.reader(peer.sources), peer.checkpoint.rows[:1]
+    reader.read(rows, lambda row: FlatSink(np.empty(row.nbytes, np.uint8)))
+    assert len(reader.damage) == 1
+    assert len(tried) == sources.PEER_TRIES * restore.BUSY_ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_calls", "is_gone"),
+    [
+        ({"refused": True, "answered": True}, 1, False),
+        ({"refused": False, "answered": True}, 2, False),
+        ({"refused": True, "answered": False}, 1, True),
+        ({"refused": False, "answered": False}, 2, True),
+    ],
+)
+def test_a_small_file_is_requested_again_unless_that_is_useless(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], num_calls: int, is_gone: bool
+) -> None:
+    calls: list[str] = []
+
+    def fail(_peer: PeerClient, name: FileName, *, max_bytes: int) -> bytes:
+        calls.append(name.file)
+        raise Unavailable("no", **fields)
+
+    monkeypatch.setattr(PeerClient, "read_file", fail)
+    name = FileName(run_uid=ATTEMPT.run_uid, directory=ATTEMPT.directory, file=FILE)
+    with closing(Peers(KEYS.credentials(ATTEMPT.run_uid))) as peers:
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                peers.read_small("grpc+tls://127.0.0.1:1", name, max_bytes=10)
+        assert len(calls) == (num_calls if is_gone else 2 * num_calls)
+        assert bool(peers.gone) == is_gone
 
 
 def test_without_credentials_a_peer_is_no_source(peer: PeerRig) -> None:

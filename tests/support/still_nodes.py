@@ -16,6 +16,7 @@ from ray_ckpt.actors.agent.files import StoredFiles, put_fragment, scrub, send_c
 from ray_ckpt.actors.agent.memory import RankMemory
 from ray_ckpt.actors.agent.peer_files import PeerFiles
 from ray_ckpt.actors.agent.priority import ActiveCopies
+from ray_ckpt.actors.agent.run import require
 from ray_ckpt.capture.arena import Arena
 from ray_ckpt.capture.still import StillSlices
 from ray_ckpt.capture.walk import walk
@@ -49,12 +50,13 @@ class StillNode:
         stack.callback(disks.close)
         self.memory = RankMemory()
         stack.callback(self.memory.close)
+        plan = SimpleNamespace(world_size=1)
         self.run: Any = SimpleNamespace(
             run_uid=UID,
             staging=disks,
             memory=self.memory,
-            machine=SimpleNamespace(is_deleted=lambda _: False, reaches=lambda _: True),
-            require_plan=lambda: SimpleNamespace(world_size=1),
+            machine=SimpleNamespace(plan=plan, is_deleted=lambda _: False, reaches=lambda _: True),
+            require_plan=lambda: require(self.run.machine.plan),
             check_space=lambda *_, **__: None,
             reach_epoch=lambda _: None,
             still={},
