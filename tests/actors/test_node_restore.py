@@ -87,11 +87,12 @@ def test_ranks_do_not_wait_for_ever_for_a_prefetch_that_makes_progress(
     stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks give up waiting for their ticket after some minutes, and with it their restore."""
-    monkeypatch.setattr(restoring, "STALL_S", 0.02)
+    monkeypatch.setattr(restoring, "STALL_S", 0.5)
     monkeypatch.setattr(restoring, "END_S", 0.1)
-    given_up = threading.Event()
+    begun, given_up = threading.Event(), threading.Event()
 
     def read_slowly(prefetch: Prefetch, _ticket: RestoreTicket) -> bool:
+        begun.set()
         while not given_up.wait(0.005):
             prefetch.done_bytes += 1
         return False
@@ -102,8 +103,13 @@ def test_ranks_do_not_wait_for_ever_for_a_prefetch_that_makes_progress(
 
     async def story() -> None:
         restore = stage.restore()
-        assert not (await restore.ticket()).is_whole and given_up.is_set()
-        restore.close_shared()
+        try:
+            while not begun.is_set():
+                await asyncio.sleep(0.01)
+            assert not (await restore.ticket()).is_whole and given_up.is_set()
+        finally:
+            given_up.set()
+            restore.close_shared()
 
     run_in_loop(story())
 

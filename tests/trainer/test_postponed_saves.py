@@ -13,7 +13,7 @@ from tests.capture.local import LocalLink
 
 
 def test_a_save_that_was_due_in_a_window_is_due_after_it() -> None:
-    link = LocalLink(RunOptions(memory="double", every_steps=2))
+    link = LocalLink(RunOptions(memory="double", every_steps=2, max_block_s=60.0))
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ckpt = Checkpointer(link=link, model=model, optimizer=optimizer)
@@ -39,7 +39,7 @@ def test_gradients_of_an_optimizer_that_does_not_step_delay_only_the_first_saves
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The discriminator of a GAN is in the graph from step 1, and trained from step 200."""
-    link = LocalLink(RunOptions(memory="double", every_steps=10))
+    link = LocalLink(RunOptions(memory="double", every_steps=10, max_block_s=60.0))
     model, other = nn.Linear(2, 2), nn.Linear(2, 1)
     first = torch.optim.SGD(model.parameters(), lr=0.1)
     second = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -59,7 +59,7 @@ def test_gradients_of_an_optimizer_that_does_not_step_delay_only_the_first_saves
 
 
 def begun() -> tuple[LocalLink, nn.Module, torch.optim.Optimizer, Checkpointer]:
-    link, model = LocalLink(RunOptions(memory="double", every_steps=10)), nn.Linear(2, 2)
+    link, model = LocalLink(RunOptions(memory="double", every_steps=10, max_block_s=60.0)), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ckpt = Checkpointer(link=link, model=model, optimizer=optimizer)
     ckpt.restore()
