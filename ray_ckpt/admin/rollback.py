@@ -118,8 +118,9 @@ def plan_rollback(history: RunHistory, *, before: int | None = None, to: int | N
     """Plan a rollback to the newest checkpoint of the lineage with a step below `before`, or to step `to`.
 
     `to` selects the newest checkpoint of that step on the lineage, or else on another branch, which undoes a
-    rollback. Only live checkpoints are considered. Raises ConfigError if there is no such checkpoint, or
-    unless exactly one of `before` and `to` is given.
+    rollback. If a checkpoint of that step was just imported, another one of the same step is meant, which
+    undoes the import. Only live checkpoints are considered. Raises ConfigError if there is no such
+    checkpoint, or unless exactly one of `before` and `to` is given.
     """
     lineage = history.lineage()
     if (before is None) == (to is None):
@@ -129,7 +130,10 @@ def plan_rollback(history: RunHistory, *, before: int | None = None, to: int | N
         what, reason = f"before step {before} on its lineage", f"ray-ckpt rollback --before {before}"
         known = {c.step for c in lineage}
     else:
-        found = [c for c in lineage if c.step == to] or [c for c in history.live() if c.step == to]
+        every = [c for c in history.live() if c.step == to]
+        found = [c for c in lineage if c.step == to] or every
+        if history.session is not None and history.session.is_import and found[-1:] == list(lineage[-1:]):
+            found = [c for c in every if c != found[-1]] or found
         what, reason = f"of step {to}", f"ray-ckpt rollback --to {to}"
         known = {c.step for c in history.live()}
     if not found:

@@ -28,7 +28,7 @@ from ray_ckpt.cli.options import (
 from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.errors import ConfigError, RestoreError
-from ray_ckpt.texts import printable
+from ray_ckpt.texts import nearest_steps, printable
 from ray_ckpt.types import Level, ProgressCallback
 
 
@@ -98,7 +98,13 @@ def export(
         Path | None,
         option("--like", "For hf: a model directory with config.json, if the checkpoint has none.", "DIR"),
     ] = None,
-    force: Annotated[bool, option("--force", "Replace an older export in OUT, or the file.")] = False,
+    force: Annotated[
+        bool,
+        option(
+            "--force",
+            "Replace an older export in OUT, or the file; universal replaces none of the same step.",
+        ),
+    ] = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -131,7 +137,11 @@ def export(
     else:
         view = catalog.with_items([item])  # which may have been uploaded alone
     if view is None:
-        raise ConfigError(f"Run {catalog.run_name} has no durable checkpoint.", hint="See `ray-ckpt ls`.")
+        durable = {info.step for info in catalog.checkpoints if info.level is Level.DURABLE}
+        raise ConfigError(
+            f"Run {catalog.run_name} has no durable checkpoint{' on its lineage' if durable else ''}.",
+            hint=nearest_steps(durable, max(durable, default=0), kind="durable"),
+        )
     request = Request(
         catalog=catalog,
         view=view,

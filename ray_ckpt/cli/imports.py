@@ -17,6 +17,8 @@ from ray_ckpt.cli.options import JsonOption, StorageOption, argument, option, st
 from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.errors import RunInUse
+from ray_ckpt.format.names import CHECKPOINTS_DIR
+from ray_ckpt.location import Location
 from ray_ckpt.texts import count_text, printable
 from ray_ckpt.types import CheckpointInfo
 
@@ -36,7 +38,8 @@ def import_(
     source: Annotated[Path, argument("SRC", "A folder, or for pt a file of torch.save, on this machine.")],
     run: Annotated[str, argument("RUN", "The run, new or not: `<storage_path>/<run name>`.")],
     step: Annotated[
-        int | None, option("--step", "The completed steps; else the number at the end of SRC's name.")
+        int | None,
+        option("--step", "The completed steps; else the number at the end of SRC or its folder."),
     ] = None,
     even_if_at_work: Annotated[
         bool, option("--even-if-at-work", "Even if a training may be at work; it is stopped.")
@@ -78,7 +81,7 @@ def import_(
             progress=bar.advance,
         )
     if as_json:
-        print_json(_json(tier.root.parent.name, tier.where, info, new, aside))
+        print_json(_json(tier.root, info, new, aside))
     else:
         _print(info, new, aside)
 
@@ -97,10 +100,10 @@ def _print(info: CheckpointInfo, new: NewCheckpoint, aside: Sequence[CheckpointI
 
 
 def _json(
-    run_name: str, where: str, info: CheckpointInfo, new: NewCheckpoint, aside: Sequence[CheckpointInfo]
+    root: Location, info: CheckpointInfo, new: NewCheckpoint, aside: Sequence[CheckpointInfo]
 ) -> dict[str, Any]:
     return {
-        "run_name": run_name,
+        "run_name": root.parent.name,
         "run_uid": info.id.run_uid,
         "session": info.id.session,
         "step": info.step,
@@ -108,6 +111,6 @@ def _json(
         "size_bytes": info.size_bytes,
         "items": list(new.items),
         "imported_from": dict(new.imported_from),
-        "path": f"{where}/checkpoints/{info.directory}",
+        "path": str(root / CHECKPOINTS_DIR / info.directory),
         "left_aside": [{"step": old.step, "attempt": old.id.attempt} for old in aside],
     }

@@ -90,10 +90,10 @@ def run_location(path: str) -> Location:
 def runs_at(view: ServiceView, path: str) -> tuple[RunView, ...]:
     """Return the run at `<storage_path>/<name>` if the service has it open."""
     try:
-        where = str(locate(path))
+        places = str(locate(path)), str(run_location(path))
     except CheckpointError:  # no path
         return ()
-    return tuple(run for run in view.runs if where in (run.where, f"{run.where}/{SERVICE_DIR}"))
+    return tuple(run for run in view.runs if run.where in places)
 
 
 # Printing

@@ -67,6 +67,8 @@ def ls(
     if step and parquet is None:
         raise ConfigError("--step goes with --parquet.", hint="`ray-ckpt show` shows one step.")
     if parquet is not None:
+        if parquet == Path():  # of an empty text, too: it would overwrite files here
+            raise ConfigError("--parquet has no folder.", hint="Give a new folder for the tables.")
         if re.match("[a-z0-9]+:/", str(parquet)):  # a URL whose slashes Path has merged
             raise ConfigError(f"{parquet} is not a folder.", hint="Give a folder of this machine.")
         _write_tables(Catalog(path, options), parquet, step or None, as_json)

@@ -238,6 +238,9 @@ class _PositionItem(Item):
         if epochs["completed"] == epochs["started"] and batches["is_last_batch"]:
             loop._restarting = True  # else Lightning does not load the states of loaders between epochs
             loop.epoch_loop.restarting = False  # else the next epoch is taken for the last one, and is over
+            for state in saved["state_dict"].get("combined_loader") or ():
+                if isinstance(state, dict) and "_iterator_finished" in state:  # of a StatefulDataLoader
+                    state["_iterator_finished"] = True  # Lightning stops at its length, not behind it
         self._is_step_open = batches["total"]["completed"] < batches["total"]["processed"]
 
     def complete_load(self) -> None:

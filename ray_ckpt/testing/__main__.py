@@ -20,28 +20,36 @@ GC_OBJECTS = 50_000  # between collections: worlds are large, and a tenth of the
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ray_ckpt.testing", description=__doc__)
-    parser.add_argument("--seeds", default="0:200", help="first:last+1 of the random schedules")
+    parser.add_argument("--seeds", type=_range, default="0:200", help="first:last+1 of the random schedules")
     parser.add_argument("--events", type=int, default=schedules.NUM_EVENTS, help="of each schedule")
     few = schedules.FEW_NODES
     sizes = f"{few.start}:{few.stop}"
-    parser.add_argument("--nodes", default=sizes, help="first:last+1 sizes of a cluster, drawn by seed")
-    parser.add_argument("--parity", default="0:0", help="first:last+1 of random schedules with parity")
-    parser.add_argument("--remote-items", default="0:0", help="the same with items that are uploaded alone")
-    parser.add_argument("--silences", default="0:0", help="first:last+1 of the schedules of silent links")
-    parser.add_argument("--exhaustive", type=int, default=0, metavar="DEPTH", help="steps in every order")
+    parser.add_argument(
+        "--nodes", type=_sizes, default=sizes, help="first:last+1 sizes of a cluster, drawn by seed"
+    )
+    parser.add_argument(
+        "--parity", type=_range, default="0:0", help="first:last+1 of random schedules with parity"
+    )
+    parser.add_argument(
+        "--remote-items", type=_range, default="0:0", help="the same with items that are uploaded alone"
+    )
+    parser.add_argument(
+        "--silences", type=_range, default="0:0", help="first:last+1 of the schedules of silent links"
+    )
+    parser.add_argument("--exhaustive", type=_depth, default=0, metavar="DEPTH", help="steps in every order")
     parser.add_argument("--states", type=int, default=exhaustive.MAX_STATES, help="bound of each scene")
     arguments = parser.parse_args()
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
     vars(log_store)["decode_snapshot"] = lru_cache(MAX_SNAPSHOTS)(decode_snapshot)
-    failed = _random(_range(arguments.seeds), arguments.events, _range(arguments.nodes))
-    parity = _range(arguments.parity)
+    failed = _random(arguments.seeds, arguments.events, arguments.nodes)
+    parity = arguments.parity
     if parity:
         failed += _random(parity, arguments.events, schedules.PARITY_NODES, with_parity=True)
-    items = _range(arguments.remote_items)
+    items = arguments.remote_items
     if items:
-        failed += _random(items, arguments.events, _range(arguments.nodes), with_items=True)
-    failed += _silences(_range(arguments.silences))
+        failed += _random(items, arguments.events, arguments.nodes, with_items=True)
+    failed += _silences(arguments.silences)
     if arguments.exhaustive:
         failed += _exhaustive(arguments.exhaustive, arguments.states)
     return 1 if failed else 0
@@ -84,8 +92,24 @@ def _random(
 
 
 def _range(text: str) -> range:
+    """Return `first:last` as a range. Raise ValueError, which argparse shows, for any other text."""
     first, last = (int(number) for number in text.split(":"))
+    if not 0 <= first <= last:
+        raise ValueError(text)
     return range(first, last)
+
+
+def _sizes(text: str) -> range:
+    found = _range(text)
+    if not found or not found.start:
+        raise ValueError(text)
+    return found
+
+
+def _depth(text: str) -> int:
+    if (depth := int(text)) < 0:
+        raise ValueError(text)
+    return depth
 
 
 def _silences(seeds: range) -> int:

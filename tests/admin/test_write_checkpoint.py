@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ray_ckpt.admin import rollback
-from ray_ckpt.admin.rollback import QUIET_S, read_tail
+from ray_ckpt.admin.rollback import QUIET_S, plan_rollback, read_tail, roll_back
 from ray_ckpt.admin.write_checkpoint import NewCheckpoint, left_aside, open_or_begin, write_checkpoint
 from ray_ckpt.analysis.goodput import measure_goodput
 from ray_ckpt.catalog.catalog import Catalog, verify_directory
@@ -113,6 +113,20 @@ def test_steps_in_their_order_make_one_lineage(tmp_path: Path) -> None:
     assert len({c.id.attempt for c in catalog.checkpoints}) == 7
     write(run, new(5))
     assert [c.step for c in Catalog(run).lineage] == [5]
+
+
+def test_a_rollback_to_the_step_of_an_import_undoes_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10, 20)).folder
+    (before,) = (c.id for c in Catalog(run).checkpoints if c.step == 20)
+    write(run, new(20))
+    log = open_store(Location.parse(run / "ray_ckpt"), {})[1]
+    for _ in range(2):  # the second time it is done
+        plan = plan_rollback(read_tail(log).history, to=20)
+        assert plan.checkpoint.id == before
+        roll_back(log, plan, now_s=START_S + 1e6, pause=refuse)
+    assert plan_rollback(read_tail(log).history, to=20).is_done
+    write(run, new(30))
+    assert plan_rollback(read_tail(log).history, to=30).checkpoint.step == 30, "there is no other one"
 
 
 def test_an_import_is_no_failure_and_no_training(tmp_path: Path) -> None:

@@ -466,6 +466,16 @@ def test_ls_writes_parquet_into_a_folder_of_any_name(
     )
 
 
+def test_ls_writes_parquet_nowhere_if_the_folder_is_an_empty_text(
+    run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a variable of the shell that is not set."""
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
+    assert ray_ckpt_cli("ls", run.folder, "--parquet", "") == 2
+    assert "--parquet has no folder" in capsys.readouterr().err and set(tmp_path.iterdir()) == before
+
+
 def test_ls_writes_parquet_to_no_url(
     run: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

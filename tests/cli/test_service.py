@@ -607,6 +607,9 @@ def test_runs_are_found_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     assert [run.name for run in runs_named(view, "./old")] == ["old"]
     assert [run.name for run in runs_named(view, "old/ray_ckpt")] == ["old"]
+    at_port = replace(RUN, where="s3://bucket/runs/gpt?endpoint_override=10.0.0.5:9000")
+    printed_as = "s3://bucket/runs/gpt/ray_ckpt?endpoint_override=10.0.0.5:9000"
+    assert runs_named(service(at_port), printed_as) == (at_port,)
     assert runs_named(view, "new") == () and runs_named(view, "ftp://x/y") == ()
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ray_ckpt
 from ray_ckpt.capture import snapshot
@@ -141,6 +142,21 @@ def test_a_run_that_ended_with_an_epoch_is_extended_by_the_next_one(tmp_path: Pa
     resumed, rest = fit(first.resumed(tmp_path, EPOCH), max_epochs=3)
     assert resumed.seen == whole.seen[whole.seen.index((EPOCH, "begin", 1)) :]
     assert rest == [row for row in logged if row[0] is not None and row[0] >= EPOCH]
+
+
+@pytest.mark.filterwarnings("ignore:.*set_vital")
+@pytest.mark.parametrize("limit", [EPOCH, EPOCH - 1])
+def test_a_stateful_loader_begins_the_epoch_after_the_one_that_was_saved(tmp_path: Path, limit: int) -> None:
+    """Lightning stops at the length of the loader, whose state is that of an iteration with nothing left."""
+
+    def data() -> Any:
+        return StatefulDataLoader(list(torch.randn(2 * EPOCH, 2)), batch_size=2)
+
+    first = new_run(99)
+    fit(first, data=data(), max_epochs=1, limit_train_batches=limit)
+    resumed, _ = fit(first.resumed(tmp_path, limit), data=data(), max_epochs=3, limit_train_batches=limit)
+    steps = [each[2:4] for each in resumed.seen if each[1] == "train"]
+    assert steps == [(epoch, batch) for epoch in (1, 2) for batch in range(limit)]
 
 
 def test_a_run_that_ended_within_an_epoch_is_extended_in_this_epoch(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import transformers.trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import ray_ckpt
@@ -129,6 +129,31 @@ def test_a_trainer_of_transformers_resumes_bit_for_bit(tmp_path: Path, kind: typ
     losses = [[(e["step"], e["loss"]) for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
     assert losses[0] == losses[1] and len(losses[0]) == TOTAL
     assert not list(tmp_path.glob("hf/checkpoint-*"))
+
+
+class Stream(IterableDataset[Any]):
+    """Rows of six steps, without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in torch.randint(16, (24, 8), generator=torch.Generator().manual_seed(7)):
+            yield {"input_ids": row, "labels": row}
+
+
+def test_a_streamed_training_resumes_behind_its_first_pass(tmp_path: Path) -> None:
+    """Transformers then skips a whole pass, at whose end no step has begun, and looks at what is due."""
+
+    def run(link: LocalLink) -> Trainer:
+        set_connection(Connection(link=link))
+        trainer = build(tmp_path / "hf", seed=link.given.session_key[1], max_steps=10)
+        trainer.train_dataset = Stream()
+        ray_ckpt.huggingface.prepare_trainer(trainer).train()
+        trainer._ray_ckpt.checkpointer.close()
+        return trainer
+
+    first = connect(every_steps=8)
+    run(first)
+    second = first.resumed(tmp_path, 8)
+    assert run(second).state.global_step == 10 and list(second.files) == [10]
 
 
 @pytest.mark.parametrize("max_steps", [AT, AT - 1])

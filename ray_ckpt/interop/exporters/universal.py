@@ -27,6 +27,7 @@ from ray_ckpt.interop.exporters.optimizer_tree import STEP, check_optimizer, com
 from ray_ckpt.types import ProgressCallback
 
 LATEST_FILE = "latest_universal"
+_COUNTED = ("global_samples", "skipped_steps")  # by the engine
 MODEL_FILE = "mp_rank_00_model_states.pt"
 ZERO3_FILE = f"zero_pp_rank_0_{MODEL_FILE}"  # the name that ZeRO 3 looks for
 ZERO, OPTIMIZER_FILE = "zero", "optimizer_state.pt"
@@ -168,9 +169,11 @@ def _optimizer(state: _State, step: Any) -> dict[str, Any]:
 def _model(state: _State, checkpoint: OpenedCheckpoint, progress: ProgressCallback) -> dict[str, Any]:
     """Return the model states: shapes, counters, and the tensors that are not trained."""
     trees = checkpoint.saved().trees
-    engine = trees["deepspeed"] if isinstance(trees.get("deepspeed"), dict) else {}
-    counted = ("global_steps", "global_samples", "skipped_steps")
-    counters = {key: engine.get(key, 0) for key in counted} | {"global_steps": checkpoint.step}
+    optimizer = trees.get("optimizer")
+    engine = trees.get("deepspeed") or (optimizer.get("engine") if isinstance(optimizer, dict) else None)
+    known = engine if isinstance(engine, dict) else {}
+    counters = {"global_samples": 0, "skipped_steps": 0, **{k: known[k] for k in _COUNTED if k in known}}
+    counters["global_steps"] = checkpoint.step
     others = state.model.keys() - {*state.trained, *state.shared}
     client = checkpoint.load("client") if isinstance(trees.get("client"), dict) else {}
     return {

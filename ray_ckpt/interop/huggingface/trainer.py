@@ -214,6 +214,8 @@ class _Run:
                 f"The checkpoint of step {expected} is damaged; step {restored} is whole.",
                 hint=f"Start the training again: it goes on from step {restored}.",
             )
+        control = self._trainer.control  # restored as it was during the save, which is done
+        control.should_save = control.should_evaluate = control.should_log = False
 
     def _items(self) -> dict[str, Any]:
         trainer = self._trainer

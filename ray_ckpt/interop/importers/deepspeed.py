@@ -47,6 +47,8 @@ def read_tag(source: Path) -> Imported:
         with interpreting(file.where):
             found = entries(file.entries["optimizer_state_dict"])
             _check(found, stage, len(optimizers), file.where)
+            if stage < 3 and len(optimizers) > 1:
+                _check_order(file.entries.get("ds_config"), file.where)
             if stage == 3:
                 _take_cut(model, found, file, rank, len(optimizers))
             else:
@@ -69,6 +71,21 @@ def _check(optimizer: Mapping[Any, Any], stage: int, num_files: int, where: str)
         raise ConfigError(
             f"{where} is an elastic checkpoint, which has no hyperparameters.",
             hint="Save it again with zero_optimization.elastic_checkpoint=false.",
+        )
+
+
+def _check_order(config: Any, where: str) -> None:
+    """Raise ConfigError if the partitions are in another order than the places in the file say.
+
+    DeepSpeed 0.19.8 counts these places in the order of the group (runtime/zero/stage_1_and_2.py,
+    `_create_param_mapping`), and fills partitions in turns if this option is set.
+    """
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    if isinstance(zero, dict) and zero.get("round_robin_gradients"):
+        raise ConfigError(
+            f"{where} is of a training with zero_optimization.round_robin_gradients, whose partitions "
+            f"are not in the order that the file says.",
+            hint="Load it in DeepSpeed, and save it again with round_robin_gradients=false.",
         )
 
 
