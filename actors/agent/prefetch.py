@@ -90,7 +90,7 @@ class Prefetch:
                 progress.is_given_up = progress.is_in_arena or left > (1 - WORTH) * progress.size_bytes
 
     def give_up(self) -> None:
-        """Give up the files that are being read."""
+        """Begin no more files, and give up those that are being read."""
         with self._lock:
             self._is_ending = True
             for progress in self._at_work.values():
@@ -113,10 +113,9 @@ class Prefetch:
 
     def close(self) -> None:
         """Stop, and free the memory; it stays while a rank maps it."""
+        self.give_up()
         with self._lock:
-            self._is_ending = self._is_closed = True
-            for progress in self._at_work.values():
-                progress.is_given_up = True
+            self._is_closed = True
             filled = [self._memories.pop(file) for file in self._sources if file in self._memories]
             self._sources.clear()
             self._arenas = {}  # each keeps its memory for as long as it is referenced

@@ -20,7 +20,7 @@ NICENESS = 10  # a tenth of a core while training uses all cores
 IO_PRIORITY = 7  # the lowest of the best-effort class; the idle class could starve
 MAX_HEAPS = 2  # heaps of malloc; each keeps the memory that its threads free, so there is not one per thread
 DRAIN_YIELDS_S = 0.25  # wait per block of 8 MiB while copies between nodes run; drains still get 32 MB/s
-GC_OBJECTS = 200_000  # new objects between two collections of garbage; Python's default is 700
+GC_OBJECTS = 200_000  # new objects between two collections of garbage, some 20 MB; Python's default is 700
 _M_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
 

@@ -181,7 +181,7 @@ def decode_columns(data: bytes) -> tuple[FragmentMetadata, pa.Table]:
 
 
 def decode_places(data: bytes) -> tuple[FragmentMetadata, pa.Table]:
-    """Return a fragment with the columns PLACES of its rows, a third faster than `decode_columns`.
+    """Return a fragment with the columns PLACES of its rows, faster than `decode_columns`.
 
     The rows are not checked. This is for a reader that compares the fragment with the committed digest, so
     that the writer has checked them, and that takes the few rows it needs with `take_rows`, which checks

@@ -193,11 +193,10 @@ def test_close_ends_a_prefetch_at_work(ticket: RestoreTicket, monkeypatch: pytes
     assert open_files() == before
 
 
-@pytest.mark.parametrize(("num_rows", "is_kept"), [(0, False), (1, True)])
-def test_ranks_wait_for_a_file_only_if_a_good_part_of_it_is_there(
-    ticket: RestoreTicket, monkeypatch: pytest.MonkeyPatch, num_rows: int, is_kept: bool
-) -> None:
-    """The first row of a shard is two thirds of it."""
+def held_writes(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int
+) -> tuple[threading.Semaphore, threading.Semaphore]:
+    """Hold each write of a row after the first `num_rows`; return a count of writes, and what lets them go."""
     seen, may_go_on, write = threading.Semaphore(0), threading.Semaphore(num_rows), module._Landing.write
 
     def slow_write(landing: module._Landing, view: memoryview) -> None:
@@ -206,6 +205,15 @@ def test_ranks_wait_for_a_file_only_if_a_good_part_of_it_is_there(
         write(landing, view)
 
     monkeypatch.setattr(module._Landing, "write", slow_write)
+    return seen, may_go_on
+
+
+@pytest.mark.parametrize(("num_rows", "is_kept"), [(0, False), (1, True)])
+def test_ranks_wait_for_a_file_only_if_a_good_part_of_it_is_there(
+    ticket: RestoreTicket, monkeypatch: pytest.MonkeyPatch, num_rows: int, is_kept: bool
+) -> None:
+    """The first row of a shard is two thirds of it."""
+    seen, may_go_on = held_writes(monkeypatch, num_rows)
     with closing(Prefetch({})) as prefetch:
         thread = threading.Thread(target=prefetch.run, args=(ticket,))
         thread.start()
@@ -221,14 +229,7 @@ def test_a_file_that_is_half_read_can_be_given_up(
     ticket: RestoreTicket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks do not wait for the prefetch for ever, even if it makes progress."""
-    seen, may_go_on, write = threading.Semaphore(0), threading.Semaphore(1), module._Landing.write
-
-    def slow_write(landing: module._Landing, view: memoryview) -> None:
-        seen.release()
-        assert may_go_on.acquire(timeout=10)
-        write(landing, view)
-
-    monkeypatch.setattr(module._Landing, "write", slow_write)
+    seen, may_go_on = held_writes(monkeypatch, 1)
     with closing(Prefetch({})) as prefetch:
         thread = threading.Thread(target=prefetch.run, args=(ticket,))
         thread.start()

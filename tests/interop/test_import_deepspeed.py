@@ -1,4 +1,4 @@
-"""What an import from DeepSpeed refuses before it reads tensors; `tests/frameworks` imports real ones."""
+"""An import from DeepSpeed refuses partitions in another order. `tests/frameworks` imports real files."""
 
 from __future__ import annotations
 
