@@ -196,7 +196,7 @@ def test_close_ends_a_prefetch_at_work(ticket: RestoreTicket, monkeypatch: pytes
 def held_writes(
     monkeypatch: pytest.MonkeyPatch, num_rows: int
 ) -> tuple[threading.Semaphore, threading.Semaphore]:
-    """Hold each write of a row after the first `num_rows`; return a count of writes, and what lets them go."""
+    """Hold each write of a row after the first `num_rows`; return a count of writes and what lets them go."""
     seen, may_go_on, write = threading.Semaphore(0), threading.Semaphore(num_rows), module._Landing.write
 
     def slow_write(landing: module._Landing, view: memoryview) -> None:
