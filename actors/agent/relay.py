@@ -26,7 +26,7 @@ from ray_ckpt.errors import CheckpointError, Unavailable
 POLL_S = 1.0  # longest wait for new answers to a batch before the coordinator is answered
 GATHER_S = 0.1  # time to gather answers to orders, or reports, before they are sent
 MAX_BATCHES = 64  # batches that wait for answers; the coordinator sends older ones again without this relay
-MAX_GATHERED = 256  # reports in one message: some of each node
+MAX_GATHERED = 1024  # reports in one message: a few of each node of a large relay
 
 Send: TypeAlias = Callable[[tuple[GatheredReport, ...]], Awaitable[tuple[GatheredAnswer, ...]]]
 _Kind: TypeAlias = tuple[bool, float]  # `waits` and `may_wait_s` of reports that are sent together

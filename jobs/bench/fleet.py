@@ -30,6 +30,7 @@ from jobs.bench.row import Row, measure
 from jobs.bench.training import local_ray
 from ray_ckpt.actors import names
 from ray_ckpt.actors.agent.node import Node
+from ray_ckpt.actors.agent.priority import collect_seldom
 from ray_ckpt.actors.agent.relay import GATHER_S, ReportRelay
 from ray_ckpt.actors.coordinator.actor import Coordinator
 from ray_ckpt.actors.coordinator.agents import Agents
@@ -86,7 +87,6 @@ class _Member:
     relay: str = ""
     agent: Node | None = None  # the real sender of reports, through the relay that is killed
     held: dict[str, tuple[AttemptId, tuple[SessionNode, ...]]] = field(default_factory=dict)  # by folder
-    level: Level | None = None  # of the save under way
 
 
 class Crowd:
@@ -104,7 +104,9 @@ class Crowd:
         self._plan: SessionPlan | None = None
         self._holds: dict[str, list[SessionNode]] = {}  # node -> the nodes whose copies it holds
         self._reports: set[asyncio.Future[Any]] = set()  # of progress, on their way
-        self._settled = asyncio.Event()  # all nodes are notified that the save is replicated
+        self._unsettled: set[str] = set()  # nodes that are not notified yet that the save is replicated
+        self._settled = asyncio.Event()  # no node is in `_unsettled`
+        collect_seldom()  # as agents do
 
     async def call(self, node: str, method: str, *args: Any) -> Any:
         """Answer an order; the answer to an order that a crowd does not play is None."""
@@ -187,9 +189,10 @@ class Crowd:
         error: CheckpointError | None,
         epoch: int,
     ) -> None:
-        member.level = level
-        if all(each.level == Level.REPLICATED for each in self._members.values()):
-            self._settled.set()
+        if level == Level.REPLICATED:
+            self._unsettled.discard(member.node_id)
+            if not self._unsettled:
+                self._settled.set()
 
     def _delete(self, member: _Member, run_uid: str, directories: tuple[str, ...], epoch: int) -> None:
         for directory in directories:
@@ -219,32 +222,37 @@ class Crowd:
             goes.append(self._report(member, "node_restored", *order, waits=True))
         assert all(await asyncio.gather(*goes))
 
-    async def save(self, step: int) -> float:
-        """Store a step and its copies on all nodes; return the seconds until all are notified."""
-        begun_s = time.monotonic()
-        await self.store(step)
-        await self._settled.wait()
-        return time.monotonic() - begun_s
+    async def save(self, step: int) -> tuple[float, float]:
+        """Save a step; return when the last node had stored it, and when all were notified.
 
-    async def store(self, step: int) -> None:
-        """Report a step and its copies as stored on all nodes."""
+        Times are of the machine's monotonic clock, which all crowds share.
+        """
+        stored_s = await self.store(step)
+        await self._settled.wait()
+        return stored_s, time.monotonic()
+
+    async def store(self, step: int) -> float:
+        """Report a step and its copies as stored on all nodes; return the time of the last report."""
         plan = self._plan
         assert plan is not None
         attempt = make_attempt(
             run_uid=plan.run_uid, epoch=plan.epoch, session=plan.session, step=step, attempt=0
         )
         self._settled.clear()
-        reports = []
+        self._unsettled = set(self._members)
+        directory, reports = attempt.directory, []
         for member in self._members.values():
-            member.level = None
             here = self._here(member)
-            member.held[attempt.directory] = (attempt, (here, *self._holds[member.node_id]))
-            reports.append(self._report(member, "node_stored", stored(attempt, here, plan)))
+            member.held[directory] = (attempt, (here, *self._holds[member.node_id]))
+            report = stored(attempt, here, plan)
+            reports.append(self._report(member, "node_stored", report))
             reports += [
-                self._report(member, "replica_ended", _copied(attempt, here, holder, plan))
+                self._report(member, "replica_ended", _copied(report, holder, plan))
                 for holder in here.holders
             ]
+        stored_s = time.monotonic()
         await asyncio.gather(*reports)
+        return stored_s
 
     async def train(self, seconds: float, step: int) -> None:
         """Report the progress of all ranks, as agents do, for some time: each node at its own moment.
@@ -273,13 +281,13 @@ class Crowd:
         return member.here
 
 
-def _copied(attempt: AttemptId, node: SessionNode, holder: str, plan: SessionPlan) -> m.ReplicaEnded:
+def _copied(source: m.NodeStored, holder: str, plan: SessionPlan) -> m.ReplicaEnded:
     return m.ReplicaEnded(
-        attempt=attempt,
-        node_index=node.node_index,
+        attempt=source.attempt,
+        node_index=source.node_index,
         holder=holder,
         error=None,
-        fragment=stored(attempt, node, plan).fragment,
+        fragment=source.fragment,
         epoch=plan.epoch,
     )
 
@@ -428,10 +436,9 @@ class Fleet:
         self._get([crowd.restore.remote() for crowd in self.crowds])
 
     def save(self) -> float:
-        """Save the next step; return the seconds from the first report to the last node's notice."""
+        """Save the next step; return the seconds from when the last node has stored to the last notice."""
         self.step += 1
-        seconds: list[float] = self._get([crowd.save.remote(self.step) for crowd in self.crowds])
-        return max(seconds)
+        return self._wait([crowd.save.remote(self.step) for crowd in self.crowds])
 
     def save_without_relay(self) -> float:
         """Kill a relay, with the reports of its nodes, after its own report; return as `save` does."""
@@ -441,8 +448,12 @@ class Fleet:
         time.sleep(GATHER_S / 2)
         ray.kill(self.lone)
         del self.crowds[-1]
-        seconds: list[float] = self._get(saves)
-        return max(seconds)
+        return self._wait(saves)
+
+    def _wait(self, saves: Sequence[Any]) -> float:
+        stored_s, notified_s = zip(*self._get(saves), strict=True)
+        seconds: float = max(notified_s) - max(stored_s)
+        return seconds
 
     def train(self, seconds: float) -> None:
         self._get([crowd.train.remote(seconds, self.step) for crowd in self.crowds])
@@ -504,7 +515,7 @@ def _rows_at(fleet: Fleet, size: int, context: Context) -> Iterator[Row]:
     samples, repeat = _Samples(fleet, 1.0 if context.quick else REST_S), context.repeat
     table: tuple[tuple[str, str, str, Callable[[], float], int, float | None], ...] = (
         ("save", "coordinator's CPU of a save", "s", samples.save, repeat, CPU_LIMIT_S),
-        ("commit", "a save: first report to last notice", "s", samples.latency, repeat, COMMIT_LIMIT_S),
+        ("commit", "a save: last node stored to last notice", "s", samples.latency, repeat, COMMIT_LIMIT_S),
         ("rest", "coordinator's CPU per second of training", "s", samples.rest, 1, REST_LIMIT),
         ("open", "coordinator's CPU of a group's opening", "s", samples.opening, repeat, OPEN_LIMIT_S),
         ("open-bytes", "bytes sent for a group's opening", "GB", samples.opening_gb, 1, OPEN_LIMIT_GB),
