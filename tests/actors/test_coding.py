@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from threading import Barrier
@@ -43,6 +45,7 @@ from tests.transport.peers import KEYS, UID, Folder
 
 NUM_NODES = 8
 ROWS = 160_000  # 10 MB of state
+WINDOW_BYTES = 150_000  # so that a segment has several windows
 MAX_BYTES = 1 << 30  # of a file
 NODES = tuple(f"node-{at}" for at in range(NUM_NODES))
 PAIRS = tuple(combinations(range(NUM_NODES), 2))
@@ -88,17 +91,22 @@ def _is_deleted(attempt: str) -> bool:
     return False
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[Group]:
+@cache
+def _saved() -> SampleCheckpoint:
     attempt = make_attempt(run_uid=UID, session=1, step=10, attempt=0)
-    saved = make_checkpoint(attempt, world_size=2 * NUM_NODES, num_nodes=NUM_NODES, rows=ROWS)
+    return make_checkpoint(attempt, world_size=2 * NUM_NODES, num_nodes=NUM_NODES, rows=ROWS)
+
+
+@contextmanager
+def _open_group(root: Path) -> Iterator[Group]:
+    """Serve what the folders of the nodes have; create those that are not there."""
     (parity_group,) = place_groups(NODES, num_data=6, parity=2)
-    found = Group(tmp_path, saved, parity_group)
+    found = Group(root, _saved(), parity_group)
     with ExitStack() as stack:
-        for at, node in enumerate((*NODES, "spare")):
-            (tmp_path / node).mkdir(mode=0o700)
-            disks = stack.enter_context(closing(Disks([tmp_path / node])))
-            server = PeerServer("127.0.0.1", keys=KEYS, files=Folder(tmp_path / node))
+        for node in (*NODES, "spare"):
+            (root / node).mkdir(mode=0o700, exist_ok=True)
+            disks = stack.enter_context(closing(Disks([root / node])))
+            server = PeerServer("127.0.0.1", keys=KEYS, files=Folder(root / node))
             stack.callback(server.shutdown)
             found.endpoints[node] = server.endpoint
             run = SimpleNamespace(
@@ -109,17 +117,41 @@ def group(tmp_path: Path) -> Iterator[Group]:
                 check_space=lambda needed_bytes, what: None,
             )
             found.runs[node] = cast(NodeRun, run)
-            for name in found.files(at) if at < NUM_NODES else ():
-                disks.put(UID, attempt.directory, name, [saved.files[name]])
         yield found
 
 
+def _store(group: Group) -> None:
+    directory = group.saved.attempt.directory
+    for at, node in enumerate(NODES):
+        for name in group.files(at):
+            group.runs[node].staging.put(UID, directory, name, [group.saved.files[name]])
+
+
 @pytest.fixture
-def coded(group: Group, monkeypatch: pytest.MonkeyPatch) -> Group:
-    monkeypatch.setattr(parity, "WINDOW_BYTES", 150_000)  # so that a segment has several windows
-    for member, node in enumerate(NODES):
-        group.code(member, node)
-    return group
+def group(tmp_path: Path) -> Iterator[Group]:
+    with _open_group(tmp_path) as found:
+        _store(found)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folders_of_coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of nodes that have computed their parity, which each test copies."""
+    root = tmp_path_factory.mktemp("coded")
+    with _open_group(root) as found, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(parity, "WINDOW_BYTES", WINDOW_BYTES)
+        _store(found)
+        for member, node in enumerate(NODES):
+            found.code(member, node)
+    return root
+
+
+@pytest.fixture
+def coded(folders_of_coded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    monkeypatch.setattr(parity, "WINDOW_BYTES", WINDOW_BYTES)
+    shutil.copytree(folders_of_coded, tmp_path, dirs_exist_ok=True)
+    with _open_group(tmp_path) as found:
+        yield found
 
 
 def _reader(stack: ExitStack, group: Group, *lost: int) -> GroupReader:

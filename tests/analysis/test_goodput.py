@@ -28,6 +28,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names, records
 from ray_ckpt.texts import local_time_text
 from ray_ckpt.types import END_CAUSES, CheckpointInfo, EndCause, Level, SessionEnd, SessionInfo
+from tests.support.examples import every_few
 from tests.support.sample_run import START_S, RunLog, make_checkpoint, write_run
 
 UID = "0" * 32
@@ -304,7 +305,7 @@ def random_log(seed: int) -> Log:
     return log
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", every_few(range(300)))
 def test_goodput_and_badput_add_up_to_the_wall_time(seed: int) -> None:
     found = random_log(seed).goodput()
     causes: Sequence[Seconds] = list(found.badput.values())
@@ -320,7 +321,7 @@ def test_goodput_and_badput_add_up_to_the_wall_time(seed: int) -> None:
         assert each.opened_at_s >= each.last_known_s
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", every_few(range(50)))
 def test_the_bounds_hold_for_a_training_whose_steps_are_known(seed: int) -> None:
     """A training with steps of one second, saves every 20 that commit at once, and deaths by chance."""
     chance = random.Random(seed)
@@ -672,7 +673,7 @@ def simulate(seed: int, *, share: float = 1.0) -> Truth:
     return truth
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", every_few(range(150)))
 def test_measured_goodput_is_that_of_a_simulated_run(seed: int) -> None:
     truth = simulate(seed)
     found = truth.log.measured()
@@ -697,7 +698,7 @@ def test_measured_goodput_is_that_of_a_simulated_run(seed: int) -> None:
         assert truth.useful_s <= bounds.high + slack_s
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", every_few(range(150)))
 def test_unreported_time_stays_between_its_bounds(seed: int) -> None:
     truth = simulate(seed, share=0.5)
     found = truth.log.measured()
@@ -725,7 +726,7 @@ def impossible_facts(chance: random.Random, info: SessionInfo) -> dict[str, Any]
     return {"restored_at_s": restored_s, "ended": chance.choice((end, None)), "service": service}
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", every_few(range(200)))
 def test_measured_times_add_up_whatever_is_in_the_log(seed: int) -> None:
     """Logs of chance with facts of chance, most of them impossible."""
     chance, log = random.Random(seed), random_log(seed)

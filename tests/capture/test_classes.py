@@ -22,6 +22,7 @@ from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink
 from tests.catalog.test_load import items_of
 from tests.catalog.test_load import save as save_run
+from tests.support.examples import every_few
 from tests.support.sample_run import RunLog
 
 AT = 7  # steps before the checkpoint
@@ -230,7 +231,7 @@ def test_an_optimizer_begins_anew_where_the_state_is_of_another_class(now: str, 
     training.step(3)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", every_few(OPTIMIZERS))
 def test_an_optimizer_of_its_own_class_is_restored_whether_or_not_it_may_begin_anew(
     kind: str, tmp_path: Path
 ) -> None:

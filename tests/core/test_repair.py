@@ -15,6 +15,7 @@ from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.core.repair import LOST_AFTER_S, Losses, Repairs, worth_copies
 from ray_ckpt.types import CheckpointInfo, Level
 from tests.core.records import checkpoint, holders_of
+from tests.support.examples import every_few
 
 RACKS = {"a": "r1", "b": "r1", "c": "r2", "d": "r2"}
 
@@ -392,7 +393,7 @@ class World:
         return self.holders.of(c.id.attempt, index) & self.holders.live - self.draining
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", every_few(range(150)))
 def test_copies_come_back_after_any_losses(seed: int) -> None:
     world = World(seed)
     for _ in range(200):

@@ -17,6 +17,7 @@ from ray_ckpt.core.values import RankProgress, SessionPlan
 from ray_ckpt.errors import SaveNotCollective, Unavailable
 from ray_ckpt.format.save_signal import SaveSignal, is_urgent, read_flag, step_of, write_flag
 from tests.core.driver import Harness, of, one
+from tests.support.examples import every_few
 
 
 def reported(run: Harness, step: int, *, ranks: Iterable[int] = (0, 1), **fields: float) -> m.RanksProgressed:
@@ -291,9 +292,7 @@ def play(seed: int, *, ranks: int = 4, seconds: float = 240.0) -> tuple[Harness,
     return run, group
 
 
-@pytest.mark.parametrize(  # other seeds play the same rules: half of them are slow
-    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed >= 20 else ()) for seed in range(40)]
-)
+@pytest.mark.parametrize("seed", every_few(range(40)))
 def test_every_attempt_of_skewed_ranks_is_complete_or_dropped(seed: int) -> None:
     run, group = play(seed)
     everywhere = set.intersection(*(set(rank.saved) for rank in group))

@@ -16,6 +16,7 @@ from ray_ckpt.core.scrub import AGAIN_S, MAX_TRIES, SCRUB_TIMEOUT_S, Scrubs
 from ray_ckpt.format.records import Verified
 from ray_ckpt.types import CheckpointInfo, Level
 from tests.core.records import checkpoint, holders_of
+from tests.support.examples import every_few
 
 EVERY_S = 100_000.0
 DUE_S = EVERY_S + 1.0
@@ -373,7 +374,7 @@ class World:
             self.nodes.remove(node)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", every_few(range(60)))
 def test_everything_is_read_in_the_time_that_its_bytes_need(seed: int) -> None:
     world = World(seed)
     num_copies = len(world.all_copies())
@@ -384,7 +385,7 @@ def test_everything_is_read_in_the_time_that_its_bytes_need(seed: int) -> None:
         assert world.now_s - world.read_s[copy] <= world.every_s + round_s + 10, (seed, copy)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", every_few(range(60)))
 def test_bad_copies_are_found_whatever_else_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrub, "AGAIN_S", 20.0)
     monkeypatch.setattr(scrub, "SCRUB_TIMEOUT_S", 30.0)

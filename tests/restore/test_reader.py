@@ -422,7 +422,7 @@ def test_a_peer_that_is_busy_for_long_is_no_damage(peer: PeerRig, monkeypatch: p
         return read_file(name, offset, nbytes)
 
     monkeypatch.setattr(peer.files, "read", read_seldom)
-    reader, rows = peer.reader(peer.sources), peer.checkpoint.rows[4:]
+    reader, rows = peer.reader(peer.sources), peer.checkpoint.rows[4:14]
     check(peer.checkpoint, rows, read(reader, rows), reader)
     assert not reader.damage
 
