@@ -23,6 +23,7 @@ from ray_ckpt.restore import reader as restore
 from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FetchRows, FileSource, RestoreTicket, SharedRows, SourceReader
 from ray_ckpt.types import CheckpointInfo, Fragment, Level, ManifestRow
+from tests.actors.prefetch_restarts.memory import descriptors
 from tests.restore.test_reader import ATTEMPT, Checkpoint, Memory, check
 from tests.support.examples import examples
 
@@ -273,7 +274,7 @@ def test_memory_that_cannot_be_mapped_is_given_back(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOMEM, "no address space")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
-    before = len([*Path("/proc/self/fd").iterdir()])
+    before = descriptors()
     with pytest.raises(OSError, match="no address space"):
         SharedReads(ticket, threads=BriefThreads(1, "read"))
-    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    assert descriptors() == before
