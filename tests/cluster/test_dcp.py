@@ -30,10 +30,10 @@ def on(cluster: LocalCluster, nodes: str, function: Callable[..., Any], *args: A
 
 @pytest.mark.parametrize("nodes", ["c", pytest.param("abc", marks=pytest.mark.slow)])
 def test_saves_of_two_ranks_are_loaded_by_another_number(
-    cluster: LocalCluster, storage: str, nodes: str
+    cluster: LocalCluster, group: RankGroup, storage: str, nodes: str
 ) -> None:
     options = {"every_steps": 1000, "remote_every": 1000}
-    saved = on(cluster, "ab", dcp_program.train_and_save, "dcp", storage, options)
+    saved = group.run(dcp_program.train_and_save, "dcp", storage, options)
     loaded = on(cluster, nodes, dcp_program.load_and_go_on, "dcp", storage, options)
     assert len(loaded) == len(nodes)
     for rank in loaded:
