@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, quote_plus
 
 import pytest
@@ -195,13 +196,17 @@ def test_the_spellings_are_found_where_they_hide() -> None:
     assert not secrets_in("c4n4ry sings at dawn")
 
 
+def some_slow(*slow: str) -> list[Any]:
+    return [pytest.param(kind, marks=pytest.mark.slow if kind in slow else ()) for kind in KINDS]
+
+
 def staged(folder: Path, nbytes: int) -> Path:
     path = folder / "shard"
     path.write_bytes(bytes(range(256)) * (nbytes // 256))
     return path
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_slow("s3fs", "gcsfs", "fsspec-s3"))
 def test_a_run_that_goes_well(
     kind: str, server: Server, watch: Watch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,9 +247,7 @@ def test_a_store_that_fails(
     check(watch, capfd)
 
 
-@pytest.mark.parametrize(
-    "kind", ["s3", "gs", "s3fs", "fsspec-gs", pytest.param("fsspec-s3", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", some_slow("s3fs", "gcsfs", "fsspec-s3"))
 def test_a_store_that_knows_another_secret_or_is_gone(
     kind: str, server: Server, watch: Watch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,7 +259,7 @@ def test_a_store_that_knows_another_secret_or_is_gone(
     check(watch, capfd)
 
 
-@pytest.mark.parametrize("kind", ["s3", "gs", "s3fs", "fsspec-s3", "fsspec-gs"])
+@pytest.mark.parametrize("kind", some_slow("s3fs", "gcsfs", "fsspec-gs"))
 def test_a_bucket_that_is_not_there(
     kind: str, server: Server, watch: Watch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,7 +82,13 @@ def execute(
     return executed
 
 
-@pytest.mark.parametrize("durable", [(10, 30, 50), ()], ids=["durable", "in-cluster-only"])
+@pytest.mark.parametrize(
+    "durable",
+    [
+        pytest.param((10, 30, 50), id="durable"),
+        pytest.param((), id="in-cluster-only", marks=pytest.mark.slow),
+    ],
+)
 def test_the_catalog_notebook_runs(kernel: KernelManager, tmp_path: Path, durable: tuple[int, ...]) -> None:
     run = write_run(
         tmp_path, durable=durable, resume_at=30, resumed_steps=(40, 50), lost=(20,), collected=(10,)
@@ -114,6 +120,7 @@ def test_the_goodput_notebook_runs_on_a_log_without_measurements(
     assert "a stall of 0.500 s (assumed" in executed.text
 
 
+@pytest.mark.slow  # a kernel more for a line of the page
 def test_the_goodput_notebook_counts_failures_alone(kernel: KernelManager, tmp_path: Path) -> None:
     """A rollback and the pause after it are no failures; nodes are those of each session."""
     log = Story()
@@ -135,8 +142,8 @@ def test_the_goodput_notebook_counts_failures_alone(kernel: KernelManager, tmp_p
     ("name", "num_sessions", "message"),
     [
         ("explore_catalog", 1, "The run has no checkpoint yet"),
-        ("goodput_and_cadence", 0, "There is no time to look at"),
-        ("goodput_and_cadence", 1, "There is no time to look at"),
+        pytest.param("goodput_and_cadence", 0, "There is no time to look at", marks=pytest.mark.slow),
+        pytest.param("goodput_and_cadence", 1, "There is no time to look at", marks=pytest.mark.slow),
         ("goodput_and_cadence", 2, "The run has no checkpoint yet"),
     ],
 )

@@ -28,7 +28,8 @@ def on(cluster: LocalCluster, nodes: str, function: Callable[..., Any], *args: A
         group.stop()
 
 
-@pytest.mark.parametrize("nodes", ["c", pytest.param("abc", marks=pytest.mark.slow)])
+@pytest.mark.slow  # 12 s and 15 s; tests/interop/test_dcp_state.py has their parts
+@pytest.mark.parametrize("nodes", ["c", "abc"])
 def test_saves_of_two_ranks_are_loaded_by_another_number(
     cluster: LocalCluster, group: RankGroup, storage: str, nodes: str
 ) -> None:

@@ -75,6 +75,7 @@ def has_second_package(_: object = None) -> bool:
     return any(name.partition(".")[0] == "actors" for name in sys.modules)
 
 
+@pytest.mark.slow  # 5 s
 def test_no_process_has_the_classes_of_actors_twice(
     group: RankGroup, cluster: LocalCluster, storage: str
 ) -> None:

@@ -38,6 +38,7 @@ from tests.servers.strict_store import (
     Truncate,
 )
 from tests.servers.strict_store.faults import Action
+from tests.support.examples import every_few
 
 MIB = 1 << 20
 NUM_WRITERS = 16
@@ -247,22 +248,28 @@ def bounded(call: Callable[[], object], *, limit_s: float = PUT_S) -> Exception 
 class TestDrains:
     @pytest.mark.parametrize(
         "faults",
-        [
-            (Fault(match=PARTS, action=Status(503), every=2),),
+        every_few(
             (
-                Fault(match=PARTS, action=Status(500), every=3),
-                Fault(match=PARTS, action=DropBefore(), every=4),
+                (faults,)
+                for faults in [
+                    (Fault(match=PARTS, action=Status(503), every=2),),
+                    (
+                        Fault(match=PARTS, action=Status(500), every=3),
+                        Fault(match=PARTS, action=DropBefore(), every=4),
+                    ),
+                    (Fault(match=PARTS, action=DropAfter(), every=2),),
+                    (Fault(match=PARTS, action=Hang(), times=2, every=2),),
+                    (Fault(match=COMPLETION, action=DropAfter(), times=1),),
+                    (Fault(match=COMPLETION, action=Status(503), times=2),),
+                    (Fault(match=COMPLETION, action=Status(200), times=1),),
+                    (
+                        Fault(match=Match(operation="CreateMultipartUpload"), action=DropAfter(), times=1),
+                        Fault(match=Match(operation="HeadObject"), action=Status(500), times=2),
+                    ),
+                ]
             ),
-            (Fault(match=PARTS, action=DropAfter(), every=2),),
-            (Fault(match=PARTS, action=Hang(), times=2, every=2),),
-            (Fault(match=COMPLETION, action=DropAfter(), times=1),),
-            (Fault(match=COMPLETION, action=Status(503), times=2),),
-            (Fault(match=COMPLETION, action=Status(200), times=1),),
-            (
-                Fault(match=Match(operation="CreateMultipartUpload"), action=DropAfter(), times=1),
-                Fault(match=Match(operation="HeadObject"), action=Status(500), times=2),
-            ),
-        ],
+            2,
+        ),
         ids=fault_ids,
     )
     def test_an_upload_ends_with_the_right_bytes(
@@ -303,17 +310,23 @@ class TestDrains:
 
     @pytest.mark.parametrize(
         "faults",
-        [
-            (Fault(match=READS, action=Truncate(100_000), every=2),),
+        every_few(
             (
-                Fault(match=READS, action=Truncate(0), every=3),
-                Fault(match=READS, action=Status(503), every=2),
+                (faults,)
+                for faults in [
+                    (Fault(match=READS, action=Truncate(100_000), every=2),),
+                    (
+                        Fault(match=READS, action=Truncate(0), every=3),
+                        Fault(match=READS, action=Status(503), every=2),
+                    ),
+                    (Fault(match=READS, action=DropBefore(), every=2),),
+                    (Fault(match=READS, action=Hang(), every=3, times=1),),
+                    (Fault(match=READS, action=Slow(100_000), every=2, times=1),),
+                    (Fault(match=READS, action=Truncate(5)),),
+                ]
             ),
-            (Fault(match=READS, action=DropBefore(), every=2),),
-            (Fault(match=READS, action=Hang(), every=3, times=1),),
-            (Fault(match=READS, action=Slow(100_000), every=2, times=1),),
-            (Fault(match=READS, action=Truncate(5)),),
-        ],
+            2,
+        ),
         ids=fault_ids,
     )
     def test_a_download_gives_the_right_bytes_or_an_error(
