@@ -249,9 +249,8 @@ class TestDrains:
     @pytest.mark.parametrize(
         "faults",
         every_few(
-            (
-                (faults,)
-                for faults in [
+            zip(
+                [
                     (Fault(match=PARTS, action=Status(503), every=2),),
                     (
                         Fault(match=PARTS, action=Status(500), every=3),
@@ -266,7 +265,8 @@ class TestDrains:
                         Fault(match=Match(operation="CreateMultipartUpload"), action=DropAfter(), times=1),
                         Fault(match=Match(operation="HeadObject"), action=Status(500), times=2),
                     ),
-                ]
+                ],
+                strict=True,
             ),
             2,
         ),
@@ -311,9 +311,8 @@ class TestDrains:
     @pytest.mark.parametrize(
         "faults",
         every_few(
-            (
-                (faults,)
-                for faults in [
+            zip(
+                [
                     (Fault(match=READS, action=Truncate(100_000), every=2),),
                     (
                         Fault(match=READS, action=Truncate(0), every=3),
@@ -323,7 +322,8 @@ class TestDrains:
                     (Fault(match=READS, action=Hang(), every=3, times=1),),
                     (Fault(match=READS, action=Slow(100_000), every=2, times=1),),
                     (Fault(match=READS, action=Truncate(5)),),
-                ]
+                ],
+                strict=True,
             ),
             2,
         ),
