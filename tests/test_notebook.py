@@ -107,6 +107,7 @@ def test_the_comparison_notebook_runs(kernel: KernelManager, trained: Path) -> N
     assert "model.blocks.0" in executed.text and "changed" in executed.text
 
 
+@pytest.mark.slow  # the next one is the same page
 def test_the_goodput_notebook_runs(kernel: KernelManager, trained: Path) -> None:
     executed = execute(kernel, "goodput_and_cadence", trained)
     assert executed.figures == 2 and "1 to 2" in executed.text
@@ -144,7 +145,7 @@ def test_the_goodput_notebook_counts_failures_alone(kernel: KernelManager, tmp_p
         ("explore_catalog", 1, "The run has no checkpoint yet"),
         pytest.param("goodput_and_cadence", 0, "There is no time to look at", marks=pytest.mark.slow),
         pytest.param("goodput_and_cadence", 1, "There is no time to look at", marks=pytest.mark.slow),
-        ("goodput_and_cadence", 2, "The run has no checkpoint yet"),
+        pytest.param("goodput_and_cadence", 2, "The run has no checkpoint yet", marks=pytest.mark.slow),
     ],
 )
 def test_a_notebook_reports_a_run_with_too_few_sessions(
@@ -172,6 +173,7 @@ def test_the_evaluation_notebook_runs(kernel: KernelManager, trained: Path) -> N
     )
 
 
+@pytest.mark.slow  # as from a bucket
 def test_the_tensor_notebook_runs_on_a_folder(kernel: KernelManager, trained: Path) -> None:
     executed = execute(kernel, "read_one_tensor", trained)
     assert executed.figures == 1 and "saved slices" in executed.text

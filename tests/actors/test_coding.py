@@ -296,6 +296,7 @@ def test_a_ticket_has_the_manifest_and_the_files_of_lost_nodes(coded: Group) -> 
         memory.close()
 
 
+@pytest.mark.slow  # 3 s
 def test_drills_and_checks_of_copies_compute_what_a_loss_takes(coded: Group) -> None:
     whole = coded.places()
     live = LiveCheckpoint(checkpoint=_checkpoint(coded), holders=whole.fragments, groups=(whole,))

@@ -166,7 +166,12 @@ SLOW = pytest.mark.slow  # between the others of a matrix
 
 @pytest.mark.parametrize(
     "cuts",
-    [pytest.param(("rows", "rows"), marks=SLOW), ("rows", "columns"), ("flat", "columns"), ("flat", "rows")],
+    [
+        pytest.param(("rows", "rows"), marks=SLOW),
+        ("rows", "columns"),
+        pytest.param(("flat", "columns"), marks=SLOW),
+        ("flat", "rows"),
+    ],
 )
 @pytest.mark.parametrize(
     "worlds", [(1, 1), pytest.param((2, 3), marks=SLOW), pytest.param((4, 1), marks=SLOW), (5, 7)]
@@ -365,6 +370,7 @@ def test_only_what_may_differ_is_read_once(log: RunLog) -> None:
     assert sum(read) == comparison.size_bytes == 2 * 4 * 3 * 5 * 7
 
 
+@pytest.mark.slow  # 3 s
 def test_a_tensor_larger_than_a_band_is_never_whole_in_memory(
     log: RunLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,7 +197,7 @@ def test_rates_of_a_scheduler() -> None:
     assert scheduler.get_last_lr() == [0.25], moved("LRScheduler._last_lr")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_iterators_over_a_loader(workers: int) -> None:
     data: Any = [1, 2, 3]
     how: dict[str, Any] = (

@@ -308,6 +308,7 @@ def test_the_manifest_is_read_once(run: SampleRun, monkeypatch: pytest.MonkeyPat
     catalog[30]["model.head"]
 
 
+@pytest.mark.slow  # a process that loads torch, and 128 MiB
 def test_memory_does_not_grow_with_what_is_not_wanted(tmp_path: Path) -> None:
     """Some columns of 128 MiB are read, and all of it is written to a file, in blocks of BLOCK_BYTES."""
     write_tensor(tmp_path, torch.ones(1 << 15, 1 << 10), [np.s_[:, :]])

@@ -493,6 +493,7 @@ def test_a_rank_of_a_group_reads_its_part_only(run: SampleRun, opened: OpenedRun
     assert of_all - read == 4 * 6 * 4, "the half of the weight that the other rank has saved"
 
 
+@pytest.mark.slow  # two processes that load torch
 def test_ranks_take_what_rank_0_finds_newest(tmp_path: Path) -> None:
     """Rank 1 has read the log before step 30 was there."""
     run = write_run(tmp_path, steps=(10,), durable=(10,))

@@ -36,6 +36,7 @@ from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.types import Slice
 from tests.servers.stores import bucket_url
 from tests.servers.strict_store import StrictStore
+from tests.support.examples import every_few
 from tests.support.sample_run import (
     RECORD_S,
     RankState,
@@ -820,7 +821,7 @@ def into_closed_pipe(stream: str, *command: object) -> subprocess.CompletedProce
         os.close(theirs)
 
 
-@pytest.mark.parametrize("args", ["ls {run}", "--help"])
+@pytest.mark.parametrize("args", every_few(["ls {run}", "--help"]))
 def test_a_pipe_that_nobody_reads_ends_a_command_without_a_message(run: SampleRun, args: str) -> None:
     done = into_closed_pipe("stdout", "-m", "ray_ckpt.cli", *args.format(run=run.folder).split())
     assert (done.returncode, done.stderr) == (141, "")
@@ -836,7 +837,7 @@ def test_a_result_is_printed_whole_when_nobody_reads_stderr(run: SampleRun) -> N
     assert into_closed_pipe("stderr", "-m", "ray_ckpt.cli", "show", run.folder, 7).returncode == 2
 
 
-@pytest.mark.parametrize("args", ["ls {run}", "ls {run} --json", "--help"])
+@pytest.mark.parametrize("args", every_few(["ls {run}", "ls {run} --json", "--help"]))
 def test_a_full_disk_is_one_line_of_error(run: SampleRun, args: str) -> None:
     command = [sys.executable, "-m", "ray_ckpt.cli", *args.format(run=run.folder).split()]
     with Path("/dev/full").open("w") as full:
@@ -844,7 +845,7 @@ def test_a_full_disk_is_one_line_of_error(run: SampleRun, args: str) -> None:
     assert (done.returncode, done.stderr) == (2, "ray-ckpt: stdout: No space left on device\n")
 
 
-@pytest.mark.parametrize("args", ["ls {run}", "show {run} 60"])
+@pytest.mark.parametrize("args", every_few(["ls {run}", "show {run} 60"]))
 def test_what_an_encoding_does_not_have_is_escaped(run: SampleRun, args: str) -> None:
     saved = make_checkpoint(run.log.attempt(1, 60), metrics={"損失": 0.5})
     run.log.commit(saved)

@@ -173,6 +173,7 @@ def accuracy_of(storage: str, run: str, step: int) -> float:
     return found[0].metrics["accuracy"] if found else 0.0
 
 
+@pytest.mark.slow  # 6 s; tests/core/test_retention.py has the rule
 def test_the_best_are_those_by_what_validation_found_later(group: RankGroup, storage: str) -> None:
     group.run(train_and_validate, "best", storage, {2: 0.75, 4: 0.5})
 
@@ -283,6 +284,7 @@ def save_on_rank_zero(run: str, storage: str) -> None:
         time.sleep(0.02)  # the time of a step
 
 
+@pytest.mark.slow  # 10 s with a group of its own
 @everywhere
 def test_save_on_rank_zero_only_is_found_and_named(spare_group: RankGroup, storage: str) -> None:
     with pytest.raises(SaveNotCollective, match=r"rank\(s\) 1 .*if rank == 0") as caught:
@@ -295,6 +297,7 @@ def train_unsharded_norm(run: str, storage: str) -> None:
     Training(run, storage, shard_norm=False, every_steps=2).train(20)
 
 
+@pytest.mark.slow  # 7 s with a group of its own
 @everywhere
 def test_parameters_that_differ_between_ranks_are_not_silently_dropped(
     spare_group: RankGroup, storage: str

@@ -92,7 +92,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("limit", ["5GB", "6KB"])
+@pytest.mark.parametrize("limit", [pytest.param("5GB", marks=pytest.mark.slow), "6KB"])
 def test_the_folder_equals_that_of_save_pretrained(
     tmp_path: Path, build: Callable[[], Any], limit: str
 ) -> None:

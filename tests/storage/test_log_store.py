@@ -647,6 +647,7 @@ def test_nothing_young_is_trimmed_and_the_last_two_snapshots_stay() -> None:
     assert kept(store) == ([0, *range(10, 20)], [9, 19]), "the newest is nobody's boundary"
 
 
+@pytest.mark.slow  # 3 s; the test of a damaged one has thinning too
 def test_many_snapshots_a_day_are_thinned_and_the_log_is_still_trimmed() -> None:
     store = MemoryLogStore()
     writer = Writer(store)

@@ -120,7 +120,7 @@ class TestCreates:
         ("kind", "names"),
         [
             ("s3", 100),
-            ("gs", 100),
+            pytest.param("gs", 100, marks=pytest.mark.slow),
             ("fsspec-s3", 10),
             pytest.param("fsspec-s3", 20, marks=pytest.mark.slow),
             ("fsspec-gs", 10),
@@ -268,7 +268,7 @@ class TestDrains:
                 ],
                 strict=True,
             ),
-            2,
+            3,
         ),
         ids=fault_ids,
     )
@@ -325,7 +325,7 @@ class TestDrains:
                 ],
                 strict=True,
             ),
-            2,
+            3,
         ),
         ids=fault_ids,
     )

@@ -40,10 +40,10 @@ from tests.storage.test_log_store import NUM_WRITERS, LogStoreTests
 pytestmark = pytest.mark.usefixtures("credentials")
 
 SLOW = pytest.mark.slow
-# Less strict servers; libraries without our requests; "fsspec-s3" goes through the same code as "fsspec-gcs".
-SLOW_STORES = ("ministack", "moto", "s3fs", "gcsfs", "fsspec-gcs")
+# Less strict servers; libraries without our requests (quick in test_lost_responses.py, test_canary.py).
+SLOW_STORES = ("ministack", "moto", "s3fs", "gcsfs", "fsspec-s3", "fsspec-gcs")
 STORES = (
-    *("posix", "strict-s3", "strict-gcs", "fsspec-s3"),
+    *("posix", "strict-s3", "strict-gcs"),
     *(pytest.param(store, marks=SLOW) for store in SLOW_STORES),
 )
 DIFFERENCES = {
