@@ -329,7 +329,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
 # From a bucket
 
 
-@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("compressed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_bucket_gives_what_a_folder_does(
     run: SampleRun, strict: StrictStore, credentials: None, compressed: bool
 ) -> None:

@@ -72,6 +72,7 @@ def alike(run: str, storage: str, seed: int, total: int) -> tuple[dict[str, torc
     return {key: value.clone() for key, value in model.state_dict().items()}, read_bytes
 
 
+@pytest.mark.slow  # 5 s; tests/actors/test_shared_reads.py is quick
 def test_what_several_ranks_of_a_node_want_is_read_once(cluster: LocalCluster, storage: str) -> None:
     node = cluster.nodes["node-c"].node_id
     ranks = RankGroup([node, node])

@@ -152,6 +152,7 @@ def alone(run: str, storage: str, total: int) -> int:
     return done
 
 
+@pytest.mark.slow  # 6 s; test_readme.py has one process alone
 def test_one_process_alone_and_a_break_that_saves_the_last_step(cluster: LocalCluster, storage: str) -> None:
     run = ray.remote(alone).options(num_cpus=0)
     assert ray.get(run.remote("alone", storage, 9), timeout=60) == 5

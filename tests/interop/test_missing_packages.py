@@ -26,7 +26,7 @@ ray_ckpt.{name}
     [
         ("huggingface", "transformers", ".prepare_trainer"),
         ("lightning", "lightning", ".CheckpointCallback"),
-        ("accelerate", "accelerate", ".items(None)"),
+        pytest.param("accelerate", "accelerate", ".items(None)", marks=pytest.mark.slow),  # it loads torch
         ("megatron", "megatron-core", ".SaveStrategy()"),
     ],
 )
