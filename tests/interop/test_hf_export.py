@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -114,18 +115,41 @@ def test_the_folder_equals_that_of_save_pretrained(
     assert torch.equal(logits(loaded), logits(model))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's own use
-def test_an_adapter_is_exported_as_peft_writes_it(tmp_path: Path) -> None:
-    base = untied()
-    base.save_pretrained(tmp_path / "base")
-    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj"], base_model_name_or_path=str(tmp_path / "base")
-    )
-    model: Any = peft.get_peft_model(base, config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+def based(folder: Path, make: Callable[..., Any], **options: Any) -> Any:
+    """Return a model with an adapter on a base in a folder; all that it trains is drawn by chance."""
+    untied().save_pretrained(folder)
+    base = transformers.LlamaForCausalLM.from_pretrained(folder)
+    model: Any = peft.get_peft_model(base, make(base_model_name_or_path=str(folder), **options))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
             torch.nn.init.normal_(parameter)
+    return model
+
+
+QUERIES = {"r": 2, "target_modules": ["q_proj", "o_proj"]}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's own use
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (peft.LoraConfig, QUERIES),
+        (peft.LoraConfig, {**QUERIES, "modules_to_save": ["lm_head"]}),
+        (peft.LoraConfig, {**QUERIES, "trainable_token_indices": [1, 2]}),
+        pytest.param(peft.LoraConfig, {**QUERIES, "use_dora": True}, marks=pytest.mark.slow),
+        (peft.VeraConfig, QUERIES),  # its random projections are in its file
+        pytest.param(
+            peft.VBLoRAConfig,
+            {**QUERIES, "num_vectors": 8, "vector_length": 4, "topk": 2},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["LoRA", "LoRA and a whole module", "LoRA and tokens", "DoRA", "VeRA", "VB-LoRA"],
+)
+def test_an_adapter_is_exported_as_peft_writes_it(
+    tmp_path: Path, make: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    model = based(tmp_path / "base", make, **options)
     run, out, theirs = saved(tmp_path, model), tmp_path / "out", tmp_path / "theirs"
     assert export(run, out, "--to", "hf") == 0
     model.save_pretrained(theirs)
@@ -137,6 +161,17 @@ def test_an_adapter_is_exported_as_peft_writes_it(tmp_path: Path) -> None:
         transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base"), out
     )
     assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("make", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
+def test_an_adapter_that_peft_computes_from_a_live_model_is_refused(
+    tmp_path: Path, make: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = based(tmp_path / "base", make, task_type="CAUSAL_LM", num_virtual_tokens=3)
+    assert export(saved(tmp_path, model), tmp_path / "out", "--to", "hf") == 2
+    assert re.search(r"is a P\w+_TUNING, whose file.*\s.*save_pretrained", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
 def adapted(adapters: dict[str, dict[str, Any]]) -> Any:

@@ -107,7 +107,8 @@ class HubModel(Mapping[str, "HubTensor"]):
         make = _adapter if self.is_adapter else _whole_model
         self._convert: Convert = make(self.files, self._state)
         self._whole: State = self._convert(self._state)
-        self._parts = _divide(self._state, self._whole, self._convert)
+        self._renamed = _renamed(self._state, self._whole)
+        self._parts = _divide(self._state, self._whole, self._renamed, self._convert)
         self._last: tuple[tuple[str, ...], State] = ((), {})
         self._settle_files()
 
@@ -139,13 +140,19 @@ class HubModel(Mapping[str, "HubTensor"]):
 
     def load(self, name: str) -> torch.Tensor:
         """Return one tensor on the CPU; those that it is computed with stay until another needs others."""
+        if name in self._renamed:
+            self._last = (), {}
+            return self._read((self._renamed[name],))[self._renamed[name]]
         sources = self._parts[name]
         if self._last[0] != sources:
             self._last = (), {}  # frees them before others are read
-            found = self._checkpoint.load([self._keys[source] for source in sources])
-            given = {each: self._cast(found.pop(self._keys[each])) for each in sources}
-            self._last = sources, self._convert(given)
+            self._last = sources, self._convert(self._read(sources))
         return self._last[1][name]
+
+    def _read(self, names: Sequence[str]) -> State:
+        """Read tensors by their names in memory."""
+        found = self._checkpoint.load([self._keys[name] for name in names])
+        return {name: self._cast(found.pop(self._keys[name])) for name in names}
 
     def _settle_files(self) -> None:
         """Let the files be those that `save_pretrained` writes, with the dtype of these tensors."""
@@ -308,6 +315,11 @@ def _adapter(files: Mapping[str, bytes], state: State) -> Convert:
     require("peft", extra="huggingface")
     with _folder(files) as folder:
         config = peft.PeftConfig.from_pretrained(folder)
+        if config.is_prompt_learning:
+            raise ConfigError(
+                f"The adapter is a {config.peft_type.value}, whose file PEFT computes from a live model.",
+                hint="Load the checkpoint into the model and call save_pretrained.",
+            )
         base = _empty_model(folder)
         base.name_or_path = config.base_model_name_or_path  # else PEFT warns that it has changed
     name = _adapter_name(state, PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, ""))
@@ -359,31 +371,38 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _divide(state: State, whole: State, convert: Convert) -> dict[str, tuple[str, ...]]:
-    """Return the tensors in memory from which each tensor of the file is computed.
-
-    A tensor that is only renamed is one of its own. Others are computed with those of their layer; if that
-    gives other tensors than all together, with all.
-    """
+def _renamed(state: State, whole: State) -> dict[str, str]:
+    """Return the names in memory of those tensors of the file that are only renamed."""
     names = {id(tensor): name for name, tensor in state.items()}
-    parts: dict[str, tuple[str, ...]] = {
-        name: (names[id(tensor)],) for name, tensor in whole.items() if id(tensor) in names
-    }
-    rest = [name for name in state if (name,) not in set(parts.values())]
+    return {name: names[id(tensor)] for name, tensor in whole.items() if id(tensor) in names}
+
+
+def _divide(
+    state: State, whole: State, renamed: Mapping[str, str], convert: Convert
+) -> dict[str, tuple[str, ...]]:
+    """Return the tensors in memory from which each computed tensor of the file is computed.
+
+    They are computed with those of their layer; if that gives other tensors than all together, with all.
+    """
+    computed = {name: tensor for name, tensor in whole.items() if name not in renamed}
+    if not computed:  # as of most adapters, of which PEFT converts no part
+        return {}
+    taken = set(renamed.values())
     layers = defaultdict[str, list[str]](list)
-    for name in rest:
-        found = _LAYER.match(name)
-        layers[found[1] if found else ""].append(name)
+    for name in state:
+        if name not in taken:
+            found = _LAYER.match(name)
+            layers[found[1] if found else ""].append(name)
+    parts: dict[str, tuple[str, ...]] = {}
+    shapes: dict[str, torch.Size] = {}
     for together in layers.values():
         sources = tuple(together)
-        parts |= dict.fromkeys(convert({name: state[name] for name in sources}), sources)
-    if {name: whole[name].shape for name in parts if name in whole} != _shapes(whole):
-        parts = dict.fromkeys(whole, tuple(state))
-    return {name: parts[name] for name in whole}
-
-
-def _shapes(state: State) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in state.items()}
+        for name, tensor in convert({name: state[name] for name in sources}).items():
+            if name in computed:
+                parts[name], shapes[name] = sources, tensor.shape
+    if shapes != {name: tensor.shape for name, tensor in computed.items()}:
+        return dict.fromkeys(computed, tuple(state))
+    return parts
 
 
 @contextmanager
