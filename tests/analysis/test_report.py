@@ -502,6 +502,16 @@ def test_copies_on_nodes_alone_are_a_warning(tmp_path: Path) -> None:
     assert to_json(found)["in_cluster_steps"] == [10, 20, 30, 40]
 
 
+def test_what_is_durable_and_off_the_lineage_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path, durable=(40,), resume_at=20, resumed_steps=(25,))
+    (verdict, *_) = to_json(read_report(Catalog(run.folder), NOON_S))["verdicts"]
+    assert (verdict["tone"], verdict["head"]) == ("warn", "step 25")
+    assert verdict["text"].endswith(
+        "On the storage path is step 40, from which this run does not descend: without the cluster a restart "
+        "would begin anew."
+    )
+
+
 def test_with_a_reader_whose_clock_is_behind_nothing_is_yet_to_come(night: Story) -> None:
     report = night.report(after_s=-3600)
     texts = [verdict["text"] for verdict in to_json(report)["verdicts"]]

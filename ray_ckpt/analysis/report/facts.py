@@ -342,7 +342,7 @@ def _protection(report: RunReport) -> Verdict:
             if durable
             else f" Without the cluster only {alone[-1]} would be left."
             if alone
-            else " Nothing is on the storage path: without the cluster all would be lost."
+            else _all_in_the_cluster(report)
         )
     if newest.level is Level.DURABLE:
         return Verdict(tone="good", title=title, head=head, text=f"On the storage path, {age}.")
@@ -354,6 +354,16 @@ def _protection(report: RunReport) -> Verdict:
     fallback = f"from step {safer[-1].step}" if safer else "from nothing"
     text = f"On the nodes of its ranks only, {age}: if one is lost, a restart continues {fallback}.{behind}"
     return Verdict(tone="warn" if safer else "bad", title=title, head=head, text=text)
+
+
+def _all_in_the_cluster(report: RunReport) -> str:
+    others = [info.step for info in report.live if info.level is Level.DURABLE]
+    if not others:
+        return " Nothing is on the storage path: without the cluster all would be lost."
+    return (
+        f" On the storage path is step {others[-1]}, from which this run does not descend:"
+        " without the cluster a restart would begin anew."
+    )
 
 
 def _training(report: RunReport) -> Verdict | None:
