@@ -85,7 +85,7 @@ def found(promise: str, seeds: Sequence[int] = range(MOST_SEEDS)) -> None:
     pytest.fail("the planted bug was not found")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # one planted bug, of files that are not verified, is quick
 def test_bytes_of_another_checkpoint_are_found(planted: pytest.MonkeyPatch) -> None:
     """The files that a superseded session has read ahead are served under their names in the next one."""
     handed: WeakKeyDictionary[NodeRun, tuple[Any, Any]] = WeakKeyDictionary()

@@ -156,7 +156,7 @@ def reserve_memory_in_dev_shm(run: str, storage: str) -> None:
         training.ckpt._link.reserve(1 << 50)
 
 
-@pytest.mark.slow  # 6 s with a group of its own
+@pytest.mark.slow  # 6 s
 def test_too_little_room_in_dev_shm_is_named(group: RankGroup, storage: str) -> None:
     with pytest.raises(InsufficientSpace, match=r"in /dev/shm, which has .*--shm-size.*ptrace_scope"):
         group.run(reserve_memory_in_dev_shm, "shm", storage)

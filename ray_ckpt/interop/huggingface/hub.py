@@ -140,9 +140,9 @@ class HubModel(Mapping[str, "HubTensor"]):
 
     def load(self, name: str) -> torch.Tensor:
         """Return one tensor on the CPU; those that it is computed with stay until another needs others."""
-        if name in self._renamed:
+        if (source := self._renamed.get(name)) is not None:
             self._last = (), {}
-            return self._read((self._renamed[name],))[self._renamed[name]]
+            return self._read((source,))[source]
         sources = self._parts[name]
         if self._last[0] != sources:
             self._last = (), {}  # frees them before others are read
@@ -385,7 +385,7 @@ def _divide(
     They are computed with those of their layer; if that gives other tensors than all together, with all.
     """
     computed = {name: tensor for name, tensor in whole.items() if name not in renamed}
-    if not computed:  # as of most adapters, of which PEFT converts no part
+    if not computed:  # as in an adapter: for some kinds, PEFT cannot convert a part of the state
         return {}
     taken = set(renamed.values())
     layers = defaultdict[str, list[str]](list)
