@@ -1,7 +1,8 @@
 """Copies of live tensors into an arena or a ring, in the background where that is safe.
 
 `start` returns as soon as the tensors that may change at any time are copied. The other tensors are copied
-during training; `before_change`, called before parameters change, waits for the copies.
+during training, on one core; `before_change`, called before parameters change, waits for the copies, which
+then use the cores of training too.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from threadpoolctl import threadpool_limits
 
 from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.items import elements
 from ray_ckpt.capture.overlap_guard import running
+from ray_ckpt.capture.shared_copy import Helpers, SharedCopy, use_one_core
 from ray_ckpt.capture.torch_private import copy_all, version
 from ray_ckpt.capture.walk import LiveSlice
 from ray_ckpt.errors import StateError, Unavailable
@@ -62,8 +63,10 @@ class _Batch:
 class Snapshot:
     """A copy that is running or has ended; made by `Snapshotter.start`."""
 
-    def __init__(self, parts: Sequence[_Piece], waited: Callable[[float], None]) -> None:
+    def __init__(self, parts: Sequence[_Piece], *, waited: Callable[[float], None], helpers: Helpers) -> None:
         self.parts = parts
+        self.shared: SharedCopy | None = None  # the copy beside training, from host memory
+        self._helpers = helpers
         self.is_late = any(part.is_late for part in parts)
         self._waited = waited  # gets the seconds for which `before_change` stalled training
         self._versions = [(part.live, _version(part.live)) for part in parts if part.is_late]
@@ -85,6 +88,8 @@ class Snapshot:
         self._note_changes()
         for module, device, event in self.device_copied:
             module.current_stream(device).wait_event(event)
+        if (shared := self.shared) is not None:
+            self._helpers.join(shared)
         if not self.host_copied.wait(COPY_WAIT_S):
             log.error("a capture has not ended after %.0f s; its save is given up", COPY_WAIT_S)
             self._is_abandoned = True
@@ -148,7 +153,8 @@ class Snapshotter:
         self._overlap = overlap
         self._waited = waited
         self._verify = verify
-        self._thread = ThreadPoolExecutor(1, "ray_ckpt-capture", initializer=_use_one_core)
+        self._thread = ThreadPoolExecutor(1, "ray_ckpt-capture", initializer=use_one_core)
+        self._helpers = Helpers()
         self._streams: dict[torch.device, Any] = {}
         # Slices that changed during a copy; later copies of them are made before `start` returns.
         self._unsafe: set[str] = set()
@@ -174,7 +180,7 @@ class Snapshotter:
         """
         safe = background - self._unsafe if self._overlap else frozenset()
         batch, parts = self._split(target, slices, safe)
-        snapshot = Snapshot(parts, self._waited)
+        snapshot = Snapshot(parts, waited=self._waited, helpers=self._helpers)
         with torch.no_grad():
             rest = self._copy_now(target, batch, snapshot)
         if snapshot.is_late:
@@ -218,11 +224,13 @@ class Snapshotter:
             fail(error)
         finally:
             running.end(snapshot)
-            snapshot.parts = ()  # frees device copies, references, and views of an arena that may be unmapped
+            # Frees device copies, references, and views of an arena that may be unmapped.
+            snapshot.parts, snapshot.shared = (), None
 
     def close(self) -> None:
-        """End the thread after its current copy."""
+        """End the threads after their current copies."""
         self._thread.shutdown(wait=False)
+        self._helpers.close()
 
     def _split(
         self, target: Arena | Ring, slices: Sequence[LiveSlice], safe: Set[str]
@@ -250,7 +258,9 @@ class Snapshotter:
             on_host = [part for part in parts if _is_on_host(part.source)]
             _copy([batch, *(part for part in on_host if not part.is_late)])
             snapshot.device_copied = self._start_devices([p for p in parts if not _is_on_host(p.source)])
-            return partial(_copy, [part for part in on_host if part.is_late])
+            late = [part for part in on_host if part.is_late]
+            snapshot.shared = SharedCopy([(p.view, p.source) for p in late if p.view is not None])
+            return snapshot.shared.run
         for part in parts:
             if not part.is_late and self._overlap:
                 part.source = _clone(part.source)
@@ -371,12 +381,3 @@ def _copy(parts: Sequence[_Piece | _Batch]) -> None:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return elements(tensor).view(torch.uint8)
-
-
-def _use_one_core() -> None:
-    """Run this thread's copies on one core, so that training keeps the others."""
-    try:
-        torch.get_num_threads()  # initializes this thread now: doing so later would undo the limit
-        threadpool_limits(limits=1, user_api="openmp")  # limits the calling thread only
-    except Exception as error:  # without the limit copies still work
-        log.debug("captures run on several cores: %s", error)

@@ -21,6 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import ray_ckpt.capture.arena as arena_module
 import ray_ckpt.capture.snapshot as snapshot_module
 from ray_ckpt.capture import overlap_guard as guard
+from ray_ckpt.capture import shared_copy
+from ray_ckpt.capture.torch_private import copy_all
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.errors import ConfigError, Unavailable
@@ -91,7 +93,7 @@ def test_a_thread_that_cannot_be_kept_to_one_core_copies_all_the_same(
     def refuse(**kwargs: object) -> None:
         raise RuntimeError("a library cannot be read")
 
-    monkeypatch.setattr(snapshot_module, "threadpool_limits", refuse)
+    monkeypatch.setattr(shared_copy, "threadpool_limits", refuse)
     small = Small()
     small.step()
     small.ckpt.save(1)
@@ -106,7 +108,7 @@ def test_a_thread_that_does_not_start_costs_its_saves_and_nothing_else(
     def refuse() -> None:
         raise RuntimeError("no such thread")
 
-    monkeypatch.setattr(snapshot_module, "_use_one_core", refuse)
+    monkeypatch.setattr(snapshot_module, "use_one_core", refuse)
     small = Small()
     small.step()
     small.ckpt.save(1)
@@ -121,14 +123,12 @@ def test_a_thread_that_does_not_start_costs_its_saves_and_nothing_else(
 def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """The event for which copies in the background wait."""
     event = threading.Event()
-    real = snapshot_module._copy
 
-    def held(parts: Sequence[Any]) -> None:
-        if any(part.is_late for part in parts):
-            event.wait(10 * LONG_S)
-        real(parts)
+    def held(*tensors: list[torch.Tensor]) -> None:
+        event.wait(10 * LONG_S)
+        copy_all(*tensors)
 
-    monkeypatch.setattr(snapshot_module, "_copy", held)
+    monkeypatch.setattr(shared_copy, "copy_all", held)
     return event
 
 
@@ -301,14 +301,12 @@ def test_a_change_that_is_still_running_when_the_copy_ends_is_found(
 ) -> None:
     """The version counts when an operation ends; here that is after the copy has ended."""
     copied = threading.Event()
-    real = snapshot_module._copy
 
-    def copy(parts: Sequence[Any]) -> None:
-        real(parts)
-        if any(part.is_late for part in parts):
-            copied.set()
+    def copy(*tensors: list[torch.Tensor]) -> None:
+        copy_all(*tensors)
+        copied.set()
 
-    monkeypatch.setattr(snapshot_module, "_copy", copy)
+    monkeypatch.setattr(shared_copy, "copy_all", copy)
     small.ckpt.save(1)
     assert copied.wait(LONG_S)
     time.sleep(0.2)

@@ -8,16 +8,16 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import ray_ckpt.capture.snapshot as snapshot_module
-from ray_ckpt.capture import arena
+from ray_ckpt.capture import arena, shared_copy
 from ray_ckpt.capture import overlap_guard as guard
+from ray_ckpt.capture.torch_private import copy_all
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.config import RunOptions
 from ray_ckpt.trainer.checkpointer import Checkpointer
@@ -29,15 +29,13 @@ PAUSE_S = 0.002  # between the tensors of a copy: long against a step of these m
 @pytest.fixture
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor by tensor, with pauses, so that a step that does not wait is sure to be in the middle."""
-    real = snapshot_module._copy
 
-    def slowly(parts: Sequence[Any]) -> None:
-        for part in parts:
-            if part.is_late:
-                time.sleep(PAUSE_S)
-            real([part])
+    def slowly(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            time.sleep(PAUSE_S)
+            copy_all([target], [source])
 
-    monkeypatch.setattr(snapshot_module, "_copy", slowly)
+    monkeypatch.setattr(shared_copy, "copy_all", slowly)
 
 
 class Model(nn.Module):

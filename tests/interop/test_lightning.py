@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ray_ckpt
-from ray_ckpt.capture import snapshot
+from ray_ckpt.capture.shared_copy import SharedCopy
 from ray_ckpt.config import RunOptions
 from ray_ckpt.trainer.connection import Connection, set_connection
 from tests.capture.local import LocalLink
@@ -212,14 +212,12 @@ def test_averaged_weights_are_resumed_and_the_last_step_has_those_that_are_train
 
 
 def test_a_validation_that_replaces_weights_waits_for_their_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = snapshot._copy
+    def slowly(copy: SharedCopy) -> None:
+        time.sleep(0.2)
+        run(copy)
 
-    def slowly(parts: Any) -> None:
-        if parts and all(getattr(part, "is_late", False) for part in parts):
-            time.sleep(0.2)
-        copy(parts)
-
-    monkeypatch.setattr(snapshot, "_copy", slowly)
+    run = SharedCopy.run
+    monkeypatch.setattr(SharedCopy, "run", slowly)
     averages = Restless()
     fit(new_run(1), max_steps=2, accumulate_grad_batches=2, val_check_interval=3, also=(averages,))
     assert averages.are_copied == [True], "the validation is within an accumulation window"
