@@ -102,6 +102,7 @@ def load_items(
     node_ranks: Sequence[int] = (),
     ranks: Sequence[int] = (),
     anew: Collection[str] = (),
+    before: Walked | None = None,
 ) -> Load:
     """Read the tensors of `items`; return the function that loads the rest, to call when all ranks are ready.
 
@@ -112,8 +113,9 @@ def load_items(
     `ranks` are the ranks that may hold the same tensors, if only a part of the group may (`walk`). A rank
     without state in the checkpoint starts per-rank items from the state of rank 0. An item in `anew` stays as
     it is if the checkpoint has no fitting state for it, or state of another class. An imported checkpoint has
-    no random state, and may have more items than `items`. If `rows` are a part of the manifest that lacks
-    something, they are completed; see `SavedRows.complete` for the errors.
+    no random state, and may have more items than `items`. `before` is an earlier walk of the items.
+    If `rows` are a part of the manifest that lacks something, they are completed; see `SavedRows.complete`
+    for the errors.
     """
     classes: Classes = state.get("classes", {})
     everyone = tuple(ranks) or tuple(range(world_size))
@@ -121,7 +123,7 @@ def load_items(
         state, anew = _of_import(items, state, is_first=rank == everyone[0]), {*anew, "rng"}
     saved = {name: items[name].renamed(t) if name in items else t for name, t in state["items"].items()}
     state = {**state, "items": saved}
-    walked = walk(items, rank=rank, world_size=len(everyone), first=everyone[0])
+    walked = walk(items, rank=rank, world_size=len(everyone), first=everyone[0], before=before)
     near_files = frozenset(file for k in node_ranks for file in shard_files(k, world_size))
     of_rank = partial(
         _Wanted,

@@ -34,7 +34,7 @@ from ray_ckpt.trainer.item_reader import ItemReader
 from ray_ckpt.trainer.link import Link
 from ray_ckpt.trainer.metrics import MetricReader, detached
 from ray_ckpt.trainer.outcomes import GOES_ON, Outcomes, SaveStats, UnprotectedGuard, warn_of_annotation
-from ray_ckpt.trainer.rank_items import RESERVED_ITEM, RankItems, gap_warnings
+from ray_ckpt.trainer.rank_items import RESERVED_ITEM, RankItems, start_gap_search
 from ray_ckpt.trainer.reports import Reports
 from ray_ckpt.trainer.restoring import Restoring, step_of
 from ray_ckpt.trainer.save_signal import SaveSignals
@@ -161,11 +161,11 @@ class Checkpointer:
         self._connection.check_unused()
         link, options = self._link, self._link.options
         items = self._items = RankItems(self._objects, link.identity, options)
-        warnings = gap_warnings(self._objects) if link.identity.rank == 0 else ()
-        for warning in warnings:
-            log.warning("%s", warning)
-        link.reserve(items.preflight().size_bytes)
+        size_bytes = items.preflight().size_bytes
+        gaps = start_gap_search(self._objects) if link.identity.rank == 0 else None
+        link.reserve(size_bytes)
         restoring, ticket = Restoring(link, items), link.ticket()
+        warnings = gaps.result() if gaps is not None else ()
         self._session_key = ticket.session_key
         restored = restoring.run(ticket) if live_step is None else restoring.keep(ticket, live_step)
         key = self._session_key = restored.session_key

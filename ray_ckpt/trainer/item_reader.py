@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import Load, SavedState, load_items, wanted_trees
+from ray_ckpt.capture.walk import Walked
 from ray_ckpt.errors import ConfigError, FormatError, MismatchError, RestoreError
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import decode_state
@@ -28,6 +29,7 @@ class ItemReader:
 
     link: RestoreLink
     items: Mapping[str, Item]
+    walked: Walked | None = None  # an earlier walk of the items
 
     def read_all(self, ticket: RestoreTicket) -> tuple[RankRestore, Load]:
         """Read every item's state. If the report lists damage, `Load` does nothing."""
@@ -59,6 +61,7 @@ class ItemReader:
                     node_ranks=ticket.node_ranks,
                     ranks=identity.ranks,
                     anew=self._anew(),
+                    before=self.walked,
                 )
         except _ManifestDamaged as error:
             return RankRestore(rank=identity.rank, damage=error.damage), _nothing

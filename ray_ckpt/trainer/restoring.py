@@ -48,7 +48,7 @@ class Restoring:
         self._is_first = link.identity.rank == 0
         self._built = Hyperparameters(items.hyperparameter_owners)
         self._built.check(link.options.keep)
-        self._reader = ItemReader(link, items.items)
+        self._reader = ItemReader(link, items.items, items.walked)
 
     def run(self, ticket: RestoreTicket) -> RestoreResult:
         """Restore the checkpoint of `ticket`, or an older one if the group falls back, and load the state."""

@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DistributedSampler
 
+from ray_ckpt.capture import walk as walk_module
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.arena import Arena
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import load_items
 from ray_ckpt.capture.rng import RngItem
-from ray_ckpt.capture.walk import DTYPES, walk
+from ray_ckpt.capture.walk import DTYPES, LiveSlice, slices_of, walk
 from ray_ckpt.errors import MismatchError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
@@ -201,6 +202,28 @@ def test_tensors_are_restored_in_place(tmp_path: Path) -> None:
     assert [t.data_ptr() for t in second.model.state_dict().values()] == places
     assert second.optimizer.state[second.model[0].weight]["exp_avg"] is moments
     assert second.everything() == first.everything()
+
+
+def test_tensors_of_an_earlier_walk_are_not_cut_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Training(), Training()
+    first.train(2)
+    saved = Saved(tmp_path).save(first.items)
+    items = second.items
+    before = walk(items, rank=0, world_size=1)
+    second.state["ema"] = torch.zeros(2)  # has moved since
+    cut: list[str] = []
+
+    def counted(leaf: Any, *, item: str, **place: Any) -> Iterator[LiveSlice]:
+        cut.append(item)
+        return slices_of(leaf, item=item, **place)
+
+    monkeypatch.setattr(walk_module, "slices_of", counted)
+    reader = saved.reader()
+    load_items(items, saved.states[0], ListedRows(saved.rows), reader, rank=0, world_size=1, before=before)()
+    assert not reader.damage and second.everything() == first.everything()
+    assert "state" in cut and not {"model", "optimizer"} & set(cut)
 
 
 def test_training_goes_on_after_a_restore_in_inference_mode(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ray_ckpt.capture.unregistered import MAX_NAMED, find_gaps
-from ray_ckpt.trainer.rank_items import gap_warnings
+from ray_ckpt.trainer.rank_items import start_gap_search
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -303,5 +303,5 @@ class WithAverage(torch.optim.SGD):
 def test_an_optimizer_with_a_state_dict_of_its_own_is_named(model: nn.Module) -> None:
     first = WithAverage(model.parameters(), lr=0.1)
     objects = {"model": model, "first": first, "second": torch.optim.SGD(model.parameters(), lr=0.1)}
-    (warning,) = gap_warnings(objects)
+    (warning,) = start_gap_search(objects).result()
     assert warning.startswith("the optimizer first has a state_dict of its own")

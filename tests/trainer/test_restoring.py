@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from ray_ckpt.errors import RestoreError
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.restore.manifest import ListedRows, MappedManifest
 from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.trainer import rank_items
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import Connection, set_connection
 from ray_ckpt.trainer.item_reader import ItemReader
@@ -73,6 +75,29 @@ def restore(link: Begins) -> int:
         return info.step
     finally:
         ckpt.close()
+
+
+@dataclass
+class Waits(LocalLink):
+    """The service has a ticket once the objects of the process have been searched."""
+
+    searched: threading.Event = field(default_factory=threading.Event)
+
+    def ticket(self) -> RestoreTicket:
+        assert self.searched.wait(10.0), "the search begins after the ticket is there"
+        return LocalLink.ticket(self)
+
+
+def test_unregistered_objects_are_searched_while_the_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(objects: object) -> tuple[list[str], list[str]]:
+        link.searched.set()
+        return ["a scheduler"], []
+
+    monkeypatch.setattr(rank_items, "find_gaps", search)
+    link = Waits()
+    ckpt = Checkpointer(link=link, model=torch.nn.Linear(4, 4))
+    assert ckpt.restore() is None
+    ckpt.close()
 
 
 @pytest.mark.parametrize(
