@@ -7,7 +7,6 @@ as many threads as torch has.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,14 +86,10 @@ def _overlapped(context: Context, folder: Path) -> Iterator[Row]:
         return taken_s
 
     def count() -> float:
-        found: list[float] = []
         training.save()
-        counter = threading.Thread(target=lambda: found.append(_counts_per_s()))
-        counter.start()
-        training.optimizer.step()  # waits for the copy in this thread, while the other one counts
-        counter.join()
+        counts_per_s = _counts_per_s()
         training.settle()
-        return found[0]
+        return counts_per_s
 
     save()
     what = "overlapped save, with the wait before the optimizer's step; one core is spare"

@@ -84,9 +84,10 @@ class Helpers:
         self._threads = ThreadPoolExecutor(MAX_HELPERS, "ray_ckpt-help", initializer=use_one_core)
 
     def join(self, copy: SharedCopy) -> None:
-        """Help with `copy`, on as many cores as the calling thread may use."""
+        """Help with `copy`, so that it uses as many cores as the calling thread may use, or two."""
+        wanted = max(1, torch.get_num_threads() - 1)
         with suppress(RuntimeError):  # the executor is closed, or no thread can be started
-            for _ in range(min(MAX_HELPERS, torch.get_num_threads(), copy.num_left)):
+            for _ in range(min(MAX_HELPERS, wanted, copy.num_left)):
                 self._threads.submit(copy.help)
 
     def close(self) -> None:
