@@ -21,7 +21,7 @@ from ray_ckpt.capture.torch_private import copy_all
 
 log = logging.getLogger("ray_ckpt")
 
-MAX_HELPERS = 3  # four threads use most of the bandwidth of a host's memory
+MAX_HELPERS = 3  # a bound for hosts with many cores, on which more were not measured
 MAX_SHARES = 32  # of a copy; after each, its thread may have to wait 5 ms for the GIL
 MIN_SHARE_BYTES = 4 << 20  # about a millisecond
 
@@ -44,7 +44,10 @@ class SharedCopy:
         return len(self._shares)
 
     def run(self) -> None:
-        """Copy until nothing is left, and wait for the helpers; raises their errors too."""
+        """Copy until nothing is left, and wait for the helpers; raises their errors too.
+
+        There is no limit here: training gives up a copy that takes too long (`Snapshot.before_change`).
+        """
         try:
             self._work()
         finally:

@@ -57,7 +57,6 @@ class _Batch:
 
     sources: list[torch.Tensor]
     views: list[torch.Tensor]
-    is_late: bool = False
 
 
 class Snapshot:
