@@ -358,8 +358,8 @@ class RayLink:
     def asked(self, session_key: SessionKey) -> Future[bool]:
         return _future_of(self._agent.await_question.remote(self._uid, session_key))
 
-    def offer(self, session_key: SessionKey, step: int) -> Future[Salvage]:
-        return _future_of(self._agent.offer_survivor.remote(self._uid, session_key, self._rank, step))
+    def offer(self, session_key: SessionKey, steps: tuple[int, ...]) -> Future[Salvage]:
+        return _future_of(self._agent.offer_survivor.remote(self._uid, session_key, self._rank, steps))
 
     def annotate(self, step: int, metrics: Mapping[str, float], attempt: AttemptId | None) -> Future[None]:
         return self._agent.annotate.remote(self._uid, step, metrics, attempt).future()  # type: ignore[no-any-return]

@@ -34,6 +34,7 @@ OPTION_GROUPS: Mapping[str, tuple[str, ...]] = {
         "overhead_budget",
         "partial_grads",
         "salvage",
+        "salvage_copy",
         "max_block_s",
         "goal_timeout_s",
         "attempt_timeout_s",

@@ -223,6 +223,10 @@ class RunOptions:
     """After the loss of ranks or nodes, save the last finished step from the ranks that are left, if they
     hold all tensors (DDP, HSDP). For that, each rank sends its own state (random state, data position) to its
     node after each step. False: a restart continues from the last save."""
+    salvage_copy: bool = False
+    """With `salvage`, also copy the parameters and the optimizer state before each optimizer step. If a rank
+    dies when the others are one step further, that step is lost, instead of all steps since the last save.
+    Takes their memory once more, on their device, and the time of the copy in each step."""
     max_block_s: float = 0.0
     """Longest wait of a save for the previous one; after it the save is skipped and counted."""
     goal_timeout_s: float = 60.0
@@ -291,6 +295,7 @@ class RunOptions:
         self._need("prefetch", self.prefetch in PREFETCH_MODES, modes)
         modes = f"one of {', '.join(REPLICATE_MODES)}"
         self._need("replicate", self.replicate in REPLICATE_MODES, modes)
+        self._need("salvage_copy", self.salvage or not self.salvage_copy, "False, or salvage to True as well")
         domain = self.failure_domain
         good = isinstance(domain, str) and domain != ""
         self._need("failure_domain", good, "'auto', 'none' or the name of a Ray node label")

@@ -145,11 +145,13 @@ class RankEndpoints:
         asked: bool = await run.request(lambda token: AskAwaited(token=token, session_key=session_key))
         return asked
 
-    async def offer_survivor(self, run_uid: str, session_key: SessionKey, rank: int, step: int) -> Salvage:
+    async def offer_survivor(
+        self, run_uid: str, session_key: SessionKey, rank: int, steps: tuple[int, ...]
+    ) -> Salvage:
         """Take the offer of a rank for a salvage, and return the decision."""
         run = self._runs.get(run_uid)
         decided: Salvage = await run.request(
-            lambda token: SurvivorCame(token=token, session_key=session_key, rank=rank, step=step)
+            lambda token: SurvivorCame(token=token, session_key=session_key, rank=rank, steps=steps)
         )
         return decided
 

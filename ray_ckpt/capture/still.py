@@ -46,17 +46,18 @@ class StillSlices:
 
     def layout(self, owned: Sequence[LiveSlice], *, is_stream: bool = False) -> RankLayout:
         """Lay out the slices that a rank saves; a stream has one shard, since it is written as it comes."""
-        still = [] if is_stream or self._num_changes >= MAX_CHANGES else self._choose(owned)
+        still = [] if is_stream or self._num_changes >= MAX_CHANGES else self.choose(owned)
         if sum(live.nbytes for live in still) < MIN_STILL_BYTES:
             still = []
         chosen = {live.slice for live in still}
         return build_rank_layout((live.slice for live in owned if live.slice not in chosen), chosen)
 
-    def _choose(self, owned: Sequence[LiveSlice]) -> list[LiveSlice]:
+    def choose(self, slices: Iterable[LiveSlice]) -> list[LiveSlice]:
+        """Return those that training is expected to leave as they are."""
         changing = {storage_of(param) for stepped in self.optimizers for param in optimized(stepped)}
         return [
             live
-            for live in owned
+            for live in slices
             if self._may_be_still(live)
             and live.slice_key not in self._moved
             and live.tensor.untyped_storage().data_ptr() not in changing

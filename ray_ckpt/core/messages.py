@@ -216,13 +216,13 @@ class BarrierAnswer:
 class SurvivorsReported:
     """A node reports its part of a salvage; each report replaces the node's last one.
 
-    `offers` are the finished steps of the ranks that offer their live state. `kept` has, by rank and step,
-    the classes of the ranks whose own state the node keeps.
+    `offers` are the finished steps whose tensors its ranks offer. `kept` has, by rank and step, the classes
+    of the ranks whose own state the node keeps.
     """
 
     session_key: SessionKey
     node_id: str
-    offers: Mapping[int, int]
+    offers: Mapping[int, tuple[int, ...]]
     kept: Mapping[int, Mapping[int, str]]
 
 

@@ -54,7 +54,7 @@ class NodeMachine:
         self._deleted: OrderedDict[str, None] = OrderedDict()  # attempts whose deletion was ordered
         self._unreachable: set[str] = set()  # peers to probe until they answer
         self._kept: dict[int, dict[int, str]] = {}  # rank -> step -> class, of the own states kept here
-        self._offers: dict[int, int] = {}  # rank -> the finished step that it offers for a salvage
+        self._offers: dict[int, tuple[int, ...]] = {}  # rank -> finished steps, for a salvage
 
     def handle(self, event: n.NodeEvent) -> tuple[n.NodeEffect, ...]:
         """Apply one event and return the effects, to be carried out in order.
@@ -276,7 +276,7 @@ class NodeMachine:
 
     def _on_survivor_offered(self, event: n.SurvivorOffered) -> Iterator[n.NodeEffect]:
         if self.plan is not None and self.plan.session_key == event.session_key:
-            self._offers[event.rank] = event.step
+            self._offers[event.rank] = event.steps
             yield from self._report_survivors(event.session_key)
 
     def _on_survivors_asked(self, event: n.SurvivorsAsked) -> Iterator[n.NodeEffect]:

@@ -63,11 +63,11 @@ class StepStateKept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivorOffered:
-    """A rank stands at a finished step, and its live state may be saved."""
+    """A rank has the tensors of finished steps, and each of these steps may be saved."""
 
     session_key: SessionKey
     rank: int
-    step: int
+    steps: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +275,7 @@ class ReportSurvivors:
     """Report to the coordinator what this node has for a salvage."""
 
     session_key: SessionKey
-    offers: Mapping[int, int]
+    offers: Mapping[int, tuple[int, ...]]
     kept: Mapping[int, Mapping[int, str]]
 
 

@@ -138,17 +138,18 @@ def choose(plan: SessionPlan, reports: Mapping[str, m.SurvivorsReported]) -> Sal
     """Return the salvage of the newest step that is whole, else one without an attempt.
 
     A step is whole if a node keeps the own state of each rank after this step, and if a rank of each class
-    offers its live state of this step.
+    offers this step.
     """
     offers = {
-        rank: step
+        (step, rank)
         for report in reports.values()
-        for rank, step in report.offers.items()
+        for rank, steps in report.offers.items()
+        for step in steps
         if step in report.kept.get(rank, {})  # otherwise another node writes the files of this rank
     }
     reason = "no rank offers a finished step"
-    for step in sorted(set(offers.values()), reverse=True):
-        savers = tuple(sorted(rank for rank, at in offers.items() if at == step))
+    for step in sorted({step for step, _ in offers}, reverse=True):
+        savers = tuple(sorted(rank for offered, rank in offers if offered == step))
         found = _whole(plan, reports, step, savers)
         if not isinstance(found, str):
             attempt = salvage_of(plan, step)

@@ -128,12 +128,12 @@ class RankMet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurvivorCame:
-    """A rank offers its live state, that of a finished step, for a salvage. The reply is a `Salvage`."""
+    """A rank offers the tensors of finished steps for a salvage. The reply is a `Salvage`."""
 
     token: Token
     session_key: SessionKey
     rank: int
-    step: int
+    steps: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,10 +101,10 @@ class NodeSession:
             case AskAwaited(token=token):
                 self._asking.append(token)
                 self._answer_survivors()
-            case SurvivorCame(token=token, rank=rank, step=step):
+            case SurvivorCame(token=token, rank=rank, steps=steps):
                 self._offering.append(token)
                 key = self.plan.session_key
-                self._host.handle(n.SurvivorOffered(session_key=key, rank=rank, step=step))
+                self._host.handle(n.SurvivorOffered(session_key=key, rank=rank, steps=steps))
                 self._answer_survivors()
 
     def due(self, event: SessionTimer) -> None:

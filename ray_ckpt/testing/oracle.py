@@ -94,7 +94,7 @@ class Oracle:
     answers: dict[tuple[str, SessionKey, int], BarrierAnswer] = field(default_factory=dict)
     sessions: list[SessionPlan] = field(default_factory=list)  # sessions in which ranks have trained
     num_classes: int = 1  # of ranks that hold the same tensors
-    # attempt of a salvage -> rank -> step of its state, and whether this is its live state
+    # attempt of a salvage -> rank -> step of its state, and whether the rank itself saved it
     salvages: dict[str, dict[int, tuple[int, bool]]] = field(default_factory=dict)
     salvaged: dict[str, SessionPlan] = field(default_factory=dict)  # attempt of a salvage -> its group
     writer: str = ""  # writer of the last epoch
@@ -358,9 +358,9 @@ class Oracle:
             self.saves(salvage.attempt, replace(plan, nodes=salvage.nodes))
             self.salvaged[salvage.attempt.attempt] = plan
 
-    def captures(self, attempt: AttemptId, rank: int, step: int, *, is_live: bool) -> None:
-        """Record the state of a rank in a salvage: its live state, or its own state as a node keeps it."""
-        self.salvages.setdefault(attempt.attempt, {})[rank] = step, is_live
+    def captures(self, attempt: AttemptId, rank: int, step: int, *, is_survivor: bool) -> None:
+        """Record the state of a rank in a salvage: of the rank itself, or as a node keeps it."""
+        self.salvages.setdefault(attempt.attempt, {})[rank] = step, is_survivor
 
     def _check_salvage(self, op: r.Commit) -> None:
         """Check P10: a salvage has the own state of each rank and all tensors, and all are of its step."""
@@ -369,7 +369,7 @@ class Oracle:
         must(parts.keys() == ranks, "P10", f"{op} has the ranks {sorted(parts)}, not all of {sorted(ranks)}")
         for rank, (step, _) in parts.items():
             must(step == op.step, "P10", f"{op} has the state of rank {rank} after step {step}")
-        saved = {self.class_of(rank) for rank, (_, is_live) in parts.items() if is_live}
+        saved = {self.class_of(rank) for rank, (_, is_survivor) in parts.items() if is_survivor}
         lost = {self.class_of(rank) for rank in ranks} - saved
         must(not lost, "P10", f"{op} lacks what the ranks of {sorted(lost)} held")
 

@@ -76,7 +76,7 @@ class Schedule:
         if seed % 7 == 5:
             options = replace(options, spare_nodes="role=spare")  # of all nodes, those that are idle
         if salvages(seed):
-            options = replace(options, salvage=True)
+            options = replace(options, salvage=True, salvage_copy=seed // 20 % 2 == 1)
         self.more_nodes = 0  # of each group: a parity group needs several nodes
         if with_parity:  # drawn apart, so that a seed without parity plays as before
             apart = random.Random(f"parity {seed}")

@@ -53,12 +53,14 @@ class Survivors(Coordinators):
         group.dead.add(rank)
 
     def offer(self, group: Group, member: Member, rank: int) -> None:
-        """Let a rank whose collective operation has failed offer its live state."""
+        """Let a rank whose collective operation has failed offer its live state, and perhaps a copy."""
         self.clock += 1
         assert member.plan is not None
         group.offered.add(rank)
         key, step = member.plan.session_key, group.done[rank]
-        self.call_agent(member, SurvivorCame(token=self._token(), session_key=key, rank=rank, step=step))
+        has_copy = self.options.salvage_copy and step > _first_step(member) + 1
+        steps = (step, step - 1) if has_copy else (step,)
+        self.call_agent(member, SurvivorCame(token=self._token(), session_key=key, rank=rank, steps=steps))
 
     def request_salvage(self, launcher: Launcher) -> None:
         """Let a launcher wait for a salvage before it ends its group."""
@@ -68,13 +70,14 @@ class Survivors(Coordinators):
             self.wire.append(Answer(process.name, (m.SalvageRequested(token=self._token()),)))
 
     def _answer_offer(self, call: RankCall, event: SurvivorCame, value: object) -> None:
-        """Let a rank capture its live state, as the decision orders."""
+        """Let a rank capture the step of the decision if it has that step, else its live state."""
         agent = self.nodes[call.member.node].agent
         if not isinstance(value, Salvage) or value.attempt is None or event.rank not in value.savers:
             return
         if agent is None:
             return
-        self.oracle.captures(value.attempt, event.rank, event.step, is_live=True)
+        step = value.attempt.step if value.attempt.step in event.steps else event.steps[0]
+        self.oracle.captures(value.attempt, event.rank, step, is_survivor=True)
         sealed = n.ShardSealed(attempt=value.attempt, rank=event.rank, replicated=(), metrics=None)
         self.wire.append(Local(call.member.node, agent.number, sealed))
 
@@ -102,7 +105,7 @@ class Survivors(Coordinators):
             return
         file = shard_file(work.rank, plan.world_size)
         node.disk.write(attempt.directory, file)
-        self.oracle.captures(attempt, work.rank, state, is_live=False)
+        self.oracle.captures(attempt, work.rank, state, is_survivor=False)
         self._to_agent(
             node, n.ShardWritten(attempt=attempt, rank=work.rank, files=(file_entry(attempt, file),), rows=())
         )

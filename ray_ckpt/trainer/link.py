@@ -237,8 +237,8 @@ class SurvivorLink(RankLink, Protocol):
         """Return a future that is done with True when this rank is to make an offer, or else with False."""
         ...
 
-    def offer(self, session_key: SessionKey, step: int) -> Future[Salvage]:
-        """Offer this rank's live state, which is that of a finished step; the result is the decision."""
+    def offer(self, session_key: SessionKey, steps: tuple[int, ...]) -> Future[Salvage]:
+        """Offer the tensors of finished steps, which this rank has; the result is the decision."""
         ...
 
 

@@ -5,6 +5,9 @@ agent. When collective operations fail, or the agent asks, it offers its live st
 state is that of the step if no optimizer step has begun since, and if the version of every tensor that it
 holds in common with other ranks is unchanged; otherwise it is not offered. When it is captured, the same is
 checked again, since only optimizer steps wait for the capture. See PROTOCOL.md section 4.
+
+With the option `salvage_copy` it also has a copy of the tensors of the step before the last optimizer step,
+and offers that step too.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +29,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ray_ckpt.capture.snapshot import OPERATION_S, versions
+from ray_ckpt.capture.still import StillSlices
 from ray_ckpt.capture.walk import LiveSlice, Walked
 from ray_ckpt.core.values import Salvage, SessionKey
 from ray_ckpt.errors import Unavailable, named_text, text_of
@@ -48,16 +52,39 @@ LEAVE_S = DECIDED_S + FREE_S + SAVED_S  # longest time for which a failed traini
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """The last step whose state may be saved later."""
+    """A finished step whose state may be saved later."""
 
     step: int
     begun: int  # optimizer steps that had begun
     state: StepState
     count: str  # as in `SaveParts`
     own: tuple[LiveSlice, ...]  # copies
-    common: tuple[LiveSlice, ...]  # live
-    versions: tuple[tuple[int, int], ...]  # of `common`
+    common: tuple[LiveSlice, ...]  # live, or copies
+    live: tuple[LiveSlice, ...]  # those of `common` that are live
+    versions: tuple[tuple[int, int], ...]  # of `live`
     walked: Walked
+
+
+class _StepCopy:
+    """Memory on each device for a copy of the tensors of one step."""
+
+    def __init__(self, still: StillSlices) -> None:
+        self._still = still
+        self._sources: tuple[LiveSlice, ...] = ()
+        self._slices: tuple[LiveSlice, ...] = ()  # still ones are not copied
+
+    def take(self, kept: _Kept) -> _Kept:
+        """Return `kept` with copies in place of its live tensors."""
+        if not _are_same(self._sources, kept.common):
+            still = {live.slice_key for live in self._still.choose(kept.common)}
+            self._sources, self._slices = kept.common, ()
+            self._slices = tuple(x if x.slice_key in still else _room_for(x) for x in kept.common)
+        with torch.no_grad():
+            for source, copy in zip(self._sources, self._slices, strict=True):
+                if copy is not source:
+                    copy.tensor.copy_(source.tensor)
+        live = tuple(copy for copy, source in zip(self._slices, self._sources, strict=True) if copy is source)
+        return replace(kept, common=self._slices, live=live, versions=versions(live))
 
 
 class Survivor:
@@ -68,6 +95,8 @@ class Survivor:
         self._items, self._saver = items, saver
         self._state = threading.Condition()  # guards the fields below
         self._kept: _Kept | None = None
+        self._copy = _StepCopy(items.still) if link.options.salvage_copy else None
+        self._copied: _Kept | None = None  # the step before the last optimizer step
         self._begun = 0  # optimizer steps that have begun in this process
         self._is_frozen = False  # no optimizer step may begin: the live state is offered or captured
         self._is_held = False  # the training thread waits, so it changes nothing
@@ -97,7 +126,22 @@ class Survivor:
         if self._pid == os.getpid():
             with self._state:
                 self.settle()
+                self._copy_step()
                 self._begun += 1
+
+    def _copy_step(self) -> None:
+        """Copy the last step before the first optimizer step after it. An error ends this for the process."""
+        kept = self._kept
+        if self._copy is None or kept is None or kept.begun != self._begun:
+            return
+        self._copied = None
+        if self._is_frozen or versions(kept.live) != kept.versions:  # an overdue salvage may read the copy
+            return
+        try:
+            self._copied = self._copy.take(kept)
+        except Exception as error:
+            self._copy = None
+            log.warning("the tensors of steps are not copied from now on: %s", named_text(error))
 
     def settle(self) -> None:
         """Wait until training may change its state; called by the training thread."""
@@ -171,6 +215,7 @@ class Survivor:
             count=count,
             own=copies,
             common=common,
+            live=common,
             versions=versions(common),
             walked=walked,
         )
@@ -181,8 +226,7 @@ class Survivor:
 
     def _class_of(self, common: tuple[LiveSlice, ...]) -> str:
         """Return the class of this rank: ranks of one class hold the same tensors in common with others."""
-        before = self._kept.common if self._kept is not None else None
-        if before is None or len(before) != len(common) or not all(map(is_, before, common)):
+        if self._kept is None or not _are_same(self._kept.common, common):
             boxes = ((s.slice.key, s.slice.offset, s.slice.shape, s.ranks) for s in common)
             lines = sorted([key, *map(list, box)] for key, *box in boxes)
             self._holds = digest(json.dumps(lines).encode())
@@ -197,7 +241,8 @@ class Survivor:
 
     def close(self) -> None:
         """Make no offer from now on; a salvage that has begun comes to its end first."""
-        self._is_closed, self._kept = True, None  # its tensors may occupy an accelerator's memory
+        self._is_closed = True
+        self._kept = self._copied = self._copy = None  # the tensors may occupy an accelerator's memory
         self._wait_for_salvage()
         self._hook.remove()
 
@@ -223,35 +268,40 @@ class Survivor:
                 self._state.notify_all()
 
     def _salvage(self) -> None:
-        kept = self._freeze()
-        if kept is None:
+        steps = {kept.step: kept for kept in self._freeze()}
+        if not steps:
             return
-        salvage: Salvage = self._link.offer(self._session_key, kept.step).result(DECIDED_S)
+        salvage: Salvage = self._link.offer(self._session_key, tuple(steps)).result(DECIDED_S)
         if salvage.attempt is None or self._link.identity.rank not in salvage.savers:
             return
-        if salvage.attempt.step != kept.step:
-            raise Unavailable(f"It holds step {kept.step}, not step {salvage.attempt.step}.")
-        self._save(kept, salvage)
+        step = salvage.attempt.step
+        if step not in steps:
+            raise Unavailable(f"It holds step {', '.join(map(str, steps))}, not step {step}.")
+        self._save(steps[step], salvage)
         outcome = self._link.outcome(salvage.attempt, Level.LOCAL).result(SAVED_S)
         if outcome.error is not None:
             raise outcome.error
-        log.info("step %d is saved by survivors", kept.step)
+        log.info("step %d is saved by survivors", step)
 
-    def _freeze(self) -> _Kept | None:
-        """Hold off optimizer steps, and return the step that the live state is at; None before the first.
+    def _freeze(self) -> list[_Kept]:
+        """Hold off optimizer steps, and return the finished steps whose tensors are here, the newest first.
 
-        Raises Unavailable if the live state is that of no finished step.
+        There are none before the first step. Raises Unavailable if there is no copy, and the live state is
+        that of no finished step.
         """
         with self._state:
             self._state.wait_for(lambda: self._kept is not None and self._kept.begun == self._begun, WHOLE_S)
-            kept = self._kept
+            kept, copied = self._kept, self._copied
             if kept is None or self._is_closed:
-                return None
-            if kept.begun != self._begun:
-                raise Unavailable(f"An optimizer step has begun after step {kept.step}.")
+                return []
             self._is_frozen = True
-        _check_unchanged(kept)
-        return kept
+            reason = "an optimizer step has begun" if kept.begun != self._begun else _change_of(kept)
+        found = [] if reason else [kept]
+        if copied is not None and not _change_of(copied):
+            found.append(copied)
+        if not found:
+            raise Unavailable(f"After step {kept.step} {reason}.")
+        return found
 
     def _check_captured(self, kept: _Kept) -> None:
         """Raise Unavailable if training has changed a tensor during the capture, which has ended.
@@ -261,7 +311,8 @@ class Survivor:
         """
         with self._state:
             self._state.wait_for(lambda: self._is_held, OPERATION_S)
-        _check_unchanged(kept)
+        if reason := _change_of(kept):
+            raise Unavailable(f"After step {kept.step} {reason}.")
 
     def _save(self, kept: _Kept, salvage: Salvage) -> None:
         """Capture this rank's share of the step, as the savers divide it among themselves."""
@@ -294,13 +345,21 @@ def make_survivor(link: Link, session_key: SessionKey, items: RankItems, saver: 
     return Survivor(link, session_key, items, saver)
 
 
-def _check_unchanged(kept: _Kept) -> None:
-    """Raise Unavailable if a tensor that the rank holds in common with others is not that of the step."""
-    for live, before, now in zip(kept.common, kept.versions, versions(kept.common), strict=True):
+def _change_of(kept: _Kept) -> str:
+    """Return why a tensor that the rank holds in common with others is not that of the step, or ""."""
+    for live, before, now in zip(kept.live, kept.versions, versions(kept.live), strict=True):
         if before != now:
-            raise Unavailable(
-                f"{live.slice.key} was changed after step {kept.step}, outside of optimizer steps."
-            )
+            return f"{live.slice.key} was changed outside of optimizer steps"
+    return ""
+
+
+def _are_same(slices: Sequence[LiveSlice], others: Sequence[LiveSlice]) -> bool:
+    return len(slices) == len(others) and all(map(is_, slices, others))
+
+
+def _room_for(live: LiveSlice) -> LiveSlice:
+    """Return a slice with new memory on the same device; the leaf remains, for the division among savers."""
+    return replace(live, tensor=torch.empty_like(live.tensor, memory_format=torch.contiguous_format))
 
 
 def _copy(live: LiveSlice) -> LiveSlice:

@@ -64,7 +64,7 @@ class LocalLink:
     )
     kept: list[StepState] = field(default_factory=list)
     question: Future[bool] = field(default_factory=Future)
-    offers: list[int] = field(default_factory=list)
+    offers: list[tuple[int, ...]] = field(default_factory=list)
     decision: Future[Salvage] = field(default_factory=Future)
     page: SignalPage | None = None
     given: RestoreTicket = field(default_factory=lambda: RestoreTicket(session_key=(1, 1), checkpoint=None))
@@ -199,8 +199,8 @@ class LocalLink:
     def asked(self, session_key: SessionKey) -> Future[bool]:
         return self.question
 
-    def offer(self, session_key: SessionKey, step: int) -> Future[Salvage]:
-        self.offers.append(step)
+    def offer(self, session_key: SessionKey, steps: tuple[int, ...]) -> Future[Salvage]:
+        self.offers.append(steps)
         return self.decision
 
     def recover(self) -> None:

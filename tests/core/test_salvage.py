@@ -30,10 +30,14 @@ PLAN = SessionPlan(
 )
 
 
-def report(node: str, offers: Mapping[int, int], kept: Mapping[int, Any]) -> m.SurvivorsReported:
-    """Return a report in which ranks of the class "all" have kept these steps, or steps with classes."""
+def report(node: str, offers: Mapping[int, Any], kept: Mapping[int, Any]) -> m.SurvivorsReported:
+    """Return a report in which ranks of the class "all" have kept these steps, or steps with classes.
+
+    A rank offers one step, or several.
+    """
+    steps = {k: x if isinstance(x, tuple) else (x,) for k, x in offers.items()}
     classes = {k: x if isinstance(x, dict) else dict.fromkeys(x, "all") for k, x in kept.items()}
-    return m.SurvivorsReported(session_key=KEY, node_id=node, offers=offers, kept=classes)
+    return m.SurvivorsReported(session_key=KEY, node_id=node, offers=steps, kept=classes)
 
 
 def stored_alone(attempt: AttemptId) -> m.NodeStored:
@@ -79,6 +83,15 @@ def test_nothing_is_saved_if_the_state_of_a_rank_is_of_an_older_step() -> None:
     assert found.reason == "no live node keeps the own state of rank(s) 2 after step 8"
 
 
+def test_a_step_of_which_only_copies_are_left_is_taken() -> None:
+    """Rank 2 died in step 8, and the others finished it; rank 1 has no copy of step 7."""
+    others = report("a", {0: (8, 7), 1: 8}, {0: [7, 8], 1: [7, 8]})
+    found = decide(others, report("b", {}, {2: [6, 7]}))
+    assert found.attempt is not None and found.attempt.step == 7
+    assert found.savers == (0,)
+    assert decide(others, report("b", {}, {2: [7, 8]})).savers == (0, 1), "of step 8"
+
+
 def test_each_class_needs_a_survivor() -> None:
     shards = {0: {7: "left"}, 1: {7: "right"}}, {2: {7: "left"}}
     found = decide(report("a", {0: 7}, shards[0]), report("b", {2: 7}, shards[1]))
@@ -114,8 +127,9 @@ def test_a_node_sends_the_states_of_its_own_ranks_to_a_peer() -> None:
     assert machine.handle(kept(0, 3)) == (sent,)
     assert machine.handle(kept(2, 3)) == (), "that of the peer's rank"
     assert machine.handle(n.StepStateKept(session_key=(1, 0), rank=0, step=4, holds="all")) == ()
-    (reported,) = machine.handle(n.SurvivorOffered(session_key=KEY, rank=1, step=3))
-    assert reported == n.ReportSurvivors(session_key=KEY, offers={1: 3}, kept={0: {3: "all"}, 2: {3: "all"}})
+    (reported,) = machine.handle(n.SurvivorOffered(session_key=KEY, rank=1, steps=(3, 2)))
+    kept_here = {0: {3: "all"}, 2: {3: "all"}}
+    assert reported == n.ReportSurvivors(session_key=KEY, offers={1: (3, 2)}, kept=kept_here)
 
 
 def test_a_node_writes_one_fragment_with_live_and_kept_states() -> None:
@@ -167,7 +181,7 @@ def training(**options: Any) -> Harness:
     return run
 
 
-def of_run(run: Harness, node: str, offers: Mapping[int, int], kept: Mapping[int, Any]) -> Any:
+def of_run(run: Harness, node: str, offers: Mapping[int, Any], kept: Mapping[int, Any]) -> Any:
     return replace(report(node, offers, kept), session_key=run.plan.session_key)
 
 

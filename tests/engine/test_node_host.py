@@ -236,7 +236,7 @@ RELEASED = n.RunReleased(session_key=(0, 1), is_finished=False, epoch=1)
 CALLS: dict[str, NodeHostEvent] = {
     "end": EndAwaited(token="end", session_key=(0, 1)),
     "question": AskAwaited(token="question", session_key=(0, 1)),
-    "offer": SurvivorCame(token="offer", session_key=(0, 1), rank=0, step=3),
+    "offer": SurvivorCame(token="offer", session_key=(0, 1), rank=0, steps=(3,)),
     "barrier": met("barrier", 0),
     "restore": restored("restore", 0),
     "save": OutcomeAwaited(token="save", attempt=attempt(10), level=Level.LOCAL),

@@ -6,7 +6,9 @@ A step is a function of the state before it, so a run in which ranks died has th
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -49,6 +51,7 @@ class Task:
     pace_s: float = 0.03  # of each step, before its forward pass
     options: dict[str, Any] = field(default_factory=dict)
     by_ray_train: bool = False
+    dies_at: tuple[int, int] | None = None  # a rank, and the step that it does not report to its node
 
     @property
     def all_options(self) -> dict[str, Any]:
@@ -129,6 +132,8 @@ def train(task: Task) -> int:
         for step in training.ckpt.steps(total=task.total):
             time.sleep(task.pace_s)
             loss = training.step()
+            if task.dies_at == (training.rank, step):
+                os.kill(os.getpid(), signal.SIGKILL)
             training.ckpt.step(step)
             line = {"step": step, "loss": loss.hex(), "state": training.digest()}
             journal.write(json.dumps(line) + "\n")

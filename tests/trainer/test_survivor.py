@@ -27,11 +27,15 @@ STEPS = 3
 class Loop:
     """The training of rank 0 of two, with a buffer and random numbers of its own."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, is_frozen: bool = False, **options: Any) -> None:
         self.link = LocalLink(RunOptions(memory="double", **{"salvage": True, **options}), world_size=2)
         self.model: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.model[0].requires_grad_(not is_frozen)
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=0.1)
         self.ckpt = Checkpointer(link=self.link, model=self.model, optimizer=self.optimizer)
+
+        self.states: dict[int, dict[str, torch.Tensor]] = {}  # step -> what a checkpoint of it has
 
     def forward(self) -> None:
         self.model(torch.randn(4, 8)).square().mean().backward()
@@ -44,7 +48,15 @@ class Loop:
                 raise RuntimeError("connection closed by peer")
             self.optimizer.step()
             self.optimizer.zero_grad()
+            self.states[step] = self.state()
             self.ckpt.step(step)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = {f"model.{name}": tensor.clone() for name, tensor in self.model.state_dict().items()}
+        for name, param in self.model.named_parameters():
+            if param.requires_grad:
+                found[f"optimizer.state.{name}.exp_avg"] = self.optimizer.state[param]["exp_avg"].clone()
+        return found | {"rank0.rng.torch_cpu": torch.get_rng_state()}
 
     def decide(self, step: int, *savers: int) -> None:
         session = (1, 1)
@@ -83,7 +95,7 @@ def test_a_survivor_saves_the_last_step_although_its_next_one_has_begun() -> Non
     with loop() as training:
         training.decide(STEPS, 0)
         fails(training)
-        assert training.link.offers == [STEPS]
+        assert training.link.offers == [(STEPS,)]
         found = training.link.tensors(STEPS)
         assert torch.equal(found["model.0.weight"], training.model[0].weight), "no rank else shares it out"
         assert not torch.equal(found["rank0.rng.torch_cpu"], torch.get_rng_state()), "of the next forward"
@@ -97,6 +109,77 @@ def test_survivors_share_out_what_they_hold_alike() -> None:
         fails(training)
         saved = {key for key in training.link.tensors(STEPS) if key.startswith("optimizer")}
         assert 0 < len(saved) < 12
+
+
+@pytest.mark.parametrize("step", [STEPS, STEPS - 1])
+def test_with_a_copy_the_step_before_can_be_saved_too(step: int) -> None:
+    with loop(salvage_copy=True) as training:
+        training.decide(step, 0)
+        fails(training)
+        assert training.link.offers == [(STEPS, STEPS - 1)]
+        found, wanted = training.link.tensors(step), training.states[step]
+        assert training.link.state(step)["step"] == step
+        assert wanted.keys() <= found.keys()
+        for key, tensor in wanted.items():
+            assert torch.equal(found[key], tensor), key
+
+
+def test_a_copy_is_offered_when_an_optimizer_step_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other optimizer step overwrites it while it is captured."""
+    monkeypatch.setattr(survivor, "WHOLE_S", 0.01)
+    with loop(salvage_copy=True) as training:
+        training.ckpt.restore()
+        training.forward()
+        training.optimizer.step()
+        training.ckpt.step(1)
+        wanted = training.model[0].weight.detach().clone()
+        training.forward()
+        training.optimizer.step()
+        training.link.question.set_result(True)
+        while not training.link.offers:
+            time.sleep(0.01)
+        assert training.link.offers == [(1,)]
+        threading.Timer(0.3, training.decide, (1, 0)).start()
+        training.ckpt.step(2)
+        training.optimizer.step()
+        assert torch.equal(training.link.tensors(1)["model.0.weight"], wanted)
+
+
+def test_a_step_that_was_changed_before_it_was_copied_is_not_offered() -> None:
+    with loop(salvage_copy=True) as training:
+        training.ckpt.restore()
+        for step in (1, 2):
+            training.forward()
+            training.optimizer.step()
+            training.ckpt.step(step)
+            if step == 1:
+                change(training)
+        training.link.question.set_result(True)
+        while not training.link.offers:
+            time.sleep(0.01)
+        assert training.link.offers == [(2,)]
+        training.link.decision.set_result(Salvage(session_key=(1, 1), reason="a test"))
+
+
+def test_frozen_parameters_are_not_copied() -> None:
+    with loop(salvage_copy=True, is_frozen=True) as training:
+        training.decide(STEPS - 1, 0)
+        fails(training)
+        copied = vars(training.ckpt)["_survivor"]._copied
+        assert {x.slice.key for x in copied.live} == {"model.0.weight", "model.0.bias"}
+        assert torch.equal(training.link.tensors(STEPS - 1)["model.0.weight"], training.model[0].weight)
+
+
+def test_training_goes_on_if_there_is_no_memory_for_a_copy(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "empty_like", lambda *_, **__: 1 / 0)
+    with loop(salvage_copy=True) as training:
+        training.link.decision.set_result(Salvage(session_key=(1, 1), reason="a test"))
+        fails(training)
+        assert training.link.offers == [(STEPS,)]
+    (warning,) = (r.getMessage() for r in caplog.records if "not copied from now on" in r.getMessage())
+    assert "ZeroDivisionError" in warning
 
 
 @pytest.mark.parametrize("changes", ["step", "tensor"])
@@ -119,7 +202,7 @@ def test_a_state_that_is_of_no_finished_step_is_not_offered(
         thread = next(t for t in threading.enumerate() if t.name == "ray_ckpt-salvage")
         thread.join(10.0)
         assert not training.link.offers
-    why = "An optimizer step has begun after step 1" if changes == "step" else "model.0.weight was changed"
+    why = "After step 1 an optimizer step has begun" if changes == "step" else "1 model.0.weight was changed"
     assert any(why in record.getMessage() for record in caplog.records)
 
 
@@ -174,7 +257,7 @@ def test_a_step_whose_tensors_change_before_they_are_captured_is_not_saved(
         training.decide(1, 0)
         end_of_salvage()
         assert not training.link.files
-        assert "model.0.weight was changed after step 1" in training.link.skipped[1]
+        assert "After step 1 model.0.weight was changed" in training.link.skipped[1]
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
