@@ -168,7 +168,8 @@ README_SCRIPTS = (
 STOCK = ("docs/guides/reading.md", "lacking = state")
 PYTHON: Mapping[tuple[str, str], Callable[[Path], tuple[Given, Replaced]]] = {
     ("docs/guides/cadence.md", "CheckpointCallback(every_s=300)"): _callback,
-    ("docs/guides/cadence.md", "salvage=True"): _callback,
+    ("docs/guides/cadence.md", "CheckpointCallback(salvage=True)"): _callback,
+    ("docs/guides/cadence.md", "salvage_copy=True"): _callback,
     ("docs/guides/resume.md", "init_items="): _callback,
     ("docs/guides/training-loop.md", "ckpt.restore_random_state()"): _hooks,
     ("docs/guides/resume.md", "anew="): _callback,
