@@ -76,6 +76,7 @@ def test_the_defaults_are_good_and_so_is_everything_at_once() -> None:
         ("replica_nodes", "storage"),
         ("copies", ("rack", "spread")),
         ("copies", ("zone",)),
+        ("salvage_copy", True),
         ("copies", ["rack"]),
         ("failure_domain", None),
         ("reserve_bytes", -1),

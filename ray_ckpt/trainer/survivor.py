@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ray_ckpt.capture.snapshot import OPERATION_S, versions
 from ray_ckpt.capture.still import StillSlices
+from ray_ckpt.capture.torch_private import copy_all
 from ray_ckpt.capture.walk import LiveSlice, Walked
 from ray_ckpt.core.values import Salvage, SessionKey
 from ray_ckpt.errors import Unavailable, named_text, text_of
@@ -70,21 +71,24 @@ class _StepCopy:
 
     def __init__(self, still: StillSlices) -> None:
         self._still = still
-        self._sources: tuple[LiveSlice, ...] = ()
-        self._slices: tuple[LiveSlice, ...] = ()  # still ones are not copied
+        self._sources: tuple[LiveSlice, ...] = ()  # live, of the last copy
+        self._live: tuple[LiveSlice, ...] = ()  # those that are still, and so not copied
+        self._moving: list[LiveSlice] = []
+        self._copies: list[LiveSlice] = []  # of `_moving`
 
     def take(self, kept: _Kept) -> _Kept:
         """Return `kept` with copies in place of its live tensors."""
         if not _are_same(self._sources, kept.common):
-            still = {live.slice_key for live in self._still.choose(kept.common)}
-            self._sources, self._slices = kept.common, ()
-            self._slices = tuple(x if x.slice_key in still else _room_for(x) for x in kept.common)
+            self._copies = []  # frees the memory
+            self._live = tuple(self._still.choose(kept.common))
+            still = {live.slice_key for live in self._live}
+            self._moving = [live for live in kept.common if live.slice_key not in still]
+            self._copies = [_room_for(live) for live in self._moving]
+            self._sources = kept.common
         with torch.no_grad():
-            for source, copy in zip(self._sources, self._slices, strict=True):
-                if copy is not source:
-                    copy.tensor.copy_(source.tensor)
-        live = tuple(copy for copy, source in zip(self._slices, self._sources, strict=True) if copy is source)
-        return replace(kept, common=self._slices, live=live, versions=versions(live))
+            copy_all([copy.tensor for copy in self._copies], [live.tensor for live in self._moving])
+        common = (*self._live, *self._copies)
+        return replace(kept, common=common, live=self._live, versions=versions(self._live))
 
 
 class Survivor:

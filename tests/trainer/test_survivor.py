@@ -34,7 +34,6 @@ class Loop:
         trained = [param for param in self.model.parameters() if param.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.1)
         self.ckpt = Checkpointer(link=self.link, model=self.model, optimizer=self.optimizer)
-
         self.states: dict[int, dict[str, torch.Tensor]] = {}  # step -> what a checkpoint of it has
 
     def forward(self) -> None:
