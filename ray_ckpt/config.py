@@ -222,7 +222,8 @@ class RunOptions:
     salvage: bool = False
     """After the loss of ranks or nodes, save the last finished step from the ranks that are left, if they
     hold all tensors (DDP, HSDP). For that, each rank sends its own state (random state, data position) to its
-    node after each step. False: a restart continues from the last save."""
+    node after each step. Not with `replicate="full"`: replicas must be alike. False: a restart continues from
+    the last save."""
     salvage_copy: bool = False
     """With `salvage`, also copy the parameters and the optimizer state before each optimizer step. If a rank
     dies when the others are one step further, that step is lost, instead of all steps since the last save.
@@ -296,6 +297,8 @@ class RunOptions:
         modes = f"one of {', '.join(REPLICATE_MODES)}"
         self._need("replicate", self.replicate in REPLICATE_MODES, modes)
         self._need("salvage_copy", self.salvage or not self.salvage_copy, "False, or salvage to True as well")
+        is_alike = self.replicate != "full"  # a rank that has died would get the state of another one
+        self._need("salvage", is_alike or not self.salvage, 'False, because of replicate="full"')
         domain = self.failure_domain
         good = isinstance(domain, str) and domain != ""
         self._need("failure_domain", good, "'auto', 'none' or the name of a Ray node label")

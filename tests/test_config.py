@@ -95,6 +95,11 @@ def test_an_impossible_option_is_refused_by_name(option: str, value: Any) -> Non
     assert str(caught.value).startswith(f"{option} is {value!r}. Set it to ")
 
 
+def test_replicas_that_may_differ_do_not_stand_in_for_each_other() -> None:
+    with pytest.raises(ConfigError, match=r'salvage is True. Set it to False, because of replicate="full"'):
+        RunOptions.parse(salvage=True, replicate="full")
+
+
 def test_a_staging_folder_that_is_no_text_is_refused_with_what_to_give() -> None:
     with pytest.raises(ConfigError, match=r"Set it to the path of a folder as a str, a tuple of such paths"):
         RunOptions.parse(staging=Path("/mnt/nvme"))

@@ -217,13 +217,15 @@ class SurvivorsReported:
     """A node reports its part of a salvage; each report replaces the node's last one.
 
     `offers` are the finished steps whose tensors its ranks offer. `kept` has, by rank and step, the classes
-    of the ranks whose own state the node keeps.
+    of the ranks whose own state the node keeps. `was_decided`: the node has got the order for a salvage of
+    this session, perhaps from an earlier coordinator.
     """
 
     session_key: SessionKey
     node_id: str
     offers: Mapping[int, tuple[int, ...]]
     kept: Mapping[int, Mapping[int, str]]
+    was_decided: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,7 @@ class NodeMachine:
         self._unreachable: set[str] = set()  # peers to probe until they answer
         self._kept: dict[int, dict[int, str]] = {}  # rank -> step -> class, of the own states kept here
         self._offers: dict[int, tuple[int, ...]] = {}  # rank -> finished steps, for a salvage
+        self._has_order = False  # for a salvage of this session
 
     def handle(self, event: n.NodeEvent) -> tuple[n.NodeEffect, ...]:
         """Apply one event and return the effects, to be carried out in order.
@@ -121,7 +122,7 @@ class NodeMachine:
         self.here = next((n for n in event.plan.nodes if n.node_id == event.node_id), None)
         if last is None or last.session_key < event.plan.session_key:  # else the order is repeated
             self.is_released = self.is_finished = self._frees = False
-            self._kept, self._offers = {}, {}
+            self._kept, self._offers, self._has_order = {}, {}, False
             yield n.BeginSession(plan=event.plan, replaced=last.session_key if last is not None else None)
 
     def _on_session_ended(self, event: n.SessionEnded) -> Iterator[n.NodeEffect]:
@@ -286,13 +287,16 @@ class NodeMachine:
 
     def _report_survivors(self, session_key: SessionKey) -> Iterator[n.NodeEffect]:
         kept = {rank: dict(steps) for rank, steps in self._kept.items()}
-        yield n.ReportSurvivors(session_key=session_key, offers=dict(self._offers), kept=kept)
+        yield n.ReportSurvivors(
+            session_key=session_key, offers=dict(self._offers), kept=kept, was_decided=self._has_order
+        )
 
     def _on_salvage_ordered(self, event: n.SalvageOrdered) -> Iterator[n.NodeEffect]:
         """Write the own states of ranks that do not save, and let the other ranks save."""
         salvage, attempt = event.salvage, event.salvage.attempt
         if self.plan is None or self.here is None or self.plan.session_key != salvage.session_key:
             return
+        self._has_order |= attempt is not None
         here = next((node for node in salvage.nodes if node.node_id == self.here.node_id), None)
         is_new = attempt is not None and attempt.attempt not in {*self._saves, *self.outcomes}
         if attempt is not None and here is not None and is_new:

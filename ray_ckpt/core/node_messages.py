@@ -277,6 +277,7 @@ class ReportSurvivors:
     session_key: SessionKey
     offers: Mapping[int, tuple[int, ...]]
     kept: Mapping[int, Mapping[int, str]]
+    was_decided: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

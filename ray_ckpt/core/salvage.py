@@ -49,6 +49,9 @@ class Salvages:
         if plan is None or event.session_key != plan.session_key:
             return
         yield from self._enter_session()
+        if self._decided is None and event.was_decided:  # two decisions may divide the tensors differently
+            reason = "it was decided before the coordinator was restarted"
+            self._decided = Salvage(session_key=plan.session_key, reason=reason)
         if self._decided is not None:
             yield m.OrderSalvage(salvage=self._decided, nodes=(event.node_id,))
             return
@@ -95,17 +98,23 @@ class Salvages:
             now_s = self._context.now_s
             self._attempts.add(Attempt(id=attempt, nodes=salvage.nodes, started_s=now_s, is_salvage=True))
             yield m.Warn(
-                text=f"Session {plan.session} has lost ranks: rank(s) {ranks_text(salvage.savers)} save "
+                text=f"Session {plan.session} ends early: rank(s) {ranks_text(salvage.savers)} save "
                 f"step {attempt.step}."
             )
         self._decided = salvage
         yield m.OrderSalvage(salvage=salvage, nodes=self._context.session_nodes())
 
     def _saved_step(self) -> int:
-        """Return the newest step of the session that is committed, or complete on its nodes; -1 for none."""
-        saved = [attempt.id for attempt in self._attempts if attempt.is_local]
+        """Return the newest step of the session that is committed, or complete on live nodes; -1 for none."""
+        saved = [a.id for a in self._attempts if a.is_committing or (a.is_local and self._lives(a))]
         saved += [checkpoint.id for checkpoint in self._context.history.live()]
         return max((a.step for a in saved if (a.epoch, a.session) == self._session_key), default=-1)
+
+    def _lives(self, attempt: Attempt) -> bool:
+        """Return whether nodes have all of an attempt, not counting those of the group that are silent."""
+        silent = set(self._context.session_nodes()) - self._reports.keys()
+        fragments = self._context.holders.fragments(attempt.id.attempt)
+        return all(fragments.get(node.node_index, set()) - silent for node in attempt.nodes)
 
     def _placed(self, nodes: Sequence[SessionNode]) -> tuple[SessionNode, ...]:
         """Return the nodes with holders for their copies among the nodes that are left."""

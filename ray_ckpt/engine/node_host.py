@@ -275,8 +275,14 @@ class NodeHost:
                     source=self.node_id,
                     is_unreachable=effect.is_unreachable,
                 )
-            case n.ReportSurvivors(session_key=key, offers=offers, kept=kept):
-                return m.SurvivorsReported(session_key=key, node_id=self.node_id, offers=offers, kept=kept)
+            case n.ReportSurvivors(session_key=key, offers=offers, kept=kept, was_decided=was_decided):
+                return m.SurvivorsReported(
+                    session_key=key,
+                    node_id=self.node_id,
+                    offers=offers,
+                    kept=kept,
+                    was_decided=was_decided,
+                )
             case n.ReportRefused(attempt=attempt, ranks=ranks, reason=reason):
                 return m.SaveRefused(attempt=attempt, ranks=ranks, reason=reason)
 

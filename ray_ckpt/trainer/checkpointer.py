@@ -84,8 +84,7 @@ class Checkpointer:
         self._saved_updates = 0  # number of optimizer steps at the last call of `save`
         self._loop: Callable[[], Generator[int] | None] = lambda: None  # the iterator of `steps`, if it lives
         self._tries: dict[int, int] = {}
-        self._save_calls = 0
-        self._own_saves = 0  # saves that the training loop itself requested
+        self._save_calls = self._own_saves = 0  # in all, and those that the training loop itself requested
         self._is_over = False  # the loop has ended: nothing more is saved
         self._is_closed = False
         self.stats = SaveStats()
@@ -236,11 +235,12 @@ class Checkpointer:
             if is_whole:
                 self._save_last()
                 self._is_over = True
+                self.flush(commit=True)
             else:
                 self._outcomes.warn_if_unsaved(self._count.last, since=self._count.restored, begun=step)
-                if self._survivor is not None:
-                    self._survivor.leave()
-            self.flush(commit=is_whole)
+            if self._survivor is not None and (not is_whole or self._outcomes.problem()):
+                self._survivor.leave()
+            self.flush()
             self._end_progress()
             raise
         self.finish()
@@ -471,9 +471,10 @@ class Checkpointer:
         Waits for a capture that is still reading them. Use this context for weights that are clamped, copied
         or loaded in place, and for a step that is replayed from a CUDA graph, which runs no hooks.
         """
-        for part in (self._survivor, self._saver):
-            if part is not None:
-                part.settle()
+        if self._survivor is not None:
+            self._survivor.before_change()
+        if self._saver is not None:
+            self._saver.settle()
         yield
 
     def flush(self, *, commit: bool = False) -> None:
@@ -526,22 +527,23 @@ class Checkpointer:
         saver.check()
         attempt = self._attempt(step)
         saved = False
-        if not saver.wait_free(max_block_s):
-            self.stats.skipped += 1
-            outcomes.skip(attempt, STILL_WRITING)
-        else:
-            try:
-                self._capture(attempt, start_s)
-                saved = True
-            except (ConfigError, CollectiveError, RunConflict):
-                raise
-            except (CheckpointError, OSError) as error:
-                self.stats.dropped += 1
-                outcomes.skip(attempt, text_of(error))
-            except Exception as error:  # no memory for a copy, or a state_dict that raises: training goes on
-                self.stats.dropped += 1
-                log.exception("step %d could not be captured", step)
-                outcomes.skip(attempt, named_text(error))
+        try:
+            with self._survivor.saving() if self._survivor is not None else contextlib.nullcontext():
+                if saver.wait_free(max_block_s):
+                    self._capture(attempt, start_s)
+                    saved = True
+                else:
+                    self.stats.skipped += 1
+                    outcomes.skip(attempt, STILL_WRITING)
+        except (ConfigError, CollectiveError, RunConflict):
+            raise
+        except (CheckpointError, OSError) as error:
+            self.stats.dropped += 1
+            outcomes.skip(attempt, text_of(error))
+        except Exception as error:  # no memory for a copy, or a state_dict that raises: training goes on
+            self.stats.dropped += 1
+            log.exception("step %d could not be captured", step)
+            outcomes.skip(attempt, named_text(error))
         if step != self._saved_step or self._saved_before is None:
             self._saved_before = self._saved_step
         self._saved_updates, self._saved_step = self._num_updates(), step
@@ -575,13 +577,12 @@ class Checkpointer:
     def _capture(self, attempt: AttemptId, began_s: float) -> None:
         items = self._require_items()
         walked = items.walk()
-        state = items.encode_state(attempt.step, walked)
         captured = self._metrics.capture(self._last_metrics)
         self._require_saver().save(
             walked,
             SaveParts(
                 attempt=attempt,
-                state=state,
+                state=items.encode_state(attempt.step, walked),
                 metrics=captured.complete,
                 compare_content=self._save_calls == 1,  # in the first save, to find ranks that differ early
                 count=self._count.mark(),

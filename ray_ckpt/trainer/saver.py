@@ -7,9 +7,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 
 import torch
 
@@ -65,6 +66,7 @@ class Saver:
         self._pid = os.getpid()
         self._snapshot: Snapshot | None = None
         self._setup_wait_s = 0.0  # time for which a save may still wait for the setup
+        self._is_lent = False  # a salvage uses the memory, in a thread of its own
         self.setup_s: float | None = None  # time until memory was prepared in the background
 
     # -- memory ----------------------------------------------------------------------------------------
@@ -263,6 +265,15 @@ class Saver:
         waits_since_s = self._snapshot.waits_since_s if self._snapshot is not None else None
         return self._stall_s + (time.monotonic() - waits_since_s if waits_since_s is not None else 0.0)
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Keep the memory through `close` inside this context, which another thread is in."""
+        self._is_lent = True
+        try:
+            yield
+        finally:
+            self._is_lent = False
+
     def settle(self) -> None:
         """Wait until training may change its state."""
         if self._snapshot is not None and self._is_ours():
@@ -278,8 +289,11 @@ class Saver:
         return self._pid == os.getpid()
 
     def close(self) -> None:
-        """Wait for a running copy and release the memory; the agent keeps the content of the memory."""
-        if self._is_ours():
+        """Wait for a running copy and release the memory; the agent keeps the content of the memory.
+
+        While the memory is lent it stays, until the process ends.
+        """
+        if self._is_ours() and not self._is_lent:
             self.settle()
             self._snapshotter.close()
             self._forget_buffers()

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
@@ -45,10 +45,11 @@ from ray_ckpt.types import Level
 log = logging.getLogger("ray_ckpt")
 
 WHOLE_S = 1.0  # wait for an optimizer step that is running to come to the end of its step
-DECIDED_S = 10.0  # wait for the decision: twice the time in which the survivors are gathered, and more
+UNSAVED_S = 10.0  # wait for a save that training is making, which uses the same memory
+DECIDED_S = 10.0  # wait for the decision, which is made GATHER_S = 2 s after the first report
 FREE_S = 10.0  # wait for the save before, whose memory the salvage needs
 SAVED_S = 30.0  # wait for the commit; then the process ends, and nodes may still commit
-LEAVE_S = DECIDED_S + FREE_S + SAVED_S  # longest time for which a failed training loop is held up
+LEAVE_S = WHOLE_S + UNSAVED_S + DECIDED_S + FREE_S + SAVED_S  # for which training is held up, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class _Kept:
     count: str  # as in `SaveParts`
     own: tuple[LiveSlice, ...]  # copies
     common: tuple[LiveSlice, ...]  # live, or copies
-    live: tuple[LiveSlice, ...]  # those of `common` that are live
+    live: tuple[LiveSlice, ...]  # those of `common` that are live, and not copies
     versions: tuple[tuple[int, int], ...]  # of `live`
     walked: Walked
 
@@ -71,24 +72,24 @@ class _StepCopy:
 
     def __init__(self, still: StillSlices) -> None:
         self._still = still
-        self._sources: tuple[LiveSlice, ...] = ()  # live, of the last copy
-        self._live: tuple[LiveSlice, ...] = ()  # those that are still, and so not copied
+        self._common: tuple[LiveSlice, ...] = ()  # of the last copy
+        self._uncopied: tuple[LiveSlice, ...] = ()  # those that training leaves as they are
         self._moving: list[LiveSlice] = []
         self._copies: list[LiveSlice] = []  # of `_moving`
 
     def take(self, kept: _Kept) -> _Kept:
         """Return `kept` with copies in place of its live tensors."""
-        if not _are_same(self._sources, kept.common):
+        if not _are_same(self._common, kept.common):
             self._copies = []  # frees the memory
-            self._live = tuple(self._still.choose(kept.common))
-            still = {live.slice_key for live in self._live}
+            self._uncopied = tuple(self._still.choose(kept.common))
+            still = {live.slice_key for live in self._uncopied}
             self._moving = [live for live in kept.common if live.slice_key not in still]
             self._copies = [_room_for(live) for live in self._moving]
-            self._sources = kept.common
+            self._common = kept.common
         with torch.no_grad():
             copy_all([copy.tensor for copy in self._copies], [live.tensor for live in self._moving])
-        common = (*self._live, *self._copies)
-        return replace(kept, common=common, live=self._live, versions=versions(self._live))
+        common = (*self._uncopied, *self._copies)
+        return replace(kept, common=common, live=self._uncopied, versions=versions(self._uncopied))
 
 
 class Survivor:
@@ -101,10 +102,13 @@ class Survivor:
         self._kept: _Kept | None = None
         self._copy = _StepCopy(items.still) if link.options.salvage_copy else None
         self._copied: _Kept | None = None  # the step before the last optimizer step
-        self._begun = 0  # optimizer steps that have begun in this process
-        self._is_frozen = False  # no optimizer step may begin: the live state is offered or captured
+        self._begun = 0  # optimizer steps and other changes that have begun in this process
+        self._is_frozen = False  # no change and no save may begin: the live state is offered or captured
         self._is_held = False  # the training thread waits, so it changes nothing
+        self._is_saving = False  # the training thread saves
+        self._stream = _stream()  # of training
         self._thread: threading.Thread | None = None
+        self._ends_s = 0.0  # when training waits no longer for the thread (monotonic)
         self._is_closed = False
         self._has_warned = False
         self._is_off = False  # an error has shown that states cannot be kept
@@ -127,9 +131,16 @@ class Survivor:
             log.debug("this rank cannot be asked: %s", error)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.before_change()
+
+    def before_change(self) -> None:
+        """Wait until training may change its state, and note that it does; called by the training thread.
+
+        The live state is that of no finished step from now on, until the end of the next step.
+        """
         if self._pid == os.getpid():
             with self._state:
-                self.settle()
+                self._settle()
                 self._copy_step()
                 self._begun += 1
 
@@ -147,13 +158,29 @@ class Survivor:
             self._copy = None
             log.warning("the tensors of steps are not copied from now on: %s", named_text(error))
 
-    def settle(self) -> None:
-        """Wait until training may change its state; called by the training thread."""
-        if self._pid == os.getpid():
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Let the training thread use the memory for captures; a salvage does not, inside this context.
+
+        Raises Unavailable if a salvage uses it, and does not end.
+        """
+        with self._state:
+            self._settle()
+            if self._is_frozen:
+                raise Unavailable("The save from survivors has not ended.")
+            self._is_saving = True
+        try:
+            yield
+        finally:
             with self._state:
-                if self._is_frozen:
-                    with self._held():
-                        self._state.wait_for(lambda: not self._is_frozen, LEAVE_S)
+                self._is_saving = False
+                self._state.notify_all()
+
+    def _settle(self) -> None:
+        """Wait until the thread of the salvage allows changes and saves, or for LEAVE_S."""
+        if self._is_frozen:
+            with self._held():
+                self._state.wait_for(lambda: not self._is_frozen, LEAVE_S)
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -171,10 +198,13 @@ class Survivor:
     def keep(self, step: int, count: str) -> None:
         """Keep what a salvage of `step` needs, and send this rank's own part of it to the agent.
 
-        Within an accumulation window nothing is kept, as gradients are no part of a checkpoint. An error
-        ends this for the process, and is logged: training goes on.
+        Within an accumulation window nothing is kept, as gradients are no part of a checkpoint. The same is
+        true of a step in which no optimizer step was seen: if its optimizer runs no hooks, nobody would see
+        that the next one begins. An error ends this for the process, and is logged: training goes on.
         """
-        if self._is_off or self._items.is_accumulating():
+        begun = self._kept.begun if self._kept is not None else 0
+        is_unseen = self._begun == begun and bool(self._items.still.optimizers)
+        if self._is_off or is_unseen or self._items.is_accumulating():
             return
         try:
             self._keep(step, count)
@@ -207,7 +237,7 @@ class Survivor:
         state = StepState(
             rank=self._link.identity.rank,
             step=step,
-            holds=self._class_of(common),
+            holds=f"{self._class_of(common)} {count.partition(':')[2]}",
             state=data,
             slices=tuple(live.slice for live in copies),
             shard=b"".join((layout.header, *map(_bytes, placed))),
@@ -224,12 +254,12 @@ class Survivor:
             walked=walked,
         )
         with self._state:
-            self._kept = kept
+            self._kept, self._stream = kept, _stream()
             self._state.notify_all()
         self._link.keep(self._session_key, state)
 
     def _class_of(self, common: tuple[LiveSlice, ...]) -> str:
-        """Return the class of this rank: ranks of one class hold the same tensors in common with others."""
+        """Return a digest of names, boxes and holders of the tensors held in common with others."""
         if self._kept is None or not _are_same(self._kept.common, common):
             boxes = ((s.slice.key, s.slice.offset, s.slice.shape, s.ranks) for s in common)
             lines = sorted([key, *map(list, box)] for key, *box in boxes)
@@ -253,17 +283,19 @@ class Survivor:
     def _wait_for_salvage(self) -> None:
         if self._thread is not None:
             with self._held():
-                self._thread.join(LEAVE_S)
+                self._thread.join(max(0.0, self._ends_s - time.monotonic()))
 
     def _start(self) -> None:
         with self._state:
             if self._thread is None:
+                self._ends_s = time.monotonic() + LEAVE_S
                 self._thread = threading.Thread(target=self._run, name="ray_ckpt-salvage", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._salvage()
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                self._salvage()  # its copies from a device follow the work of training
         except Exception as error:
             log.warning("this rank takes no part in a salvage: %s", text_of(error))
         finally:
@@ -295,6 +327,8 @@ class Survivor:
         """
         with self._state:
             self._state.wait_for(lambda: self._kept is not None and self._kept.begun == self._begun, WHOLE_S)
+            if not self._state.wait_for(lambda: not self._is_saving, UNSAVED_S):
+                raise Unavailable("Training is making a save, which does not end.")
             kept, copied = self._kept, self._copied
             if kept is None or self._is_closed:
                 return []
@@ -325,21 +359,22 @@ class Survivor:
         savers = set(salvage.savers)
         common = (replace(s, ranks=tuple(k for k in s.ranks if k in savers)) for s in kept.common)
         walked = replace(kept.walked, slices=(*kept.own, *common), blocks={})
-        if not self._saver.wait_free(FREE_S):
-            raise Unavailable("The save before is still being written.")
-        self._saver.save(
-            walked,
-            SaveParts(
-                attempt=salvage.attempt,
-                state=kept.state.state,
-                metrics=lambda: None,
-                compare_content=False,
-                count=kept.count,
-                began_s=began_s,
-                check=partial(self._check_captured, kept),
-            ),
-        )
-        self._saver.settle()
+        with self._saver.lent():
+            if not self._saver.wait_free(FREE_S):
+                raise Unavailable("The save before is still being written.")
+            self._saver.save(
+                walked,
+                SaveParts(
+                    attempt=salvage.attempt,
+                    state=kept.state.state,
+                    metrics=lambda: None,
+                    compare_content=False,
+                    count=kept.count,
+                    began_s=began_s,
+                    check=partial(self._check_captured, kept),
+                ),
+            )
+            self._saver.settle()
 
 
 def make_survivor(link: Link, session_key: SessionKey, items: RankItems, saver: Saver) -> Survivor | None:
@@ -347,6 +382,11 @@ def make_survivor(link: Link, session_key: SessionKey, items: RankItems, saver: 
     if not link.options.salvage or link.identity.world_size == 1:
         return None
     return Survivor(link, session_key, items, saver)
+
+
+def _stream() -> torch.cuda.Stream | None:
+    """Return the stream of this thread on its device, if CUDA is used."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def _change_of(kept: _Kept) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
@@ -153,6 +155,8 @@ def test_a_node_writes_one_fragment_with_live_and_kept_states() -> None:
     fragment = one(effects, n.WriteFragment).fragment
     assert (fragment.node_index, fragment.num_nodes, fragment.ranks) == (0, 1, (0, 1, 2))
     assert machine.incomplete() == (), "no rank is missing in it"
+    (reported,) = machine.handle(n.SurvivorOffered(session_key=KEY, rank=1, steps=(3,)))
+    assert isinstance(reported, n.ReportSurvivors) and reported.was_decided
 
 
 def test_an_agent_without_the_order_takes_no_part() -> None:
@@ -217,6 +221,28 @@ def test_a_step_that_is_saved_is_not_saved_again() -> None:
     run.save(5)
     effects = run.feed(of_run(run, "a", {0: 5}, {0: [5], 1: [5]}), of_run(run, "b", {1: 5}, {1: [5]}))
     assert one(effects, m.OrderSalvage).salvage.reason == "step 5 is saved already"
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_a_save_that_lacks_copies_counts_for_nothing_if_one_of_its_nodes_is_silent(is_silent: bool) -> None:
+    run = training(goal_timeout_s=1000.0)
+    run.feed(*(replace(run.stored(run.attempt(5), node), replicated=()) for node in "ab"))
+    run.feed(of_run(run, "a", {0: 5}, {0: [5], 1: [5]}))
+    if not is_silent:
+        run.feed(of_run(run, "b", {}, {1: [5]}))
+    salvage = one(run.tick(GATHER_S), m.OrderSalvage).salvage
+    assert salvage.reason == ("" if is_silent else "step 5 is saved already")
+
+
+def test_a_restarted_coordinator_does_not_decide_again() -> None:
+    run = training(replicas=0)
+    found = run.plan
+    run.start_coordinator()
+    run.feed(m.GroupRecovered(plan=found, inventories=run.inventories()))
+    effects = run.feed(replace(of_run(run, "a", {0: 5}, {0: [5], 1: [5]}), was_decided=True))
+    salvage = one(effects, m.OrderSalvage).salvage
+    assert (salvage.attempt, salvage.reason) == (None, "it was decided before the coordinator was restarted")
+    assert not of(run.tick(GATHER_S), m.OrderSalvage)
 
 
 def test_a_save_that_is_complete_after_a_salvage_of_its_step_is_dropped() -> None:

@@ -28,7 +28,8 @@ class Loop:
     """The training of rank 0 of two, with a buffer and random numbers of its own."""
 
     def __init__(self, *, is_frozen: bool = False, **options: Any) -> None:
-        self.link = LocalLink(RunOptions(memory="double", **{"salvage": True, **options}), world_size=2)
+        defaults = {"memory": "double", "salvage": True}
+        self.link = LocalLink(RunOptions(**{**defaults, **options}), world_size=2)
         self.model: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
         self.model[0].requires_grad_(not is_frozen)
         trained = [param for param in self.model.parameters() if param.requires_grad]
@@ -87,7 +88,8 @@ def test_after_each_step_the_agent_gets_what_no_other_rank_holds() -> None:
         assert {"model.1.running_mean", "rank0.rng.torch_cpu"} <= keys
         assert not any("weight" in key for key in keys)
         assert len(state.shard) == build_layout(state.slices).size_bytes
-        assert len({state.holds for state in training.link.kept[1:]}) == 1
+        assert len({state.holds.split()[0] for state in training.link.kept[1:]}) == 1
+        assert len({state.holds for state in training.link.kept[1:]}) == 2, "with the number of steps"
 
 
 def test_a_survivor_saves_the_last_step_although_its_next_one_has_begun() -> None:
@@ -267,6 +269,86 @@ def test_a_change_under_the_lock_waits_for_the_capture() -> None:
         with training.ckpt.lock():
             change(training)
         assert torch.equal(training.link.tensors(1)["model.0.weight"], weight)
+
+
+def replay(training: Loop) -> None:
+    """Change a weight as a CUDA graph does: no hook runs, and no version shows it."""
+    training.model[0].weight.data.add_(1.0)
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_after_a_change_under_the_lock_the_live_state_is_not_offered(
+    has_copy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survivor, "WHOLE_S", 0.01)
+    with loop(salvage_copy=has_copy) as training:
+        training.ckpt.restore()
+        training.forward()
+        training.optimizer.step()
+        training.ckpt.step(1)
+        weight = training.model[0].weight.detach().clone()
+        with training.ckpt.lock():
+            replay(training)
+        if has_copy:
+            training.decide(1, 0)
+        training.link.question.set_result(True)
+        end_of_salvage()
+        assert training.link.offers == ([(1,)] if has_copy else [])
+        if has_copy:
+            assert torch.equal(training.link.tensors(1)["model.0.weight"], weight)
+
+
+def test_a_step_in_which_no_optimizer_step_was_seen_is_not_offered() -> None:
+    with loop() as training:
+        training.ckpt.restore()
+        training.forward()
+        training.optimizer.step()
+        training.ckpt.step(1)
+        replay(training)
+        training.ckpt.step(2)
+        assert [state.step for state in training.link.kept] == [1]
+
+
+def test_a_save_waits_for_a_salvage_that_uses_the_memory() -> None:
+    """With one buffer, the save of step 2 would overwrite the copy of step 1 before it is written."""
+    with loop(salvage_copy=True, every_steps=2, memory="single") as training:
+        training.ckpt.restore()
+        training.forward()
+        training.optimizer.step()
+        training.ckpt.step(1)
+        weight = training.model[0].weight.detach().clone()
+        training.forward()
+        training.optimizer.step()
+        training.link.question.set_result(True)
+        while not training.link.offers:
+            time.sleep(0.01)
+        threading.Timer(0.3, training.decide, (1, 0)).start()
+        training.ckpt.step(2)
+        assert training.link.decision.done() and not training.ckpt.stats.dropped
+        assert torch.equal(training.link.tensors(1)["model.0.weight"], weight)
+
+
+def test_a_salvage_waits_for_a_save_that_uses_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with loop(every_steps=1) as training:
+        training.ckpt.restore()
+        training.forward()
+        training.optimizer.step()
+        saver = vars(training.ckpt)["_saver"]
+        real = saver.wait_free
+
+        def asked_meanwhile(timeout_s: float) -> bool:
+            training.link.question.set_result(True)
+            time.sleep(0.3)
+            assert not training.link.offers
+            free: bool = real(timeout_s)
+            return free
+
+        monkeypatch.setattr(saver, "wait_free", asked_meanwhile)
+        training.ckpt.step(1)
+        monkeypatch.undo()
+        training.decide(1, 0)
+        end_of_salvage()
+        assert training.link.offers == [(1,)]
 
 
 def test_a_checkpointer_is_closed_when_its_salvage_has_ended() -> None:
