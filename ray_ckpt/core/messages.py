@@ -217,8 +217,7 @@ class SurvivorsReported:
     """A node reports its part of a salvage; each report replaces the node's last one.
 
     `offers` are the finished steps whose tensors its ranks offer. `kept` has, by rank and step, the classes
-    of the ranks whose own state the node keeps. `was_decided`: the node has got the order for a salvage of
-    this session, perhaps from an earlier coordinator.
+    of the ranks whose own state the node keeps. `was_decided`: it has an order for a salvage of the session.
     """
 
     session_key: SessionKey
