@@ -164,6 +164,9 @@ class Survivor:
 
         Raises Unavailable if a salvage uses it, and does not end.
         """
+        if self._pid != os.getpid():  # a forked child, whose saves are refused; the lock may be taken there
+            yield
+            return
         with self._state:
             self._settle()
             if self._is_frozen:

@@ -351,6 +351,28 @@ def test_a_salvage_waits_for_a_save_that_uses_the_memory(monkeypatch: pytest.Mon
         assert training.link.offers == [(1,)]
 
 
+def test_a_forked_child_does_not_wait_for_a_lock_that_nobody_frees_there() -> None:
+    with loop() as training:
+        training.ckpt.restore()
+        survives = vars(training.ckpt)["_survivor"]
+        is_taken, may_end = threading.Event(), threading.Event()
+
+        def takes() -> None:
+            with survives._state:
+                is_taken.set()
+                may_end.wait(10.0)
+
+        thread = threading.Thread(target=takes)
+        thread.start()
+        is_taken.wait(10.0)
+        survives._pid += 1
+        with survives.saving():
+            assert not may_end.is_set()
+        survives._pid -= 1
+        may_end.set()
+        thread.join()
+
+
 def test_a_checkpointer_is_closed_when_its_salvage_has_ended() -> None:
     with loop() as training:
         weight = asked_after_a_step(training)
