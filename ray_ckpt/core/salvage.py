@@ -20,6 +20,7 @@ from ray_ckpt.core.values import Salvage, SessionKey, SessionNode, SessionPlan, 
 from ray_ckpt.errors import CheckpointError
 
 GATHER_S = 2.0  # wait for the offers of survivors, whose collective operations fail at almost the same time
+DECIDED_BEFORE = "it was decided before the coordinator was restarted"
 ENDS_S = 20.0  # longest wait of a launcher for a salvage; then the group ends in any case
 
 
@@ -50,8 +51,9 @@ class Salvages:
             return
         yield from self._enter_session()
         if self._decided is None and event.was_decided:  # two decisions may divide the tensors differently
-            reason = "it was decided before the coordinator was restarted"
-            self._decided = Salvage(session_key=plan.session_key, reason=reason)
+            yield from self._begin()
+            yield from self._announce(plan, Salvage(session_key=plan.session_key, reason=DECIDED_BEFORE))
+            return
         if self._decided is not None:
             yield m.OrderSalvage(salvage=self._decided, nodes=(event.node_id,))
             return
@@ -73,7 +75,7 @@ class Salvages:
 
     def _is_over(self) -> bool:
         decided = self._decided
-        if decided is None:
+        if decided is None or decided.reason == DECIDED_BEFORE:  # nobody knows when that one has ended
             return False
         return decided.attempt is None or not self._attempts.is_open(decided.attempt.attempt)
 
@@ -91,9 +93,7 @@ class Salvages:
         if attempt is not None and (saved := self._saved_step()) >= attempt.step:
             reason = f"step {saved} is saved already"
             attempt, salvage = None, Salvage(session_key=plan.session_key, reason=reason)
-        if attempt is None:
-            yield m.Warn(text=f"The survivors of session {plan.session} save no last step: {salvage.reason}.")
-        else:
+        if attempt is not None:
             salvage = replace(salvage, nodes=self._placed(salvage.nodes))
             now_s = self._context.now_s
             self._attempts.add(Attempt(id=attempt, nodes=salvage.nodes, started_s=now_s, is_salvage=True))
@@ -101,6 +101,11 @@ class Salvages:
                 text=f"Session {plan.session} ends early: rank(s) {ranks_text(salvage.savers)} save "
                 f"step {attempt.step}."
             )
+        yield from self._announce(plan, salvage)
+
+    def _announce(self, plan: SessionPlan, salvage: Salvage) -> Iterator[m.Effect]:
+        if salvage.attempt is None:
+            yield m.Warn(text=f"The survivors of session {plan.session} save no last step: {salvage.reason}.")
         self._decided = salvage
         yield m.OrderSalvage(salvage=salvage, nodes=self._context.session_nodes())
 

@@ -238,7 +238,7 @@ class Checkpointer:
                 self.flush(commit=True)
             else:
                 self._outcomes.warn_if_unsaved(self._count.last, since=self._count.restored, begun=step)
-            if self._survivor is not None and (not is_whole or self._outcomes.problem()):
+            if self._survivor is not None and (not is_whole or self._outcomes.has_failed):
                 self._survivor.leave()
             self.flush()
             self._end_progress()

@@ -238,6 +238,13 @@ class Outcomes:
             return "the outcome of its save was not reported"
         return str(requested.outcome.result().error or "")
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last requested save is known to be no checkpoint."""
+        requested = self._requested
+        is_known = requested is None or isinstance(requested, str) or requested.outcome.done()
+        return is_known and bool(self.problem())
+
     def waiter(self) -> Callable[[Level, float], None]:
         """Return a function that waits until the save requested last is at a level, for any thread.
 

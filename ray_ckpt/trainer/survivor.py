@@ -28,12 +28,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ray_ckpt.capture.overlap_guard import runs_hooks
 from ray_ckpt.capture.snapshot import OPERATION_S, versions
 from ray_ckpt.capture.still import StillSlices
 from ray_ckpt.capture.torch_private import copy_all
 from ray_ckpt.capture.walk import LiveSlice, Walked
 from ray_ckpt.core.values import Salvage, SessionKey
-from ray_ckpt.errors import Unavailable, named_text, text_of
+from ray_ckpt.errors import Unavailable, UnsupportedItem, named_text, text_of
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.trainer.handoff import SaveParts
@@ -103,6 +104,7 @@ class Survivor:
         self._copy = _StepCopy(items.still) if link.options.salvage_copy else None
         self._copied: _Kept | None = None  # the step before the last optimizer step
         self._begun = 0  # optimizer steps and other changes that have begun in this process
+        self._begun_before = 0  # at the end of the step before
         self._is_frozen = False  # no change and no save may begin: the live state is offered or captured
         self._is_held = False  # the training thread waits, so it changes nothing
         self._is_saving = False  # the training thread saves
@@ -201,19 +203,37 @@ class Survivor:
     def keep(self, step: int, count: str) -> None:
         """Keep what a salvage of `step` needs, and send this rank's own part of it to the agent.
 
-        Within an accumulation window nothing is kept, as gradients are no part of a checkpoint. The same is
-        true of a step in which no optimizer step was seen: if its optimizer runs no hooks, nobody would see
-        that the next one begins. An error ends this for the process, and is logged: training goes on.
+        Within an accumulation window nothing is kept, as gradients are no part of a checkpoint; nor is a step
+        that nobody has seen. An error ends this for the process, and is logged: training goes on.
         """
-        begun = self._kept.begun if self._kept is not None else 0
-        is_unseen = self._begun == begun and bool(self._items.still.optimizers)
-        if self._is_off or is_unseen or self._items.is_accumulating():
+        if self._is_off or self._items.is_accumulating() or self._is_unseen():
             return
         try:
+            self._check_hooks()
             self._keep(step, count)
         except Exception as error:
             self._is_off, self._kept = True, None
             log.warning("no step can be salvaged from now on: %s", named_text(error))
+
+    def _is_unseen(self) -> bool:
+        """Return whether no change was seen since the last call: the live state may be that of another step.
+
+        So it is after an optimizer step that a CUDA graph has replayed outside of the lock.
+        """
+        is_unseen = self._begun == self._begun_before and bool(self._items.still.optimizers)
+        with self._state:
+            self._begun += is_unseen  # the state of the step before is not offered either
+        self._begun_before = self._begun
+        return is_unseen
+
+    def _check_hooks(self) -> None:
+        """Raise UnsupportedItem if an optimizer runs no hooks: nobody would see that its next step begins."""
+        for optimizer in self._items.still.optimizers:
+            inner: Any = optimizer
+            while inner is not None and not runs_hooks(inner):
+                inner = getattr(inner, "optimizer", None)  # what it wraps
+            if inner is None:
+                raise UnsupportedItem(f"The steps of {type(optimizer).__name__} run no hooks.")
 
     def _keep(self, step: int, count: str) -> None:
         walked = self._items.walk()
@@ -329,9 +349,9 @@ class Survivor:
         that of no finished step.
         """
         with self._state:
-            self._state.wait_for(lambda: self._kept is not None and self._kept.begun == self._begun, WHOLE_S)
             if not self._state.wait_for(lambda: not self._is_saving, UNSAVED_S):
                 raise Unavailable("Training is making a save, which does not end.")
+            self._state.wait_for(lambda: self._kept is not None and self._kept.begun == self._begun, WHOLE_S)
             kept, copied = self._kept, self._copied
             if kept is None or self._is_closed:
                 return []

@@ -239,10 +239,16 @@ def test_a_restarted_coordinator_does_not_decide_again() -> None:
     found = run.plan
     run.start_coordinator()
     run.feed(m.GroupRecovered(plan=found, inventories=run.inventories()))
+    run.feed(of_run(run, "b", {1: 5}, {1: [5]}))
     effects = run.feed(replace(of_run(run, "a", {0: 5}, {0: [5], 1: [5]}), was_decided=True))
-    salvage = one(effects, m.OrderSalvage).salvage
-    assert (salvage.attempt, salvage.reason) == (None, "it was decided before the coordinator was restarted")
-    assert not of(run.tick(GATHER_S), m.OrderSalvage)
+    order = one(effects, m.OrderSalvage)
+    reason = "it was decided before the coordinator was restarted"
+    assert (order.salvage.attempt, order.salvage.reason, order.nodes) == (None, reason, ("a", "b"))
+    assert reason in one(effects, m.Warn).text
+    effects = (*run.feed(m.SalvageRequested(token="launcher")), *run.tick(GATHER_S))
+    assert not of(effects, m.OrderSalvage)
+    assert not of(effects, m.Reply), "savers of the earlier decision may be at work"
+    assert of(run.tick(ENDS_S), m.Reply)
 
 
 def test_a_save_that_is_complete_after_a_salvage_of_its_step_is_dropped() -> None:

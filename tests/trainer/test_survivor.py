@@ -304,9 +304,44 @@ def test_a_step_in_which_no_optimizer_step_was_seen_is_not_offered() -> None:
         training.forward()
         training.optimizer.step()
         training.ckpt.step(1)
-        replay(training)
-        training.ckpt.step(2)
+        for step in (2, 3):
+            replay(training)
+            training.ckpt.step(step)
         assert [state.step for state in training.link.kept] == [1]
+        training.link.question.set_result(True)
+        end_of_salvage()
+        assert not training.link.offers, "nor is step 1, whose tensors are gone"
+
+
+class Hookless(torch.optim.Optimizer):
+    """An optimizer like those that update in gradient hooks: torch runs no hooks of its steps."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.inner.param_groups:
+            for param in group["params"]:
+                param.data.sub_(0.1)
+
+
+def test_steps_of_an_optimizer_without_hooks_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    with loop() as training:
+        training.ckpt.restore()
+        still = vars(training.ckpt)["_items"].still
+        still.optimizers = (Hookless(training.optimizer),)
+        for step in (1, 2):
+            training.forward()
+            still.optimizers[0].step()
+            training.model.zero_grad()
+            with training.ckpt.lock():
+                pass
+            training.ckpt.step(step)
+        assert not training.link.kept
+    assert any("The steps of Hookless run no hooks" in r.getMessage() for r in caplog.records)
 
 
 def test_a_save_waits_for_a_salvage_that_uses_the_memory() -> None:
@@ -329,6 +364,7 @@ def test_a_save_waits_for_a_salvage_that_uses_the_memory() -> None:
 
 
 def test_a_salvage_waits_for_a_save_that_uses_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survivor, "WHOLE_S", 0.2)
     with loop(every_steps=1) as training:
         training.ckpt.restore()
         training.forward()
@@ -338,7 +374,7 @@ def test_a_salvage_waits_for_a_save_that_uses_the_memory(monkeypatch: pytest.Mon
 
         def asked_meanwhile(timeout_s: float) -> bool:
             training.link.question.set_result(True)
-            time.sleep(0.3)
+            time.sleep(1.5 * survivor.WHOLE_S)
             assert not training.link.offers
             free: bool = real(timeout_s)
             return free
