@@ -352,6 +352,8 @@ class Survivor:
             if not self._state.wait_for(lambda: not self._is_saving, UNSAVED_S):
                 raise Unavailable("Training is making a save, which does not end.")
             self._state.wait_for(lambda: self._kept is not None and self._kept.begun == self._begun, WHOLE_S)
+            if self._is_saving:  # another save has begun in the meantime
+                raise Unavailable("Training is making a save.")
             kept, copied = self._kept, self._copied
             if kept is None or self._is_closed:
                 return []
