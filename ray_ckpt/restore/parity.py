@@ -28,7 +28,7 @@ from ray_ckpt.format.parity import (
     header_bytes,
 )
 from ray_ckpt.format.shard import ALIGNMENT_BYTES
-from ray_ckpt.restore.sources import Blocks, ByteSource, Peers
+from ray_ckpt.restore.sources import BUSY_TRIES, PEER_TRIES, Blocks, ByteSource, Peers
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.transport.wire import FileName
@@ -143,10 +143,14 @@ class GroupReader:
 
     def _parity_of(self, window: tuple[int, Span]) -> Bytes:
         index, span = window
-        try:
-            return self._sums([span], (index,), ())[index]
-        except _Gone as error:
-            raise Unavailable(f"A member of the group cannot be read: {error}", refused=True) from error
+        while True:
+            try:
+                return self._sums([span], (index,), ())[index]
+            except _Gone as error:  # with one source less, so this ends
+                members = self._sources.group.data_of(span.stripe)
+                if not all(self._left(at, is_parity=False) for at in members):
+                    text = f"A member of the group cannot be read: {error}"
+                    raise Unavailable(text, refused=True) from error
 
     # -- lost members ----------------------------------------------------------------------------------
 
@@ -155,12 +159,15 @@ class GroupReader:
         with self._lock:
             if self._header is not None:
                 return self._header
+        failure = Unavailable("No parity file of the group can be read.", refused=True)
         for position in range(self._sources.group.size):
             try:
                 return self._read_header(position)
             except _Gone:
                 continue
-        raise Unavailable("No parity file of the group can be read.", refused=True)
+            except Unavailable as error:  # its node is busy
+                failure = error
+        raise failure
 
     def _read_header(self, position: int) -> ParityHeader:
         """Read the header of a member's parity file; raise _Gone if it does not fit the others."""
@@ -289,20 +296,34 @@ class GroupReader:
         *,
         is_parity: bool,
     ) -> Iterator[memoryview]:
-        """Yield bytes of a file; after a failure its source is not used any more, and _Gone is raised."""
-        try:
-            with self._peers.acquire(endpoint) as peer:
-                slowest = self._peers.slowest_bytes_per_s
-                for block in peer.read(self._name(file), ranges, slowest_bytes_per_s=slowest):
-                    self._limiter.wait(block.nbytes)
-                    with self._lock:
-                        self.read_bytes += block.nbytes
-                    yield block
-        except Unavailable as error:
-            self._fail(endpoint, position, is_parity=is_parity)
-            if not error.fields.get("answered"):
-                self._peers.gone.add(endpoint)
-            raise _Gone(str(error)) from error
+        """Yield bytes of a file; a source that fails is not used any more, and _Gone is raised.
+
+        Unavailable for a source that only answers that it is busy: it is asked again later.
+        """
+        tries, done_bytes = 0, 0
+        while True:
+            try:
+                with self._peers.acquire(endpoint) as peer:
+                    slowest = self._peers.slowest_bytes_per_s
+                    rest = _after(ranges, done_bytes)
+                    for block in peer.read(self._name(file), rest, slowest_bytes_per_s=slowest):
+                        self._limiter.wait(block.nbytes)
+                        with self._lock:
+                            self.read_bytes += block.nbytes
+                        done_bytes += block.nbytes
+                        yield block
+                return
+            except Unavailable as error:
+                tries += 1
+                is_answer, is_refused = (bool(error.fields.get(name)) for name in ("answered", "refused"))
+                if not is_refused and tries < (BUSY_TRIES if is_answer else PEER_TRIES):
+                    continue
+                if is_answer and not is_refused:
+                    raise
+                self._fail(endpoint, position, is_parity=is_parity)
+                if not is_answer:
+                    self._peers.gone.add(endpoint)
+                raise _Gone(str(error)) from error
 
     def _fail(self, endpoint: str, position: int, *, is_parity: bool) -> None:
         with self._lock:
@@ -324,6 +345,17 @@ class Coded(ByteSource):
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
         yield from self._group.read(self._file, ranges)
+
+
+def _after(ranges: Iterable[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
+    """Return the ranges without their first bytes."""
+    left = []
+    for offset, size in ranges:
+        skipped = min(nbytes, size)
+        nbytes -= skipped
+        if skipped < size:
+            left.append((offset + skipped, size - skipped))
+    return left
 
 
 def _windows(spans: Iterable[Span]) -> Iterator[list[Span]]:

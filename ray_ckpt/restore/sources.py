@@ -20,6 +20,7 @@ from ray_ckpt.transport.wire import FileName
 
 REMOTE_TRIES = 2  # a connection may break within a response; the store's client repeats single requests
 PEER_TRIES = 2  # a connection may break once; after that this restore no longer uses the peer
+BUSY_TRIES = 5  # of reading from a busy peer that serves nothing; it lets each wait for 20 s
 MAX_IDLE = 64  # open connections that no thread uses; a restore may read from thousands of peers
 
 Blocks: TypeAlias = Generator[memoryview, None, None]

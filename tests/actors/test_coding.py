@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from typing_extensions import Buffer
 
 from ray_ckpt.actors.agent.coding import compute, damaged_parity
 from ray_ckpt.actors.agent.priority import ActiveCopies
@@ -31,17 +32,18 @@ from ray_ckpt.format.parity import ParityHeader, decode_header, header_bytes
 from ray_ckpt.restore import parity
 from ray_ckpt.restore.parity import GroupReader, group_sources
 from ray_ckpt.restore.reader import FileSource, FlatSink, SourceReader
-from ray_ckpt.restore.sources import Peers
+from ray_ckpt.restore.sources import BUSY_TRIES, Peers
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.transport.server import PeerServer
+from ray_ckpt.transport.wire import FileName
 from ray_ckpt.types import CheckpointInfo, Level, ParityGroup
 from ray_ckpt.verify.copies import verify_copies
 from ray_ckpt.verify.drill import dry_run
 from ray_ckpt.verify.live_manifest import ReadAccess
 from tests.support.sample_run import SampleCheckpoint, make_checkpoint
-from tests.transport.peers import KEYS, UID, Folder
+from tests.transport.peers import KEYS, UID, CutWire, Folder
 
 NUM_NODES = 8
 ROWS = 160_000  # 10 MB of state
@@ -330,6 +332,70 @@ def test_a_node_that_does_not_answer_is_left_out(coded: Group) -> None:
             (coded.folder(NODES[3]) / parity_file(3, NUM_NODES)).unlink(missing_ok=True)
             (coded.folder(NODES[1]) / coded.files(1)[1]).unlink(missing_ok=True)
             reader.read_whole(name, max_bytes=MAX_BYTES)
+
+
+def test_a_busy_peer_is_asked_again(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two members are lost, so each source that is left is needed; so is each member for a parity file."""
+    seen, read_file = set[tuple[Path, str]](), Folder.read
+
+    def busy_at_first(folder: Folder, name: FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
+        if (folder.root, name.file) not in seen:
+            seen.add((folder.root, name.file))
+            raise Unavailable("others read here", refused=False)
+        return read_file(folder, name, offset, nbytes)
+
+    monkeypatch.setattr(Folder, "read", busy_at_first)
+    for member, node in enumerate(NODES):
+        group.code(member, node)
+    seen.clear()
+    with ExitStack() as stack:
+        reader = _reader(stack, group, 2, 6)
+        for member in (2, 6):
+            for name in group.files(member):
+                assert reader.read_whole(name, max_bytes=MAX_BYTES) == group.saved.files[name]
+
+
+def test_a_peer_that_is_busy_for_long_is_asked_again_later(
+    coded: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs this try of the restore, and no source."""
+    busy, read_file, calls = coded.root / NODES[3], Folder.read, list[str]()
+
+    def busy_for_long(folder: Folder, name: FileName, offset: int, nbytes: int | None) -> Iterator[Buffer]:
+        if folder.root == busy and len(calls) < 2 * BUSY_TRIES:
+            calls.append(name.file)
+            raise Unavailable("others read here", refused=False)
+        return read_file(folder, name, offset, nbytes)
+
+    monkeypatch.setattr(Folder, "read", busy_for_long)
+    with ExitStack() as stack:
+        reader = _reader(stack, coded, 2, 6)
+        for name in coded.files(2):
+            with pytest.raises(Unavailable, match="others read here") as caught:
+                reader.read_whole(name, max_bytes=MAX_BYTES)
+            if len(calls) == 2 * BUSY_TRIES:
+                break
+        assert caught.value.fields["refused"] is False
+        for name in coded.files(2):
+            assert reader.read_whole(name, max_bytes=MAX_BYTES) == coded.saved.files[name]
+
+
+def test_a_connection_that_breaks_once_costs_no_source(coded: Group) -> None:
+    """The rest of the bytes is pulled, and none twice."""
+    whole = read_bytes = 0
+    for cut in (False, True):
+        with ExitStack() as stack:
+            if cut:
+                port = int(coded.endpoints[NODES[3]].rsplit(":", 1)[1])
+                wire = stack.enter_context(CutWire(port, cuts=[3_000]))
+                coded.endpoints[NODES[3]] = coded.endpoints[NODES[3]].replace(str(port), str(wire.port))
+            reader = _reader(stack, coded, 2, 6)
+            for name in coded.files(2):
+                assert reader.read_whole(name, max_bytes=MAX_BYTES) == coded.saved.files[name]
+            whole, read_bytes = read_bytes, reader.read_bytes
+            if cut:
+                assert wire.num_connections == 2
+    assert read_bytes == whole
 
 
 def test_lost_members_and_then_their_parity_are_made_again(coded: Group) -> None:
