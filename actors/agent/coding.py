@@ -5,21 +5,24 @@ Functions block; call them from threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
+from typing import TypeAlias
 
 from ray_ckpt.actors.agent.priority import ActiveCopies
 from ray_ckpt.actors.agent.run import NodeRun
 from ray_ckpt.core import messages as m
-from ray_ckpt.errors import CorruptionError, Unavailable
-from ray_ckpt.format.names import fragment_file
+from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
 from ray_ckpt.format.parity import DIGEST_BYTES, ParityHeader, encode_header
 from ray_ckpt.restore.parity import GroupReader, group_sources
 from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.local.direct import read_written
 from ray_ckpt.storage.local.files import checked
 from ray_ckpt.transport.credentials import Credentials
-from ray_ckpt.types import AttemptId
+from ray_ckpt.types import AttemptId, FileEntry
+
+_Way: TypeAlias = Callable[[str, Sequence[tuple[int, int]]], Generator[memoryview, None, None]]
 
 
 def compute(
@@ -27,7 +30,8 @@ def compute(
 ) -> int:
     """Carry out an order to compute files of a parity group, and return the bytes that were stored.
 
-    Unavailable if a member cannot be read, CorruptionError if computed bytes do not match their digest.
+    Unavailable if a member cannot be read, CorruptionError if its fragment is damaged or if computed bytes
+    do not match their digest.
     """
     ways = group_sources(order.places, order.num_nodes, endpoints)
     with closing(Peers(credentials, run.limiter.slowest_bytes_per_s)) as peers, copies.one():
@@ -54,26 +58,37 @@ def _store_parity(run: NodeRun, order: m.Code, group: GroupReader) -> int:
     return written.size_bytes
 
 
-def _store_member(run: NodeRun, order: m.Code, ways: Sequence[GroupReader]) -> int:
-    """Store the files of a lost member, its fragment last; try wrong files again in another way."""
-    fragment, *files = ways[0].entries(fragment_file(order.node_index, order.num_nodes))
+def _store_member(run: NodeRun, order: m.Code, groups: Sequence[GroupReader]) -> int:
+    """Store the files of a member, its fragment last: copied from a node that has them, or else computed."""
+    position = order.places.group.members.index(order.node_index)
+    fragment, *files = groups[0].files_of(position)
+    ways: list[_Way] = [group.read for group in groups]
+    if order.places.fragments[position]:
+        ways.insert(0, partial(groups[0].copy, position))
     for file in (*files, fragment):
-        run.check_space(file.size_bytes, what=f"The copy of {file.name}")
-        for way in ways:
-            try:
-                run.staging.put(
-                    run.run_uid,
-                    order.attempt.directory,
-                    file.name,
-                    way.read(file.name, [(0, file.size_bytes)]),
-                    size_bytes=file.size_bytes,
-                    expect=file.digest,
-                )
-                break
-            except CorruptionError:
-                if way is ways[-1]:
-                    raise
+        _store_file(run, order.attempt, file, ways)
     return sum(file.size_bytes for file in (fragment, *files))
+
+
+def _store_file(run: NodeRun, attempt: AttemptId, file: FileEntry, ways: Iterable[_Way]) -> None:
+    """Store a file in the first way that gives its bytes; else raise the error of a way, damage first."""
+    run.check_space(file.size_bytes, what=f"The copy of {file.name}")
+    errors: list[CheckpointError] = []
+    for way in ways:
+        blocks = way(file.name, [(0, file.size_bytes)])
+        try:
+            run.staging.put(
+                run.run_uid,
+                attempt.directory,
+                file.name,
+                blocks,
+                size_bytes=file.size_bytes,
+                expect=file.digest,
+            )
+            return
+        except (CorruptionError, Unavailable) as error:
+            errors.append(error)
+    raise min(errors, key=lambda error: not isinstance(error, CorruptionError))
 
 
 def _check_wanted(run: NodeRun, attempt: AttemptId) -> None:

@@ -189,8 +189,14 @@ class NodeRun:
             named=named,
             prefetched_bytes=self.restore.prefetched_bytes if self.restore is not None else 0,
         )
-        needed = math.ceil(2 * size_bytes * len(ranks) * (1 + options.copied_ratio))
+        needed = math.ceil(2 * size_bytes * len(ranks) * (1 + self._copied_ratio()))
         self.check_space(needed, what="Two checkpoints with copies", is_one_file=False)
+
+    def _copied_ratio(self) -> float:
+        """Bytes that this node stores for other nodes, for each byte of its own: more in a small group."""
+        plan, here = self.machine.plan, self.machine.here
+        group = plan.group_of(here.node_index) if plan is not None and here is not None else None
+        return self.spec.options.copied_ratio if group is None else group.parity / group.num_data
 
     def check_space(self, needed_bytes: int, *, what: str, is_one_file: bool = True) -> None:
         reserve_bytes = self.spec.options.reserve_bytes

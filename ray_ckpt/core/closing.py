@@ -68,7 +68,7 @@ class Closing:
             checkpoint = decision.checkpoint
             if not decision.kept:
                 context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason="the run has finished"))
-            elif drains.has_room and context.holders.holds_all(checkpoint):
+            elif drains.has_room and context.holders.has_all(checkpoint):
                 drains.start(checkpoint)
         for checkpoint in filter(self._is_safe, history.live()):
             for node in sorted(context.holders.anywhere(checkpoint.id.attempt)):

@@ -173,8 +173,8 @@ class Drains:
     ) -> None:
         """Drain a checkpoint to the storage path, an urgent checkpoint before all others.
 
-        After a drain that found no intact copy, the checkpoint is not drained again for DAMAGED_AGAIN_S,
-        unless a user requests the drain.
+        After a drain that found no intact copy, or waited for repair in vain, the checkpoint is not drained
+        again for DAMAGED_AGAIN_S, unless a user requests the drain.
         """
         name, now_s = checkpoint.id.attempt, self._context.now_s
         if not is_requested and now_s < self._not_before_s.get(name, now_s):
@@ -273,6 +273,8 @@ class Drains:
                 continue
             del self._tasks[name]
             reason = "no live node holds all of it"
+            if task.unchecked:  # repair has had its time
+                self._put_off(name)
             if damaged := task.damaged.get(lacking):
                 self._put_off(name)
                 nodes, errors = names_of(damaged), "; ".join(sorted(set(damaged.values())))

@@ -55,9 +55,9 @@ class DrainSchedule:
         yield from self._items.assign()
 
     def undrained(self) -> set[str]:
-        """Return the attempts that are due, not durable, and completely held by live nodes."""
+        """Return the attempts that are due, not durable, and held by live nodes or computable there."""
         due = self._policy.undrained(self._context.history.checkpoints)
-        return {c.id.attempt for c in due if self._context.holders.holds_all(c)}
+        return {c.id.attempt for c in due if self._context.holders.has_all(c)}
 
     def assign(self) -> Iterator[m.Effect]:
         """Assign uploads to nodes; give up the drains for which no live node has an intact copy."""
@@ -98,7 +98,7 @@ class DrainSchedule:
         holders.bad_remote.intersection_update(checkpoint.id.attempt for checkpoint in bad)
         for checkpoint in (*bad, *self._policy.undrained(checkpoints)):
             is_new = checkpoint.id.attempt not in self._drains.attempts
-            if is_new and self._drains.has_room and holders.holds_all(checkpoint):
+            if is_new and self._drains.has_room and holders.has_all(checkpoint):
                 self._drains.start(checkpoint)
         if not is_end:
             self._items.start_again()

@@ -43,7 +43,7 @@ class ItemUploads:
         if not self._context.options.remote_items:
             return
         for checkpoint in self._policy.undrained(self._context.history.checkpoints):
-            if self._uploads.has_room and self._context.holders.holds_all(checkpoint):
+            if self._uploads.has_room and self._context.holders.has_all(checkpoint):
                 self._start(checkpoint)
 
     def _start(self, checkpoint: CheckpointInfo) -> None:

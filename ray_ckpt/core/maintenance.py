@@ -22,7 +22,7 @@ from ray_ckpt.core.scrub import Scrubs
 from ray_ckpt.core.values import DiskSpace
 from ray_ckpt.format import records as r
 from ray_ckpt.format.names import PARITY_PREFIX, is_still_name
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level, ParityGroup
 
 MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
 MAX_DAMAGED = 1000  # damaged copies that are remembered, so that their repair is counted
@@ -42,6 +42,7 @@ class Maintenance:
         self._last_disks: dict[str, DiskSpace] = {}  # by node; the last readings
         self._crowded: set[str] = set()  # nodes with full disks and nothing to evict, by their last readings
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
+        self._doubts: dict[tuple[str, int], int] = {}  # fragment -> computations that gave wrong bytes
         self._bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
         self.found_crowded = False  # a reading that the last `decide` used is of a crowded disk
 
@@ -60,15 +61,23 @@ class Maintenance:
         """Number of copies of fragments, and of files of parity groups, that repair still has to make."""
         return self._repairs.deficit + self._coding.deficit
 
+    @property
+    def is_computing(self) -> bool:
+        """True while a node computes a file of a parity group for repair."""
+        return self._coding.is_at_work
+
     def decide(self, *, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
-        """Yield the work that is due; call while no record is pending and a group has the run."""
+        """Yield the work that is due; call while no record is pending and a group has the run.
+
+        `busy` are the attempts that uploads or the current session read.
+        """
         context = self._context
         period_s = context.paced(MAINTENANCE_S)
         self._next_s = context.now_s + period_s
         self._copying.set_rate(context.options.repair_bytes_per_s, period_s)
         self._reading.set_rate(context.options.scrub_bytes_per_s, period_s)
         yield from self._evict(wall_s, busy)
-        yield from self._repair()
+        yield from self._repair(busy)
         yield from self._scrub(wall_s)
         live, lineage = context.history.live(), context.history.lineage()
         for lost in self._losses.due(
@@ -77,12 +86,19 @@ class Maintenance:
             context.ledger.append(r.Lost(attempt=lost.id.attempt, reason="no live node holds all of it"))
             context.measure(telemetry.LOST)
 
-    def _repair(self) -> Iterator[m.Effect]:
-        context = self._context
-        checkpoints = worth_copies(context.history.lineage())
-        self._place_groups(checkpoints)
+    def compute(self, busy: Collection[str]) -> Iterator[m.Effect]:
+        """Yield computations of what uploads wait for; call while no group has the run."""
+        period_s = self._context.paced(MAINTENANCE_S)
+        self._next_s = self._context.now_s + period_s
+        self._copying.set_rate(self._context.options.repair_bytes_per_s, period_s)
+        yield from self._compute((), busy)
+
+    def _compute(self, checkpoints: Sequence[CheckpointInfo], busy: Collection[str]) -> Iterator[m.Effect]:
+        """Yield computations of files of parity groups, also for checkpoints that are only read."""
+        context, known = self._context, {c.id.attempt for c in checkpoints}
+        read = (context.history.checkpoints[name] for name in sorted({*busy} - known))
         for code in self._coding.assign(
-            checkpoints=checkpoints,
+            checkpoints=(*checkpoints, *read),
             holders=context.holders,
             domains=context.domains,
             draining=context.draining,
@@ -91,6 +107,12 @@ class Maintenance:
         ):
             context.holders.expect(code.attempt.attempt, code.node_index, code.node_id)
             yield code
+
+    def _repair(self, busy: Collection[str]) -> Iterator[m.Effect]:
+        context = self._context
+        checkpoints = worth_copies(context.history.lineage())
+        self._place_groups(checkpoints)
+        yield from self._compute(checkpoints, busy)
         for copy in self._repairs.assign(
             checkpoints=checkpoints,
             holders=context.holders,
@@ -121,19 +143,23 @@ class Maintenance:
         return frozenset(filter(has_room, context.spares - frozenset(context.session_nodes())))
 
     def _place_groups(self, checkpoints: Iterable[CheckpointInfo]) -> None:
-        """Place the parity groups of checkpoints without any, saved with other options or recovered."""
+        """Place parity groups of nodes without one, of checkpoints saved with other options or recovered."""
         holders, options = self._context.holders, self._context.options
         if options.parity is None:
             return
         num_data, parity = options.parity
         for checkpoint in checkpoints:
             name, num_nodes = checkpoint.id.attempt, checkpoint.num_nodes
-            if holders.parity.groups(name) or not holders.holds_all(checkpoint):
+            left = [index for index in range(num_nodes) if holders.parity.group_of(name, index) is None]
+            if not left or not holders.holds_all(checkpoint):
                 continue
             if holders.num_copies(name, num_nodes) < options.max_losses:
-                homes = [min(holders.of(name, index)) for index in range(num_nodes)]
-                groups = place_groups(homes, num_data=num_data, parity=parity, domains=self._context.domains)
-                holders.parity.know(name, groups)
+                homes = [min(holders.of(name, index)) for index in left]
+                for group in place_groups(
+                    homes, num_data=num_data, parity=parity, domains=self._context.domains
+                ):
+                    members = tuple(left[at] for at in group.members)
+                    holders.parity.know(name, [ParityGroup(members=members, parity=parity)])
 
     def _scrub(self, wall_s: float) -> Iterator[m.Effect]:
         context = self._context
@@ -185,9 +211,9 @@ class Maintenance:
 
     def _bytes_on(self, node: str, attempt: str) -> int:
         """Estimate the bytes of a checkpoint on a node, because fragments have about the same size."""
-        checkpoint = self._context.history.checkpoints[attempt]
-        held = self._context.holders.count(attempt, node)
-        return checkpoint.size_bytes * held // checkpoint.num_nodes
+        checkpoint, holders = self._context.history.checkpoints[attempt], self._context.holders
+        held = holders.count(attempt, node) + holders.parity.share(attempt, node)
+        return int(checkpoint.size_bytes * held / checkpoint.num_nodes)
 
     def _freed_on(self, node: str, live: Sequence[CheckpointInfo]) -> dict[str, int]:
         """Estimate the bytes that a node's disk gains by deleting each checkpoint, without what others share.
@@ -212,8 +238,42 @@ class Maintenance:
             self._damaged.remove(fragment)
             self._context.measure(telemetry.REPAIRED, place="node")
 
-    def coded(self, event: m.CodeEnded) -> None:
+    def coded(self, event: m.CodeEnded) -> Iterator[m.Effect]:
+        """Note the end of a computation; after wrong bytes, find out what is damaged.
+
+        First all files of the group are read. If that does not help, a file had changed on its disk before it
+        was coded: the group's parity is wrong, and no longer counts.
+        """
         self._coding.ended(event, self._context.now_s)
+        holders, attempt, member = self._context.holders, event.attempt.attempt, event.node_index
+        places = holders.places_of(attempt, member)
+        if not event.is_damage or places is None:
+            return
+        copies = [
+            m.Scrub(attempt=event.attempt, node_index=index, place=node)
+            for index, nodes in zip(places.group.members, places.fragments, strict=True)
+            for node in nodes
+        ]
+        tries = self._doubts.get((attempt, member), 0)
+        if not tries:
+            for copy in copies:
+                self._scrubs.suspect(copy)
+            self._next_s = 0.0
+            if len(self._doubts) >= MAX_DAMAGED:
+                self._doubts.clear()
+        elif event.is_parity or any(map(self._scrubs.is_suspect, copies)):
+            return
+        self._doubts[attempt, member] = tries + 1
+        if tries < 2:  # the second try may have begun before all were read
+            return
+        del self._doubts[attempt, member]
+        for index, nodes in zip(places.group.members, places.parities, strict=True):
+            for node in nodes:
+                holders.parity.remove(attempt, index, node)
+        yield m.Warn(
+            text=f"Step {event.attempt.step}: fragment {member} cannot be computed, because a file of its "
+            "parity group had changed on its disk before it was coded. The group's parity no longer counts."
+        )
 
     def suspect(self, attempt: AttemptId, nodes: Set[str], *, is_restored: bool = False) -> None:
         """Let copies on nodes where an upload or a restore has found damage be read at once.

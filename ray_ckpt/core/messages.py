@@ -158,6 +158,7 @@ class CodeEnded:
     is_parity: bool
     group: ParityGroup
     error: str | None
+    is_damage: bool = False  # the bytes that were computed are not those of the member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,9 +427,7 @@ class AskSurvivors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderSalvage:
-    """Send the decision on a salvage to nodes."""
-
-    salvage: Salvage
+    salvage: Salvage  # the decision
     nodes: tuple[str, ...]
 
 
@@ -445,7 +444,7 @@ class Code:
     """Let a node pull from the members of a parity group what it needs, and store the result.
 
     `is_parity`: the parity file of member `node_index`, from the files of the others. Otherwise the files of
-    that member, which is lost, from what is left of the group. CodeEnded is the answer.
+    that member, from a node that has them, or else from what is left of the group. CodeEnded is the answer.
     """
 
     attempt: AttemptId
@@ -454,6 +453,7 @@ class Code:
     node_id: str
     is_parity: bool
     places: GroupPlaces
+    read_bytes: int  # about what the node has to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

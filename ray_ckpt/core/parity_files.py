@@ -21,6 +21,7 @@ class ParityFiles:
         self._groups: dict[str, list[ParityGroup]] = {}  # by attempt
         self._group_of: dict[str, dict[int, ParityGroup]] = {}  # attempt -> member -> its group
         self._nodes: dict[str, dict[int, set[str]]] = {}  # attempt -> member -> nodes with its parity file
+        self._members: dict[str, dict[str, set[int]]] = {}  # the same as attempt -> node -> members
 
     def know(self, attempt: str, groups: Iterable[ParityGroup]) -> None:
         """Note the groups of an attempt."""
@@ -34,6 +35,7 @@ class ParityFiles:
         self.know(attempt, (group,))
         if self._group_of[attempt].get(member) == group:
             self._nodes.setdefault(attempt, {}).setdefault(member, set()).add(node)
+            self._members.setdefault(attempt, {}).setdefault(node, set()).add(member)
 
     def groups(self, attempt: str) -> Sequence[ParityGroup]:
         return self._groups.get(attempt, ())
@@ -46,24 +48,36 @@ class ParityFiles:
 
     def anywhere(self, attempt: str) -> frozenset[str]:
         """Return the nodes that hold a parity file of an attempt."""
-        return frozenset().union(*self._nodes.get(attempt, {}).values())
+        return frozenset(self._members.get(attempt, ()))
+
+    def share(self, attempt: str, node: str) -> float:
+        """Return the size of the attempt's parity files on a node, as a multiple of a member's size."""
+        groups = map(
+            self._group_of.get(attempt, {}).__getitem__, self._members.get(attempt, {}).get(node, ())
+        )
+        return sum(group.parity / group.num_data for group in groups)
 
     def remove(self, attempt: str, member: int, node: str) -> None:
         self._nodes.get(attempt, {}).get(member, set()).discard(node)
+        members = self._members.get(attempt, {})
+        members.get(node, set()).discard(member)
+        if not members.get(node):
+            members.pop(node, None)
 
     def remove_all(self, attempt: str, node: str) -> None:
-        for nodes in self._nodes.get(attempt, {}).values():
-            nodes.discard(node)
+        for member in self._members.get(attempt, {}).pop(node, ()):
+            self._nodes[attempt][member].discard(node)
 
     def lose(self, lost: Set[str]) -> None:
-        for members in self._nodes.values():
-            for nodes in members.values():
-                nodes -= lost
+        for attempt, members in self._members.items():
+            for node in lost & members.keys():
+                self.remove_all(attempt, node)
 
     def forget(self, attempt: str) -> None:
         self._groups.pop(attempt, None)
         self._group_of.pop(attempt, None)
         self._nodes.pop(attempt, None)
+        self._members.pop(attempt, None)
 
 
 def lost_members(places: GroupPlaces, lost_nodes: Set[str] = frozenset()) -> frozenset[int]:
@@ -103,7 +117,7 @@ def tolerance(places: GroupPlaces) -> int:
     Copies of members count too: a group without parity files tolerates what its copies do.
     """
     least = min(map(len, places.fragments)) - 1
-    if least < places.group.parity and not _is_whole(places):
+    if least < places.group.parity and not is_whole(places):
         nodes = sorted(group_nodes(places))
         for count in range(least + 1, places.group.parity + 1):
             if any(lost_members(places, set(lost)) for lost in combinations(nodes, count)):
@@ -111,7 +125,7 @@ def tolerance(places: GroupPlaces) -> int:
     return max(least, places.group.parity)
 
 
-def _is_whole(places: GroupPlaces) -> bool:
+def is_whole(places: GroupPlaces) -> bool:
     """Return True if each member has a node of its own with its fragment and its parity file."""
     homes = [
         set(held).intersection(coded) for held, coded in zip(places.fragments, places.parities, strict=True)

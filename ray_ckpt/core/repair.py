@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.links import Links
 from ray_ckpt.core.messages import ReplicaEnded, Replicate
+from ray_ckpt.core.parity_files import group_nodes
 from ray_ckpt.core.placement import domain_of
 from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.types import CheckpointInfo, Level
@@ -44,6 +45,7 @@ class _Need:
     staying: frozenset[str]  # holders that stay in the cluster
     draining: frozenset[str]  # holders that are about to leave the cluster
     missing: int
+    beside: frozenset[str] = frozenset()  # nodes with other files of its parity group
     spares: frozenset[str] = frozenset()  # the only nodes that may take the copies, if not empty
 
     @property
@@ -161,10 +163,21 @@ class Repairs:
         for source in sorted(need.staying or need.draining, key=lambda n: (problem.blame[n], sending[n], n)):
             if reached := [n for n in others if links.works(source, n, now_s)]:
                 taken = {domain_of(node, domains) for node in copies}
-                holder = min(
-                    reached, key=lambda n: (domain_of(n, domains) in taken, problem.blame[n], load[n], n)
+                return Replicate(
+                    attempt=attempt,
+                    node_index=index,
+                    source=source,
+                    holder=min(
+                        reached,
+                        key=lambda n: (
+                            n in need.beside,
+                            domain_of(n, domains) in taken,
+                            problem.blame[n],
+                            load[n],
+                            n,
+                        ),
+                    ),
                 )
-                return Replicate(attempt=attempt, node_index=index, source=source, holder=holder)
         return None
 
     def _on_their_way(self, need: _Need) -> frozenset[str]:
@@ -204,6 +217,7 @@ def _needs(
             held = frozenset(nodes & holders.live)
             missing = min(wanted - len(held & staying), len(may_hold) - len(held & may_hold))
             if held and missing > 0:
+                places = holders.places_of(checkpoint.id.attempt, index)
                 yield _Need(
                     checkpoint=checkpoint,
                     recency=recency,
@@ -211,6 +225,7 @@ def _needs(
                     staying=held & staying,
                     draining=held - staying,
                     missing=missing,
+                    beside=group_nodes(places) if places is not None else frozenset(),
                 )
 
 

@@ -320,7 +320,11 @@ class RunMachine:
                 yield from decide(self)
 
     def _maintain(self) -> Iterator[m.Effect]:
-        yield from self._maintenance.decide(wall_s=self._context.wall_s, busy=self._retirement.busy())
+        busy = self._retirement.busy()
+        if not self._sessions.owner_has_run:
+            yield from self._maintenance.compute(busy)
+            return
+        yield from self._maintenance.decide(wall_s=self._context.wall_s, busy=busy)
         if self._maintenance.found_crowded and self._ledger.is_settled:
             self._retirement.decide()
         self._drain_schedule.start_again()
@@ -344,9 +348,8 @@ class RunMachine:
         yield from self._drain_schedule.assign()
         yield from self._sweeps.order_listing(wall_s, is_end=True)
         is_collected = all(c.state != "retired" for c in self.history.checkpoints.values())
-        is_busy = (
-            self._drains or self._item_uploads or self._sweeps.is_under_way or self._snapshots.is_writing
-        )
+        is_uploading = self._drains or self._item_uploads or self._maintenance.is_computing
+        is_busy = is_uploading or self._sweeps.is_under_way or self._snapshots.is_writing
         if self._ledger.is_settled and is_collected and not is_busy:
             yield self._closing.begin()
 
@@ -450,7 +453,7 @@ class RunMachine:
         yield from self._saves.replica_ended(event)
 
     def _on_code_ended(self, event: m.CodeEnded) -> Iterator[m.Effect]:
-        self._maintenance.coded(event)
+        yield from self._maintenance.coded(event)
         yield from self._saves.code_ended(event)
 
     def _is_stale(self, event: m.NodeStored | m.ReplicaEnded) -> bool:
@@ -541,7 +544,7 @@ _DECISIONS = (  # taken in this order, after each event, while no record is pend
     _Decision(lambda run: run._sessions.is_choosing, lambda run: run._sessions.decide()),
     _Decision(lambda run: run._requests, lambda run: run._requests.decide(run._attempts)),
     _Decision(lambda run: run._retirement.is_due, lambda run: run._retirement.decide()),
-    _Decision(lambda run: run._maintenance.is_due and run._sessions.owner_has_run, RunMachine._maintain),
+    _Decision(lambda run: run._maintenance.is_due, RunMachine._maintain),
     _Decision(
         lambda run: run._context.draining and run._context.draining >= run._context.holders.live,
         lambda run: run._drain_schedule.rescue(),

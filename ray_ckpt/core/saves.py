@@ -289,6 +289,7 @@ class Saves:
                     node_id=node,
                     is_parity=True,
                     places=places,
+                    read_bytes=attempt.size_bytes() * group.num_data // len(attempt.nodes),
                 )
 
     def code_ended(self, event: m.CodeEnded) -> Iterator[m.Effect]:

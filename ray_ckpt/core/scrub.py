@@ -111,6 +111,10 @@ class Scrubs:
         """
         self._suspects[scrub] = 0
 
+    def is_suspect(self, scrub: Scrub) -> bool:
+        """Return True if this copy is still to be read."""
+        return self._suspects.get(scrub, MAX_TRIES) < MAX_TRIES
+
     @property
     def suspect_remote(self) -> dict[str, set[int]]:
         """Fragments that are to be read on the storage path, by attempt; some are still on the way there."""

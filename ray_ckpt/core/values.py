@@ -138,6 +138,10 @@ class SessionPlan:
         """Key that sorts sessions, logged or not, in the order in which they were opened."""
         return self.epoch, self.session
 
+    def group_of(self, node_index: int) -> ParityGroup | None:
+        """Return the parity group of a node, or None."""
+        return next((group for group in self.groups if node_index in group.members), None)
+
     def has(self, attempt: AttemptId) -> bool:
         """Return True if the attempt belongs to this session."""
         return attempt.run_uid == self.run_uid and (attempt.epoch, attempt.session) == self.session_key

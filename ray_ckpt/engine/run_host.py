@@ -16,7 +16,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.run_machine import CLOCK_S, RunMachine
 from ray_ckpt.core.values import Inventory, SessionKey, Token
-from ray_ckpt.engine.answers import CODE_S, drain_bound_s, event_of
+from ray_ckpt.engine.answers import code_bound_s, drain_bound_s, event_of
 from ray_ckpt.engine.deletes import NodeDeletes, folders_left, together
 from ray_ckpt.engine.groups import Groups
 from ray_ckpt.engine.launchers import LauncherWatch
@@ -234,7 +234,14 @@ class RunHost:
                 bound_s = drain_bound_s(checkpoint, self.machine.options)
                 ports.call(Call(node=node, order=effect, work=effect, bound_s=bound_s))
             case m.Code(node_id=node):
-                ports.call(Call(node=node, order=effect, work=effect, bound_s=CODE_S))
+                ports.call(
+                    Call(
+                        node=node,
+                        order=effect,
+                        work=effect,
+                        bound_s=code_bound_s(effect, self.machine.options),
+                    )
+                )
             case m.Scrub():
                 self._scrub(effect)
             case m.Warn():

@@ -196,6 +196,26 @@ class GroupReader:
         blocks = self._pull(endpoint, position, name, [(0, size)], is_parity=True)
         return b"".join(map(bytes, blocks))
 
+    def files_of(self, position: int) -> tuple[FileEntry, ...]:
+        """Return the entries of a member's files, its fragment first, from a node with it or a parity file.
+
+        Unavailable if there is neither.
+        """
+        try:
+            return self._listed(position)
+        except (Unavailable, CorruptionError):
+            return self.header().files[position]
+
+    def copy(
+        self, position: int, file: str, ranges: Sequence[tuple[int, int]]
+    ) -> Generator[memoryview, None, None]:
+        """Yield the bytes of ranges of a member's file from a node that has it. Unavailable if none has."""
+        try:
+            endpoint = self._first_left(position, is_parity=False)
+            yield from self._pull(endpoint, position, file, ranges, is_parity=False)
+        except _Gone as error:
+            raise Unavailable(str(error), refused=True) from error
+
     def entries(self, file: str) -> tuple[FileEntry, ...]:
         """Return the files of the member that has `file`, its fragment first."""
         header = self.header()

@@ -6,7 +6,7 @@ unanswered work looks like a time-out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from ray_ckpt.format.names import parity_file
 from ray_ckpt.storage.log_store import write_snapshot
 from ray_ckpt.testing.nodes import Nodes
 from ray_ckpt.testing.parts import Fate
-from ray_ckpt.testing.stores import START_S, Parity, part_of
+from ray_ckpt.testing.stores import START_S, Copy, Disk, Parity, part_of
 
 Ended: TypeAlias = tuple[object, Failure | None]
 
@@ -85,16 +85,24 @@ class StorageWork(Nodes):
         """Return what a node reads from the live members of a group; None if it is too little."""
         attempt, places = work.attempt.attempt, work.places
         if not work.is_parity:
+            names = places.fragments[places.group.members.index(work.node_index)]
+            if disk := self._intact(work.node_id, names, (attempt, work.node_index)):
+                copied = disk.fragments[attempt, work.node_index], disk.listed[attempt, work.node_index]
+                return Parity(places.group, {work.node_index: copied})
             found = self.decodable(work.attempt, places, work.node_id)
             return found if found is not None and work.node_index in found.members else None
         members = {}
         for member, names in zip(places.group.members, places.fragments, strict=True):
-            disks = [self.nodes[name].disk for name in names if self._serves(work.node_id, name)]
-            disk = next((disk for disk in disks if disk.has_intact((attempt, member))), None)
+            disk = self._intact(work.node_id, names, (attempt, member))
             if disk is None:
                 return None
             members[member] = disk.fragments[attempt, member], disk.listed[attempt, member]
         return Parity(places.group, members)
+
+    def _intact(self, reader: str, names: Iterable[str], copy: Copy) -> Disk | None:
+        """Return a disk with a good copy that a node can read, of those of the named nodes, or None."""
+        disks = [self.nodes[name].disk for name in names if self._serves(reader, name)]
+        return next((disk for disk in disks if disk.has_intact(copy)), None)
 
     def _describe(self, name: str, work: m.WriteDescription, fate: Fate) -> Ended:
         checkpoint, exported = work.checkpoint, work.exported

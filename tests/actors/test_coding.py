@@ -75,6 +75,7 @@ class Group:
             node_id=node,
             is_parity=is_parity,
             places=self.places(*lost),
+            read_bytes=0,
         )
         credentials = KEYS.credentials(UID)
         return compute(self.runs[node], order, self.endpoints, credentials, ActiveCopies())
@@ -409,6 +410,23 @@ def test_lost_members_and_then_their_parity_are_made_again(coded: Group) -> None
     old = (coded.folder(NODES[2]) / parity_file(2, NUM_NODES)).read_bytes()
     coded.code(2, "spare")
     assert (coded.folder("spare") / parity_file(2, NUM_NODES)).read_bytes() == old
+
+
+def test_a_member_that_a_node_has_is_copied(group: Group) -> None:
+    """No node has a parity file, from which it could be computed."""
+    group.code(2, "spare", is_parity=False)
+    for name in group.files(2):
+        assert (group.folder("spare") / name).read_bytes() == group.saved.files[name]
+
+
+def test_a_member_that_is_damaged_on_its_node_is_computed(coded: Group) -> None:
+    path = coded.folder(NODES[2]) / coded.files(2)[1]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    coded.code(2, "spare", is_parity=False)
+    for name in coded.files(2):
+        assert (coded.folder("spare") / name).read_bytes() == coded.saved.files[name]
 
 
 def test_wrong_parity_gives_no_wrong_byte_and_is_found_by_a_scrub(coded: Group) -> None:

@@ -21,7 +21,7 @@ from ray_ckpt.core.repair import RETRY_S
 from ray_ckpt.core.values import GroupPlaces, StoredParity
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.types import Level, ParityGroup
-from tests.core.driver import Harness, of, one
+from tests.core.driver import Disk, Harness, of, one
 
 NODES = "abcd"
 
@@ -109,6 +109,15 @@ def test_too_few_nodes_and_crowded_domains_are_warned_of() -> None:
     run = Harness("abcd", parity=(2, 1))
     run.feed(m.NodesSeen(live=frozenset("abcd"), domains=dict.fromkeys("abc", "left")))
     assert any("failure domain left" in w.text for w in of(run.open("abcd"), m.Warn))
+
+
+def test_a_node_knows_how_much_it_stores_for_the_others_of_its_group() -> None:
+    """Three nodes are less than the option asks for, so each stores more of the others."""
+    run = Harness("abc", parity=(6, 1))
+    run.open("abc")
+    group = run.plan.group_of(2)
+    assert group is not None and (group.parity, group.num_data) == (1, 2)
+    assert run.plan.group_of(3) is None
 
 
 # -- saves -------------------------------------------------------------------------------------------
@@ -243,8 +252,210 @@ def test_a_lost_member_is_made_again_before_its_parity() -> None:
     assert run.machine.view.exposure()
 
 
+def tolerated(run: Harness, step: int) -> int:
+    return min(map(tolerance, run.machine.view.parity_groups(run.attempt(step).attempt)))
+
+
+def arrived(copy: m.Replicate) -> m.ReplicaEnded:
+    return m.ReplicaEnded(
+        attempt=copy.attempt, node_index=copy.node_index, holder=copy.holder, source=copy.source, error=None
+    )
+
+
+def read(scrub: m.Scrub, *damage: str) -> m.ScrubEnded:
+    return m.ScrubEnded(
+        attempt=scrub.attempt, node_index=scrub.node_index, place=scrub.place, damage=damage, error=None
+    )
+
+
+def rebuild(run: Harness, effects: Iterable[m.Effect] = ()) -> list[m.Code]:
+    """Let repair do all that it finds; return its orders."""
+    codes: list[m.Code] = []
+    while found := [code for code in of([*effects, *run.tick(2.0)], m.Code) if code not in codes]:
+        codes += found
+        effects = run.feed(*map(coded, found))
+    return codes
+
+
+def test_members_that_share_a_node_part_when_a_node_comes() -> None:
+    run = harness("abcd")
+    save(run, 10)
+    rebuild(run, run.lose("b"))
+    assert tolerated(run, 10) == 1, "a node has two members, as no other is there"
+    assert run.machine.view.copies_missing == 0
+    run.disks["e"] = Disk()
+    codes = rebuild(run, run.feed(m.NodesSeen(live=frozenset("acde"))))
+    assert [(code.node_id, code.is_parity) for code in codes] == [("e", False), ("e", True)]
+    moved = codes[0]
+    assert moved.places.fragments[moved.node_index], "it is copied"
+    assert moved.read_bytes < codes[1].read_bytes
+    assert tolerated(run, 10) == 2
+    assert not rebuild(run), "one move is enough"
+
+
+def test_two_members_that_are_lost_get_a_node_each() -> None:
+    """One of the free nodes is of a domain that the group does not have."""
+    run = harness("abcdef")
+    save(run, 10)
+    domains = {**dict.fromkeys("abcde", "left"), "f": "right"}
+    run.feed(m.NodesSeen(live=frozenset("abcdef"), domains=domains))
+    codes = rebuild(run, run.feed(m.NodesSeen(live=frozenset("cdef"), domains=domains)))
+    assert {code.node_id for code in codes if not code.is_parity} == {"e", "f"}
+    assert len(codes) == 4
+    assert tolerated(run, 10) == 2
+
+
+def test_what_a_leaving_node_has_goes_beside_no_other_member() -> None:
+    run = harness("abcde")
+    save(run, 10)
+    run.save(20)  # without parity files: node e has no more fragments than the others
+    copies = of(run.feed(m.NodesSeen(live=frozenset("abcde"), draining=frozenset("b"))), m.Replicate)
+    copies += of(run.tick(2.0), m.Replicate)
+    assert {(copy.attempt.step, copy.node_index, copy.holder) for copy in copies} >= {(10, 1, "e")}
+    run.feed(*map(arrived, copies))
+    codes = [code for code in rebuild(run) if code.attempt.step == 10]
+    assert [(code.node_index, code.node_id, code.is_parity) for code in codes] == [(1, "e", True)]
+    run.lose("b")
+    assert tolerated(run, 10) == 2
+
+
+@given(
+    changes=st.lists(
+        st.tuples(
+            st.sampled_from(["lose", "lose", "come", "leave", "harm"]),
+            st.sampled_from("abcdefg"),
+            st.integers(0, 3),
+        ),
+        max_size=6,
+    )
+)
+def test_repair_ends_with_a_node_for_each_member_if_there_are_enough(
+    changes: list[tuple[str, str, int]],
+) -> None:
+    """Whatever happens, as long as no file is lost for good, and each change is repaired before the next."""
+    run = harness("abcdefg")
+    save(run, 10)
+    attempt, live, draining = run.attempt(10), frozenset("abcdefg"), frozenset[str]()
+
+    def whereabouts() -> GroupPlaces:
+        return run.machine.view.parity_groups(attempt.attempt)[0]
+
+    for kind, node, member in changes:
+        effects: list[m.Effect] = []
+        if kind == "come" or node not in live:
+            live |= {node}
+        elif kind == "lose" and len(live) > 3:
+            live -= {node}
+        elif kind == "leave":
+            draining = frozenset(node)
+        elif kind == "harm":
+            files = (f"parity-{member:05d}-of-00004.bin", "shard")[len(changes) % 2 :]
+            for place in whereabouts().fragments[member]:
+                effects += run.feed(read(m.Scrub(attempt=attempt, node_index=member, place=place), *files))
+        draining &= live
+        effects += run.feed(m.NodesSeen(live=live, draining=draining))
+        for _ in range(30):
+            copies, codes = of(effects, m.Replicate), of(effects, m.Code)
+            effects = [*run.feed(*map(arrived, copies), *map(coded, codes)), *run.tick(2.0)]
+        assert not of(effects, m.Code) and not of(effects, m.Replicate), "it comes to an end"
+        assert run.machine.view.copies_missing == 0
+    staying, places = live - draining, whereabouts()
+    homes = [
+        staying & set(held) & set(parity)
+        for held, parity in zip(places.fragments, places.parities, strict=True)
+    ]
+    if len(staying) >= 4:
+        assert tolerance(places) == 2
+        assert all(homes)
+
+
+def test_a_group_without_any_parity_file_is_found_after_a_restart() -> None:
+    """Another group of the same checkpoint has some."""
+    nodes = "abcdefgh"
+    run = Harness(nodes, parity=(2, 2), remote_every=1000)
+    run.open(nodes)
+    codes = of(run.save(10), m.Code)
+    first = codes[0].places.group
+    made = [code for code in codes if code.places.group == first]
+    for code in made:
+        keep(run, code)
+    others = [code for code in codes if code not in made]
+    run.feed(*map(coded, made), *(coded(code, error="disk full") for code in others))
+    plan = run.plan
+    run.start_coordinator()
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    assert {code.node_index for code in rebuild(run)} == {code.node_index for code in others}
+    assert tolerated(run, 10) == 2
+
+
+def test_parity_that_gives_wrong_bytes_no_longer_counts() -> None:
+    """First all files of the group are read; they are good, so repair does not try without end."""
+    run = harness("abcdef", scrub_bytes_per_s=0)
+    save(run, 10)
+    places = set[str]()
+    effects: list[m.Effect] = [*run.lose("b")]
+    tries = 0
+    for _ in range(40):
+        effects += run.tick(RETRY_S)
+        codes, scrubs, effects = of(effects, m.Code), of(effects, m.Scrub), []
+        tries += len(codes)
+        places |= {scrub.place for scrub in scrubs}
+        effects += run.feed(*(replace(coded(code, error="wrong bytes"), is_damage=True) for code in codes))
+        for scrub in scrubs:
+            effects += run.feed(read(scrub))
+    assert places == set("acd")
+    assert 3 <= tries <= 6
+    assert any("fragment 1 cannot be computed" in warn.text for warn in of(run.transcript, m.Warn))
+    assert tolerated(run, 10) == -1, "it is no longer offered for a restore"
+    assert run.machine.view.copies_missing == 0
+
+
+def test_a_member_that_was_damaged_is_found_before_the_parity_is_doubted() -> None:
+    """Node c has a bad file: with P and Q, both members can be computed without it."""
+    run = harness("abcdef", scrub_bytes_per_s=0)
+    save(run, 10)
+    (code,) = of([*run.lose("b"), *run.tick(2.0)], m.Code)
+    effects: list[m.Effect] = [*run.feed(replace(coded(code, error="wrong bytes"), is_damage=True))]
+    is_found = False
+    for _ in range(40):
+        effects += run.tick(RETRY_S)
+        scrubs, codes, effects = of(effects, m.Scrub), of(effects, m.Code), []
+        for code in codes:
+            end = coded(code, error=None if is_found else "wrong bytes")
+            effects += run.feed(replace(end, is_damage=not is_found))
+        for scrub in scrubs:
+            is_found |= scrub.place == "c"
+            effects += run.feed(read(scrub, *["shard"] * (scrub.place == "c")))
+    assert is_found
+    assert tolerated(run, 10) == 2
+
+
+def test_the_end_of_a_run_uploads_what_can_be_computed() -> None:
+    """A node is lost when nobody trains any more; a checkpoint that is due lacks its part."""
+    run = harness("abcdef", remote_every=1, retire_grace_s=60.0)
+    drains = of(save(run, 10), m.Drain)
+    run.drain_all(save(run, 20))
+    run.feed(m.FinishRequested(token="end", ends_group=True, has_failed=False))
+    assert run.machine.plan is None
+    effects: list[m.Effect] = [*run.lose("b")]
+    for drain in drains:
+        if drain.node_id != "b":
+            effects += run.drained(drain)
+    for _ in range(60):
+        codes, drains = of(effects, m.Code), of(effects, m.Drain)
+        effects = [*run.feed(*map(coded, codes)), *run.drain_all(effects)]
+        assert all(drain.node_id != "b" for drain in drains)
+        effects += run.tick(2.0)
+        for delete in of(effects, m.Delete):
+            run.feed(m.DeleteEnded(attempt=delete.attempt, place=delete.place, error=None))
+        for listing in of(effects, m.SweepRemote):
+            effects += run.feed(m.RemoteListed(number=listing.number))
+    levels = {c.step: (c.state, c.level) for c in run.machine.history.checkpoints.values()}
+    assert levels == {10: ("live", Level.DURABLE), 20: ("live", Level.DURABLE)}
+
+
 def test_a_drain_waits_a_while_for_a_member_that_may_be_computed() -> None:
-    """It waits while the next group opens, too; but repair needs a group, and may not come to an old save."""
+    """It waits while the next group opens, too; but repair may take long."""
     run = harness("abcdef", remote_every=1)
     for drain in of(save(run, 10), m.Drain):
         if drain.node_index != 1:
@@ -260,7 +471,7 @@ def test_a_drain_waits_a_while_for_a_member_that_may_be_computed() -> None:
 
 
 def test_drains_that_only_wait_for_repair_let_others_pass() -> None:
-    """Two places are all there is, and repair does not come to checkpoints that are off the lineage."""
+    """Two places are all there is."""
     run = harness("abcdef", inventory_wait_s=0.0, keep_last=10)
     for step in (10, 20, 30):
         save(run, step)

@@ -7,7 +7,8 @@ import pytest
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.engine.answers import DRAIN_SLACK_S, drain_bound_s
+from ray_ckpt.core.values import GroupPlaces
+from ray_ckpt.engine.answers import DRAIN_SLACK_S, code_bound_s, drain_bound_s
 from ray_ckpt.engine.idle_agents import IdleAgents
 from ray_ckpt.engine.ports import (
     AgentDied,
@@ -20,6 +21,7 @@ from ray_ckpt.engine.ports import (
 )
 from ray_ckpt.engine.run_host import INVENTORY_AGAIN_S, TAKE_OVER_AGAIN_S
 from ray_ckpt.errors import ConfigError, StoragePathError, Unavailable
+from ray_ckpt.types import AttemptId, ParityGroup
 from tests.engine.driver import NO_ANSWER, Story, trained
 
 IDLE_S = RunOptions().agent_idle_s
@@ -244,6 +246,26 @@ def test_the_death_of_an_agent_that_drains_is_noticed() -> None:
     story.harness_effect(m.Drain(attempt=checkpoint.id, node_index=0, node_id="a"))
     assert story.ports.revived == ["a"]
     assert drain_bound_s(checkpoint, RunOptions()) > DRAIN_SLACK_S
+
+
+def test_a_computation_may_take_as_long_as_its_bytes() -> None:
+    group = ParityGroup(members=(0, 1), parity=1)
+    places = GroupPlaces(group=group, fragments=(("a",), ("b",)), parities=((), ()))
+    attempt = AttemptId(run_uid="0" * 32, epoch=1, session=1, step=10, attempt="x")
+    code = m.Code(
+        attempt=attempt,
+        num_nodes=2,
+        node_index=0,
+        node_id="a",
+        is_parity=True,
+        places=places,
+        read_bytes=360 * 10**9,
+    )
+    assert code_bound_s(code, RunOptions()) > 360e9 / 100e6, (
+        "at 100 MB/s, and it is not ordered again meanwhile"
+    )
+    slow = RunOptions(replicate_bytes_per_s=1 << 20)
+    assert code_bound_s(code, slow) > 360e9 / (1 << 20)
 
 
 # -- idle agents -------------------------------------------------------------------------------------
