@@ -37,7 +37,7 @@ class Maintenance:
         self._losses = Losses()
         self._scrubs = Scrubs()
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
-        self._next_s = 0.0
+        self._next_s = self._next_compute_s = 0.0
         self._disks: dict[str, DiskSpace] = {}  # by node; readings not used yet
         self._last_disks: dict[str, DiskSpace] = {}  # by node; the last readings
         self._crowded: set[str] = set()  # nodes with full disks and nothing to evict, by their last readings
@@ -48,7 +48,7 @@ class Maintenance:
 
     @property
     def is_due(self) -> bool:
-        """True if it is time to call `decide`."""
+        """True if it is time to call `decide`, or `compute`."""
         return self._context.now_s >= self._next_s
 
     @property
@@ -87,9 +87,11 @@ class Maintenance:
             context.measure(telemetry.LOST)
 
     def compute(self, busy: Collection[str]) -> Iterator[m.Effect]:
-        """Yield computations of what uploads wait for; call while no group has the run."""
-        period_s = self._context.paced(MAINTENANCE_S)
-        self._next_s = self._context.now_s + period_s
+        """Yield computations of what uploads wait for, if some are due; call while no group has the run."""
+        period_s, groups_of = self._context.paced(MAINTENANCE_S), self._context.holders.parity.groups
+        if self._context.now_s < self._next_compute_s or not any(map(groups_of, busy)):
+            return
+        self._next_compute_s = self._context.now_s + period_s
         self._copying.set_rate(self._context.options.repair_bytes_per_s, period_s)
         yield from self._compute((), busy)
 

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from jobs.demo.local_cluster import LocalCluster
 from ray_ckpt.actors.client import coordinator
+from ray_ckpt.actors.live_run import LiveRun
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli import app
+from ray_ckpt.core.parity_files import tolerance
 from ray_ckpt.types import Level
 from tests.cluster.ranks import RankGroup, Training
 
@@ -98,3 +100,39 @@ def test_two_nodes_of_a_group_are_lost_and_the_run_goes_on(
     parts = [part for rank in restored for part in rank.parts if "shard" in part.file]
     assert "peer" in {part.tier for part in parts}  # computed for the restore, or by repair before it
     assert {part.tier for part in parts} <= {"memory", "local", "peer"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_members_that_share_a_node_part_when_another_joins(no_cluster: None, tmp_path: Path) -> None:
+    """Four nodes are a group; one is lost, and for a while there is none to take its place."""
+    storage = str(tmp_path)
+    uri = f"{storage}/shared"
+
+    def tolerated(wanted: int) -> None:
+        """Wait until the files of step 2 allow for as many losses."""
+        deadline_s = time.monotonic() + WAIT_S
+        while (found := tolerated_losses(uri, step=2)) != wanted:
+            assert time.monotonic() < deadline_s, found
+            time.sleep(0.5)
+
+    with LocalCluster(tmp_path / "staging", [f"node-{name}" for name in "abcd"]) as cluster:
+
+        def group(names: str) -> RankGroup:
+            return RankGroup([cluster.nodes[f"node-{name}"].node_id for name in names])
+
+        before = group("abcd").run(train_until, "shared", storage, (2, 2), 2)
+        tolerated(2)
+        cluster.kill("node-d", wipe=True)
+        after = group("abc").run(train_until, "shared", storage, (2, 2), 4)
+        tolerated(1)  # computed again, beside another member
+        cluster.add("node-x")
+        tolerated(2)
+        assert used_bytes(cluster.nodes["node-x"].staging, "[!p]*") > 0
+    assert len(before[0]) == len(after[0]) == 2
+
+
+def tolerated_losses(uri: str, step: int) -> int:
+    """Return the number of nodes whose loss the files on nodes allow for."""
+    found = [live for live in LiveRun(uri).sources.live if live.checkpoint.step == step]
+    return min(tolerance(places) for live in found for places in live.groups)

@@ -383,8 +383,8 @@ def test_a_group_without_any_parity_file_is_found_after_a_restart() -> None:
     run.feed(*map(coded, made), *(coded(code, error="disk full") for code in others))
     plan = run.plan
     run.start_coordinator()
-    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
-    assert {code.node_index for code in rebuild(run)} == {code.node_index for code in others}
+    effects = run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    assert {code.node_index for code in rebuild(run, effects)} == {code.node_index for code in others}
     assert tolerated(run, 10) == 2
 
 
