@@ -13,11 +13,12 @@ from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING
 
-from ray_ckpt.errors import CheckpointError
+from ray_ckpt.errors import CheckpointError, CorruptionError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
 from ray_ckpt.format.names import fragment_file, is_still_name
-from ray_ckpt.storage.local.direct import Written, hashed
+from ray_ckpt.storage.local.direct import Written, hashed, read_written
+from ray_ckpt.storage.local.files import checked
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.types import FileEntry
 
@@ -47,12 +48,30 @@ def store_still(
         if entry.size_bytes != data.nbytes:
             continue
         found = found or _hashed(run, file, data, spans)
-        if found.digest == entry.digest and run.staging.link(run.run_uid, other, directory, file):
+        is_same = found.digest == entry.digest and _may_link(run, other, entry)
+        if is_same and run.staging.link(run.run_uid, other, directory, file):
             return found, True
     run.check_space(data.nbytes, what=file)
     written = run.staging.put(run.run_uid, directory, file, [data], size_bytes=data.nbytes, spans=spans)
     run.still[file] = tuple(spans), written
     return written, False
+
+
+def _may_link(run: NodeRun, directory: str, entry: FileEntry) -> bool:
+    """Return whether a shard of an earlier checkpoint is to be shared.
+
+    With parity it is read first: other nodes code its bytes as they are, so that bytes which have changed on
+    the disk could not be computed. A copy on another node has bytes of its own.
+    """
+    if run.spec.options.parity is None:
+        return True
+    blocks = read_written(run.staging.path(run.run_uid, directory, entry.name))
+    try:
+        for _ in checked(blocks, size_bytes=entry.size_bytes, digest=entry.digest, what=entry.name):
+            pass
+    except (OSError, CorruptionError):
+        return False
+    return True
 
 
 def _hashed(run: NodeRun, file: str, data: memoryview, spans: Sequence[tuple[int, int]]) -> Written:

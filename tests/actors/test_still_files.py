@@ -18,6 +18,7 @@ import torch
 
 from ray_ckpt.actors.agent import files
 from ray_ckpt.actors.agent.still_files import has_remotely
+from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import CorruptionError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, shard_file
@@ -77,6 +78,19 @@ def test_an_equal_shard_is_linked_and_another_one_is_written(node: StillNode) ->
     assert third.files[1].digest == node.entry(3).digest, "the bytes of the arena"
     assert node.save(4, BASE, head(4)).shared_bytes, "an older one is equal again"
     assert node.inode(4) == node.inode(1) and node.steps() == [1, 2, 3, 4]
+
+
+def test_with_parity_a_shard_is_read_before_it_is_linked(make: Callable[..., StillNode]) -> None:
+    """Other nodes code the bytes on the disk, so parity of bytes that have changed would be wrong."""
+    node = make("a", options=RunOptions(parity=(2, 1)))
+    node.save(1, BASE, head(1))
+    assert node.save(2, BASE, head(2)).shared_bytes
+    data = bytearray(node.path(1).read_bytes())
+    data[-1] ^= 1
+    node.path(1).write_bytes(data)  # of step 2 too
+    assert not node.save(3, BASE, head(3)).shared_bytes
+    assert digest(node.path(3).read_bytes()) == node.entry(3).digest
+    assert node.save(4, BASE, head(4)).shared_bytes and node.inode(4) == node.inode(3)
 
 
 def test_the_rows_of_a_linked_shard_are_those_of_its_bytes(node: StillNode) -> None:

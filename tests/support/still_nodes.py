@@ -45,7 +45,15 @@ def attempt(step: int) -> AttemptId:
 class StillNode:
     """An agent's end of a run on one node, with a rank whose tensors are `base` (static) and `head`."""
 
-    def __init__(self, stack: ExitStack, root: Path, storage: Path, *, roots: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        root: Path,
+        storage: Path,
+        *,
+        roots: Sequence[Path] = (),
+        options: RunOptions | None = None,
+    ) -> None:
         disks = Disks(roots or [root])
         stack.callback(disks.close)
         self.memory = RankMemory()
@@ -65,7 +73,7 @@ class StillNode:
             uploads={},
             endpoints={},
             remote=RemoteRef(storage_path=str(storage), run_name=RUN).open(),
-            spec=SimpleNamespace(options=RunOptions()),
+            spec=SimpleNamespace(options=options or RunOptions()),
         )
         runs: Any = {UID: self.run}
         server = PeerServer("127.0.0.1", keys=KEYS, files=PeerFiles(runs))
