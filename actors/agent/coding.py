@@ -5,16 +5,18 @@ Functions block; call them from threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import TypeAlias
 
 from ray_ckpt.actors.agent.priority import ActiveCopies
 from ray_ckpt.actors.agent.run import NodeRun
+from ray_ckpt.actors.agent.still_files import MAX_LIKE
 from ray_ckpt.core import messages as m
 from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
-from ray_ckpt.format.parity import DIGEST_BYTES, ParityHeader, encode_header
+from ray_ckpt.format.names import STILL
+from ray_ckpt.format.parity import DIGEST_BYTES, Layer, ParityHeader, blocks_at
 from ray_ckpt.restore.parity import GroupReader, group_sources
 from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.local.direct import read_written
@@ -46,16 +48,29 @@ def compute(
 
 
 def _store_parity(run: NodeRun, order: m.Code, group: GroupReader) -> int:
-    header = group.plan(order.places.group.members.index(order.node_index))
-    run.check_space(header.size_bytes, what=f"The parity of step {order.attempt.step}")
-    written = run.staging.put(
-        run.run_uid,
-        order.attempt.directory,
-        header.name,
-        group.encode(header),
-        size_bytes=header.size_bytes,
-    )
-    return written.size_bytes
+    """Store the parity files of a member; that of the still shards first, by a link if it was made before."""
+    header, stored = group.plan(order.places.group.members.index(order.node_index)), 0
+    directory = order.attempt.directory
+    for layer in reversed(header.layers):
+        name, size_bytes = layer.parity_file(header.position), header.size_bytes(layer)
+        if layer.number and any(
+            run.staging.link(run.run_uid, other, directory, name) for other in _with_same(run, header)
+        ):
+            continue
+        run.check_space(size_bytes, what=f"The parity of step {order.attempt.step}")
+        run.staging.put(run.run_uid, directory, name, group.encode(header, layer), size_bytes=size_bytes)
+        stored += size_bytes
+    return stored
+
+
+def _with_same(run: NodeRun, header: ParityHeader) -> Iterator[str]:
+    """Yield the newest checkpoints on this node with the same parity of still shards."""
+    (_, still), directory = header.layers, header.attempt.directory
+    others = [name for name in run.staging.directories(run.run_uid) if name != directory]
+    for other in sorted(others, reverse=True)[:MAX_LIKE]:
+        for found in run.staging.parities(run.run_uid, directory=other):
+            if found.has_still and (found.layers[STILL], found.position) == (still, header.position):
+                yield other
 
 
 def _store_member(run: NodeRun, order: m.Code, groups: Sequence[GroupReader]) -> int:
@@ -99,20 +114,25 @@ def _check_wanted(run: NodeRun, attempt: AttemptId) -> None:
 
 
 def damaged_parity(run: NodeRun, attempt: AttemptId, node_index: int) -> tuple[str, ...]:
-    """Return the name of the parity file of a member if its blocks differ from their digest, else ()."""
-    for header in run.staging.parities(run.run_uid, directory=attempt.directory):
-        if header.group.members[header.position] == node_index and not _is_intact(run, header):
-            return (header.name,)
-    return ()
+    """Return the names of a member's parity files whose blocks differ from their digest."""
+    return tuple(
+        layer.parity_file(header.position)
+        for header in run.staging.parities(run.run_uid, directory=attempt.directory)
+        if header.group.members[header.position] == node_index
+        for layer in header.layers
+        if not _is_intact(run, header, layer)
+    )
 
 
-def _is_intact(run: NodeRun, header: ParityHeader) -> bool:
-    path = run.staging.path(run.run_uid, header.attempt.directory, header.name)
-    start, end = len(encode_header(header)), header.size_bytes - DIGEST_BYTES
+def _is_intact(run: NodeRun, header: ParityHeader, layer: Layer) -> bool:
+    name = layer.parity_file(header.position)
+    path = run.staging.path(run.run_uid, header.attempt.directory, name)
+    start, size_bytes = blocks_at(header, layer), layer.blocks_bytes
     try:
-        stored = b"".join(map(bytes, read_written(path, end, DIGEST_BYTES))).decode(errors="replace")
-        blocks = read_written(path, start, end - start)
-        for _ in checked(blocks, size_bytes=end - start, digest=stored, what=header.name):
+        end = read_written(path, start + size_bytes, DIGEST_BYTES)
+        stored = b"".join(map(bytes, end)).decode(errors="replace")
+        blocks = read_written(path, start, size_bytes)
+        for _ in checked(blocks, size_bytes=size_bytes, digest=stored, what=name):
             pass
     except CorruptionError:
         return False

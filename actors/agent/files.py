@@ -229,6 +229,9 @@ def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
             for held in run.staging.holdings(run.run_uid, directory=other):
                 if file in {entry.name for entry in held.fragment.files}:
                     shared.add((held.fragment.attempt, held.fragment.node_index))
+            for header in run.staging.parities(run.run_uid, directory=other):
+                if file in {layer.parity_file(header.position) for layer in header.layers}:
+                    shared.add((header.attempt, header.group.members[header.position]))
             run.staging.quarantine(run.run_uid, other, file)
         run.staging.quarantine(run.run_uid, attempt.directory, file)
     return ScrubResult(damage=damaged, shared=tuple(sorted(shared, key=lambda pair: (pair[0].step, pair[1]))))

@@ -25,7 +25,7 @@ from ray_ckpt.storage.local.direct import Written
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.trainer.link import StepState
 from ray_ckpt.transport.sending import Limiter
-from ray_ckpt.types import AttemptId
+from ray_ckpt.types import AttemptId, FileEntry
 
 CHECK_THREADS = 2  # concurrent checks and scrubs of the storage path
 DRAIN_THREADS = 2  # concurrent uploads; each holds some 200 MiB of parts and read-ahead
@@ -62,6 +62,8 @@ class NodeRun:
         self.still: dict[
             str, tuple[tuple[tuple[int, int], ...], Written]
         ] = {}  # digests of ranks' still shards
+        # file -> the session in which an earlier still shard was read, and its entry
+        self.read_still: dict[str, tuple[SessionKey, FileEntry]] = {}
         self.endpoints: dict[str, str] = {}  # addresses of agents, by node
         self.annotating = 0  # number of annotations that wait for a save, or for the log
         self.checked_nonce = ""  # nonce of the coordinator for which the storage path was last checked

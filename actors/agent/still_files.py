@@ -60,10 +60,14 @@ def store_still(
 def _may_link(run: NodeRun, directory: str, entry: FileEntry) -> bool:
     """Return whether a shard of an earlier checkpoint is to be shared.
 
-    With parity it is read first: other nodes code its bytes as they are, so that bytes which have changed on
-    the disk could not be computed. A copy on another node has bytes of its own.
+    With parity it is read first, once in a session: the nodes of the session's groups code its bytes as they
+    are, so that bytes which have changed on the disk could not be computed. A copy on another node has bytes
+    of its own.
     """
     if run.spec.options.parity is None:
+        return True
+    known = run.require_plan().session_key, entry
+    if run.read_still.get(entry.name) == known:
         return True
     blocks = read_written(run.staging.path(run.run_uid, directory, entry.name))
     try:
@@ -71,6 +75,7 @@ def _may_link(run: NodeRun, directory: str, entry: FileEntry) -> bool:
             pass
     except (OSError, CorruptionError):
         return False
+    run.read_still[entry.name] = known
     return True
 
 

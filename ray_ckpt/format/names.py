@@ -23,7 +23,7 @@ _DIRECTORY = re.compile(r"([0-9]{12})-([0-9a-f]{16})\Z")
 _ITEMS = re.compile(r"[A-Za-z_][0-9A-Za-z_]*(,[A-Za-z_][0-9A-Za-z_]*)*\Z")
 _FILE = re.compile(
     r"(shard-\d{1,6}(\.\d{1,6})?-of-\d{1,6}\.safetensors|state-\d{1,6}-of-\d{1,6}\.json"
-    r"|manifest-\d{1,6}-of-\d{1,6}\.parquet|parity-\d{1,6}-of-\d{1,6}\.bin|checkpoint\.json)\Z",
+    r"|manifest-\d{1,6}-of-\d{1,6}\.parquet|parity-\d{1,6}(\.\d{1,6})?-of-\d{1,6}\.bin|checkpoint\.json)\Z",
     re.ASCII,
 )
 _SHARD = re.compile(r"shard-.*\.safetensors\Z")
@@ -67,9 +67,13 @@ def fragment_file(node_index: int, num_nodes: int) -> str:
     return f"manifest-{node_index:05d}-of-{num_nodes:05d}.parquet"
 
 
-def parity_file(node_index: int, num_nodes: int) -> str:
-    """Return the name of the parity file that was made for a node; never on the storage path."""
-    return f"{PARITY_PREFIX}{node_index:05d}-of-{num_nodes:05d}.bin"
+def parity_file(node_index: int, num_nodes: int, number: int = 0) -> str:
+    """Return the name of a parity file that was made for a node; never on the storage path.
+
+    Number STILL has the parity of the still shards.
+    """
+    further = f".{number}" if number else ""
+    return f"{PARITY_PREFIX}{node_index:05d}{further}-of-{num_nodes:05d}.bin"
 
 
 def record_file(seq: int) -> str:
@@ -106,9 +110,9 @@ def is_shard_name(name: str) -> bool:
 
 
 def is_still_name(name: str) -> bool:
-    """Return whether a shard of this name may be equal to the one of an earlier checkpoint."""
+    """Return whether a shard, or a parity file, of this name may be equal to one of an earlier checkpoint."""
     match = _FILE.match(name)
-    return match is not None and match.group(2) == f".{STILL}"
+    return match is not None and f".{STILL}" in match.groups()[1:]
 
 
 def is_data_name(name: str) -> bool:

@@ -5,7 +5,8 @@ form one sequence of bytes, cut into `k = n - m` segments of the same size; the 
 defines the size, and shorter ones are read as if zeros followed. The group has `n` stripes: stripe `s` has
 its P in the parity file of node `s`, its Q in that of node `s + 1`, and one segment of each other node. So
 a node's parity file has `m` blocks of one segment, and its own bytes are in the other `k` stripes, as in
-RAID-5 and RAID-6 with rotating parity. Positions count modulo `n`.
+RAID-5 and RAID-6 with rotating parity. Positions count modulo `n`. If a node has still shards, these form a
+sequence of their own, and each node has a second parity file for them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,18 @@ from typing import Any
 
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format import jsontext
-from ray_ckpt.format.names import MAX_RANKS, check_file, fragment_file, parity_file
+from ray_ckpt.format.names import (
+    MAX_RANKS,
+    STILL,
+    check_file,
+    fragment_file,
+    is_still_name,
+    parity_file,
+)
 from ray_ckpt.format.shard import ALIGNMENT_BYTES
 from ray_ckpt.types import MAX_PARITY, MAX_PARITY_DATA, AttemptId, FileEntry, ParityGroup
 
-PARITY_VERSION = 1
+PARITY_VERSION = 2  # of files with `has_still`; others are of version 1
 MAX_HEADER_BYTES = 16 << 20  # size of the header: 34 nodes with a few thousand files each
 DIGEST_BYTES = 32  # at the end of the file: the digest of the blocks, in hex digits
 _LENGTH_BYTES = 8
@@ -37,37 +45,36 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParityHeader:
-    """The header of a parity file: the group, and the files of each member at the time of the coding.
+class Layer:
+    """Files that are coded together, for each position of a group, and the layout of their segments."""
 
-    `files` has for each position of the group the fragment of that member and the files that it lists.
-    """
-
-    attempt: AttemptId
-    num_nodes: int
     group: ParityGroup
-    position: int  # of the node for which the file was made
+    num_nodes: int
+    number: int  # of the parity files: 0, or STILL for still shards
     files: tuple[tuple[FileEntry, ...], ...]
+    segment_bytes: int  # size of a segment, a multiple of 4096 bytes
+
+    @classmethod
+    def of(cls, header: ParityHeader, number: int, files: Iterable[tuple[FileEntry, ...]]) -> Layer:
+        files = tuple(files)
+        longest = max(sum(file.size_bytes for file in files_of) for files_of in files)
+        segment_bytes = -(-longest // (header.group.num_data * ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+        return cls(
+            group=header.group,
+            num_nodes=header.num_nodes,
+            number=number,
+            files=files,
+            segment_bytes=segment_bytes,
+        )
 
     @property
-    def name(self) -> str:
-        return parity_file(self.group.members[self.position], self.num_nodes)
+    def blocks_bytes(self) -> int:
+        """Size of the blocks of one parity file."""
+        return self.group.parity * self.segment_bytes
 
-    @property
-    def segment_bytes(self) -> int:
-        """Size of a segment, a multiple of 4096 bytes."""
-        longest = max(sum(file.size_bytes for file in files) for files in self.files)
-        return -(-longest // (self.group.num_data * ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the whole file."""
-        blocks_bytes = self.group.parity * self.segment_bytes
-        return len(encode_header(self)) + blocks_bytes + DIGEST_BYTES
-
-    def stripe(self, index: int) -> int:
-        """Return the stripe of a block of this file: P for `index` 0, Q for 1."""
-        return self.group.place(self.position - index)
+    def parity_file(self, position: int) -> str:
+        """Return the name of the parity file of a member."""
+        return parity_file(self.group.members[position], self.num_nodes, self.number)
 
     def pieces(self, position: int, span: Span) -> Iterator[tuple[str, int, int, int]]:
         """Yield the parts of a member's segment that exist: file, offset in it, size, position in `span`."""
@@ -107,13 +114,59 @@ class ParityHeader:
                 if entry.name == file:
                     return position, at, entry.size_bytes
                 at += entry.size_bytes
-        raise FormatError(f"{self.name} does not cover {file}.")
+        raise FormatError(f"No parity file of the group covers {file}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityHeader:
+    """The header of a parity file: the group, and the files of each member at the time of the coding.
+
+    `files` has for each position of the group the fragment of that member and the files that it lists. With
+    `has_still` the still shards are coded apart, into a file that later checkpoints may link.
+    """
+
+    attempt: AttemptId
+    num_nodes: int
+    group: ParityGroup
+    position: int  # of the node for which the file was made
+    files: tuple[tuple[FileEntry, ...], ...]
+    has_still: bool = False
+
+    @property
+    def name(self) -> str:
+        return parity_file(self.group.members[self.position], self.num_nodes)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The files that are coded together: all of them, or first the moving and then the still ones."""
+        if not self.has_still:
+            return (Layer.of(self, 0, self.files),)
+        moving = (tuple(f for f in files if not is_still_name(f.name)) for files in self.files)
+        still = (tuple(f for f in files if is_still_name(f.name)) for files in self.files)
+        return Layer.of(self, 0, moving), Layer.of(self, STILL, still)
+
+    def layer_of(self, file: str) -> Layer:
+        """Return the layer with a member's file."""
+        return self.layers[STILL if self.has_still and is_still_name(file) else 0]
+
+    def stripe(self, index: int) -> int:
+        """Return the stripe of a block of this file: P for `index` 0, Q for 1."""
+        return self.group.place(self.position - index)
+
+    def size_bytes(self, layer: Layer) -> int:
+        """Size of the whole parity file of a layer."""
+        return blocks_at(self, layer) + layer.blocks_bytes + DIGEST_BYTES
+
+
+def blocks_at(header: ParityHeader, layer: Layer) -> int:
+    """Return the position of the first block in the parity file of a layer: only the first has a header."""
+    return 0 if layer.number else len(encode_header(header))
 
 
 def encode_header(header: ParityHeader) -> bytes:
     """Return the beginning of a parity file: its length, sealed JSON and spaces up to a multiple of 4096."""
     document = {
-        "format": PARITY_VERSION,
+        "format": PARITY_VERSION if header.has_still else 1,
         **{name: getattr(header.attempt, name) for name in _ATTEMPT},
         "num_nodes": header.num_nodes,
         "members": list(header.group.members),
@@ -161,12 +214,16 @@ def decode_header(data: bytes) -> ParityHeader:
     listed = [file.name for files_of in files for file in files_of]
     if len(set(listed)) < len(listed):
         raise FormatError(f"{what} lists a file twice.")
+    has_still = found["format"] == PARITY_VERSION
+    if has_still and not any(map(is_still_name, listed)):
+        raise FormatError(f"{what} lists no still shard.")
     return ParityHeader(
         attempt=AttemptId(run_uid=run_uid, epoch=epoch, session=session, step=step, attempt=attempt),
         num_nodes=num_nodes,
         group=group,
         position=jsontext.integer(found.get("position"), "position", high=len(members) - 1),
         files=files,
+        has_still=has_still,
     )
 
 

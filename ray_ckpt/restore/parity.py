@@ -10,6 +10,7 @@ import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -19,8 +20,9 @@ from ray_ckpt.format.blocks import BlockCutter
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.galois import Bytes, StripeSum, solve
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
-from ray_ckpt.format.names import fragment_file, parity_file
+from ray_ckpt.format.names import fragment_file, is_still_name, parity_file
 from ray_ckpt.format.parity import (
+    Layer,
     ParityHeader,
     Span,
     decode_header,
@@ -105,6 +107,7 @@ class GroupReader:
             group=self._sources.group,
             position=position,
             files=files,
+            has_still=any(is_still_name(file.name) for files_of in files for file in files_of),
         )
 
     def _listed(self, position: int) -> tuple[FileEntry, ...]:
@@ -124,28 +127,29 @@ class GroupReader:
             return entry, *metadata.files
         raise failure
 
-    def encode(self, header: ParityHeader) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of a parity file. Unavailable if a member cannot be read to its end."""
-        self._header = header
-        yield encode_header(header)
-        state, segment_bytes = Digester(), header.segment_bytes
+    def encode(self, header: ParityHeader, layer: Layer) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of a layer's parity file. Unavailable if a member cannot be read to its end."""
+        if not layer.number:
+            yield encode_header(header)
+        state, segment_bytes = Digester(), layer.segment_bytes
         windows = [
             (index, Span(stripe=header.stripe(index), offset=at, size=min(WINDOW_BYTES, segment_bytes - at)))
             for index in range(header.group.parity)
             for at in range(0, segment_bytes, WINDOW_BYTES)
         ]
-        found = map_in_order(self._parity_of, windows, threads=ENCODERS, name="code", max_results=ENCODERS)
+        parity_of = partial(self._parity_of, layer)
+        found = map_in_order(parity_of, windows, threads=ENCODERS, name="code", max_results=ENCODERS)
         with closing(found):
             for window in found:
                 state.update(window.data)
                 yield window.data
         yield state.hexdigest().encode()
 
-    def _parity_of(self, window: tuple[int, Span]) -> Bytes:
+    def _parity_of(self, layer: Layer, window: tuple[int, Span]) -> Bytes:
         index, span = window
         while True:
             try:
-                return self._sums([span], (index,), ())[index]
+                return self._sums(layer, [span], (index,), ())[index]
             except _Gone as error:  # with one source less, so this ends
                 members = self._sources.group.data_of(span.stripe)
                 if not all(self._left(at, is_parity=False) for at in members):
@@ -182,7 +186,7 @@ class GroupReader:
             known = self._header or found
             if found.attempt != self._attempt or found.group != self._sources.group:
                 raise FormatError(f"{name} is of another group.")
-            if found.files != known.files:
+            if (found.files, found.has_still) != (known.files, known.has_still):
                 raise FormatError(f"{name} is of other files than the rest of its group.")
         except FormatError as error:
             self._fail(endpoint, position, is_parity=True)
@@ -219,17 +223,17 @@ class GroupReader:
     def entries(self, file: str) -> tuple[FileEntry, ...]:
         """Return the files of the member that has `file`, its fragment first."""
         header = self.header()
-        return header.files[header.position_of(file)]
+        return header.files[header.layer_of(file).position_of(file)]
 
     def read(self, file: str, ranges: Sequence[tuple[int, int]]) -> Generator[memoryview, None, None]:
         """Yield the bytes of ranges of a member's file, computed from the other members.
 
         Unavailable if too many members are lost. The bytes are not compared with digests here.
         """
-        header = self.header()
-        position = header.position_of(file)
-        for spans in _windows(header.spans(file, ranges, WINDOW_BYTES)):
-            yield self._compute(header, position, spans).data
+        layer = self.header().layer_of(file)
+        position = layer.position_of(file)
+        for spans in _windows(layer.spans(file, ranges, WINDOW_BYTES)):
+            yield self._compute(layer, position, spans).data
 
     def read_whole(self, file: str, *, max_bytes: int) -> bytes:
         """Return a whole file of a member; see `read`. FormatError if it has more than `max_bytes`."""
@@ -238,9 +242,9 @@ class GroupReader:
             raise FormatError(f"{file} has {entry.size_bytes} bytes; the format allows {max_bytes}.")
         return b"".join(map(bytes, self.read(file, [(0, entry.size_bytes)])))
 
-    def _compute(self, header: ParityHeader, position: int, spans: Sequence[Span]) -> Bytes:
+    def _compute(self, layer: Layer, position: int, spans: Sequence[Span]) -> Bytes:
         """Return the bytes of spans of one stripe, in which the member at `position` has data."""
-        group, stripe = header.group, spans[0].stripe
+        group, stripe = layer.group, spans[0].stripe
         while True:
             lost = [
                 at for at in group.data_of(stripe) if at == position or not self._left(at, is_parity=False)
@@ -250,26 +254,25 @@ class GroupReader:
             if len(sums) < len(lost):
                 raise Unavailable("Too many members of the parity group are lost.", refused=True)
             try:
-                found = self._sums(spans, sums[: len(lost)], lost)
+                found = self._sums(layer, spans, sums[: len(lost)], lost)
                 for index, total in found.items():
-                    self._add_parity(header, group.place(stripe + index), index, spans, total)
+                    self._add_parity(layer, group.place(stripe + index), index, spans, total)
             except _Gone:
                 continue  # with one source less, so this ends
             exponents = [group.exponent(stripe, at) for at in lost]
             return solve(exponents, found)[group.exponent(stripe, position)]
 
     def _sums(
-        self, spans: Sequence[Span], indexes: Sequence[int], left_out: Sequence[int]
+        self, layer: Layer, spans: Sequence[Span], indexes: Sequence[int], left_out: Sequence[int]
     ) -> dict[int, Bytes]:
         """Return sums over the members with data in the stripe of spans, without some, by index."""
-        header = self.header()
         sums = {index: StripeSum(sum(span.size for span in spans), index) for index in indexes}
-        for position in header.group.data_of(spans[0].stripe):
+        for position in layer.group.data_of(spans[0].stripe):
             for total in sums.values():
                 total.begin()
             if position in left_out:
                 continue
-            for file, parts in _by_file(header, position, spans).items():
+            for file, parts in _by_file(layer, position, spans).items():
                 endpoint = self._first_left(position, is_parity=False)
                 ranges = [(offset, size) for offset, size, _ in parts]
                 blocks = self._pull(endpoint, position, file, ranges, is_parity=False)
@@ -279,16 +282,15 @@ class GroupReader:
         return {index: total.finish() for index, total in sums.items()}
 
     def _add_parity(
-        self, header: ParityHeader, position: int, index: int, spans: Sequence[Span], total: Bytes
+        self, layer: Layer, position: int, index: int, spans: Sequence[Span], total: Bytes
     ) -> None:
         """Add the stored parity block of a stripe to the sum over the members that are left."""
-        name = parity_file(header.group.members[position], header.num_nodes)
         if position not in self._header_bytes:
             self._read_header(position)
-        base = self._header_bytes[position] + index * header.segment_bytes
+        base = (0 if layer.number else self._header_bytes[position]) + index * layer.segment_bytes
         ranges = [(base + span.offset, span.size) for span in spans]
         endpoint = self._first_left(position, is_parity=True)
-        blocks = self._pull(endpoint, position, name, ranges, is_parity=True)
+        blocks = self._pull(endpoint, position, layer.parity_file(position), ranges, is_parity=True)
         for at, piece in _placed(blocks, [(0, total.size)]):
             window = total[at : at + piece.nbytes]
             np.bitwise_xor(window, np.frombuffer(piece, np.uint8), out=window)
@@ -393,14 +395,12 @@ def _windows(spans: Iterable[Span]) -> Iterator[list[Span]]:
         yield window
 
 
-def _by_file(
-    header: ParityHeader, position: int, spans: Iterable[Span]
-) -> dict[str, list[tuple[int, int, int]]]:
+def _by_file(layer: Layer, position: int, spans: Iterable[Span]) -> dict[str, list[tuple[int, int, int]]]:
     """Return by file the parts of a member in spans: offset in the file, size, position in the window."""
     found: dict[str, list[tuple[int, int, int]]] = {}
     start = 0
     for span in spans:
-        for file, offset, size, at in header.pieces(position, span):
+        for file, offset, size, at in layer.pieces(position, span):
             found.setdefault(file, []).append((offset, size, start + at))
         start += span.size
     return found

@@ -19,6 +19,7 @@ import pytest
 from typing_extensions import Buffer
 
 from ray_ckpt.actors.agent.coding import compute, damaged_parity
+from ray_ckpt.actors.agent.files import scrub
 from ray_ckpt.actors.agent.priority import ActiveCopies
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.run import NodeRun
@@ -27,7 +28,7 @@ from ray_ckpt.core.loss_scenarios import LiveCheckpoint, Scenario
 from ray_ckpt.core.placement import place_groups
 from ray_ckpt.core.values import GroupPlaces, ResumePoint, SessionPlan
 from ray_ckpt.errors import CorruptionError, FormatError, Unavailable
-from ray_ckpt.format.names import fragment_file, make_attempt, parity_file
+from ray_ckpt.format.names import STILL, fragment_file, is_still_name, make_attempt, parity_file
 from ray_ckpt.format.parity import ParityHeader, decode_header, header_bytes
 from ray_ckpt.restore import parity
 from ray_ckpt.restore.parity import GroupReader, group_sources
@@ -79,6 +80,16 @@ class Group:
         )
         credentials = KEYS.credentials(UID)
         return compute(self.runs[node], order, self.endpoints, credentials, ActiveCopies())
+
+    def saves(self, saved: SampleCheckpoint) -> None:
+        """Store the next checkpoint, which shares still shards with the last one as agents do."""
+        last, self.saved = self.saved, saved
+        for member, node in enumerate(NODES):
+            disks = self.runs[node].staging
+            for name in self.files(member):
+                is_same = is_still_name(name) and saved.files[name] == last.files.get(name)
+                if not (is_same and disks.link(UID, last.attempt.directory, saved.attempt.directory, name)):
+                    disks.put(UID, saved.attempt.directory, name, [saved.files[name]])
 
     def folder(self, node: str) -> Path:
         return self.root / node / UID / self.saved.attempt.directory
@@ -155,6 +166,11 @@ def coded(folders_of_coded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shutil.copytree(folders_of_coded, tmp_path, dirs_exist_ok=True)
     with _open_group(tmp_path) as found:
         yield found
+
+
+def _with_base(step: int, base: Any) -> SampleCheckpoint:
+    attempt = make_attempt(run_uid=UID, session=1, step=step, attempt=0)
+    return make_checkpoint(attempt, world_size=2 * NUM_NODES, num_nodes=NUM_NODES, rows=2_000, base=base)
 
 
 def _reader(stack: ExitStack, group: Group, *lost: int) -> GroupReader:
@@ -412,6 +428,64 @@ def test_lost_members_and_then_their_parity_are_made_again(coded: Group) -> None
     assert (coded.folder("spare") / parity_file(2, NUM_NODES)).read_bytes() == old
 
 
+def test_parity_of_still_shards_is_made_once_and_linked(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Like the shards themselves. Any two nodes of each checkpoint may be lost."""
+    monkeypatch.setattr(parity, "WINDOW_BYTES", WINDOW_BYTES)
+    base = np.arange(1 << 20, dtype=np.float32).reshape(1 << 10, 1 << 10)  # 4 MiB
+    group.saves(_with_base(20, base))
+    before = group.used_bytes()
+    first = sum(group.code(member, node) for member, node in enumerate(NODES))
+    assert group.used_bytes() == before + first and first > base.nbytes / 3
+    group.saves(_with_base(30, base))
+    second = sum(group.code(member, node) for member, node in enumerate(NODES))
+    assert second < first - base.nbytes / 3
+    for member, node in enumerate(NODES):
+        name = parity_file(member, NUM_NODES, STILL)
+        assert (group.folder(node) / name).stat().st_nlink == 2
+        assert damaged_parity(group.runs[node], group.saved.attempt, member) == ()
+    group.code(2, "spare", 2, 6, is_parity=False)
+    for lost in ((2, 6), (0, 1), (7, 0)):
+        with ExitStack() as stack:
+            reader = _reader(stack, group, *lost)
+            for member in lost:
+                for name in group.files(member):
+                    assert reader.read_whole(name, max_bytes=MAX_BYTES) == group.saved.files[name], (
+                        lost,
+                        name,
+                    )
+
+    other = base.copy()
+    other[-1, -1] = 7
+    group.saves(_with_base(40, other))
+    third = sum(group.code(member, node) for member, node in enumerate(NODES))
+    assert third == first, "one still shard has changed, so the parity of all is made again"
+    with ExitStack() as stack:
+        reader = _reader(stack, group, 6, 7)
+        for name in (*group.files(6), *group.files(7)):
+            assert reader.read_whole(name, max_bytes=MAX_BYTES) == group.saved.files[name]
+
+
+def test_damage_to_shared_parity_is_found_in_each_checkpoint_that_has_it(group: Group) -> None:
+    base = np.ones((1 << 8, 1 << 8), np.float32)
+    for step in (20, 30):
+        group.saves(_with_base(step, base))
+        for member, node in enumerate(NODES):
+            group.code(member, node)
+    node, name = NODES[3], parity_file(3, NUM_NODES, STILL)
+    data = bytearray((group.folder(node) / name).read_bytes())
+    data[100] ^= 1
+    (group.folder(node) / name).write_bytes(data)
+    found = scrub(group.runs[node], group.saved.attempt, 3)
+    assert found.damage == (name,)
+    assert [(attempt.step, member) for attempt, member in found.shared] == [(20, 3)]
+    assert [header.attempt.step for header in group.runs[node].staging.parities(UID)] == []
+    group.code(3, node)
+    assert [header.attempt.step for header in group.runs[node].staging.parities(UID)] == [30]
+    assert damaged_parity(group.runs[node], group.saved.attempt, 3) == ()
+
+
 def test_a_member_that_a_node_has_is_copied(group: Group) -> None:
     """No node has a parity file, from which it could be computed."""
     group.code(2, "spare", is_parity=False)
@@ -436,7 +510,7 @@ def test_wrong_parity_gives_no_wrong_byte_and_is_found_by_a_scrub(coded: Group) 
         path = coded.folder(node) / parity_file(at, NUM_NODES)
         data = bytearray(path.read_bytes())
         (header,) = coded.runs[node].staging.parities(UID)
-        data[header_bytes(bytes(data)) + index * header.segment_bytes + 100] ^= 1
+        data[header_bytes(bytes(data)) + index * header.layers[0].segment_bytes + 100] ^= 1
         path.write_bytes(data)
         assert damaged_parity(coded.runs[node], coded.saved.attempt, at) == (path.name,)
         with ExitStack() as stack:

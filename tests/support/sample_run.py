@@ -250,15 +250,21 @@ def make_checkpoint(
     metrics: Mapping[str, float] | None = None,
     rows: int = 8,
     root_of: RootOf = "fragments",
+    base: Array | None = None,
 ) -> SampleCheckpoint:
     """Return a training state of `world_size` ranks on `num_nodes` nodes.
 
     Its tensors are cut by rows and by columns, whole, a scalar, empty, and one per rank. The bytes follow
-    from the attempt's step.
+    from the attempt's step. `base` is a matrix that is in still shards.
     """
     tensors = make_tensors(attempt.step, world_size=world_size, rows=rows)
+    still = {} if base is None else {"base.weight": base}
     ranks = [
-        RankState(slices=_slices(tensors, rank, world_size), items=_items(tensors, attempt.step, rank))
+        RankState(
+            slices=_slices(tensors, rank, world_size),
+            items=_items(tensors, attempt.step, rank),
+            still=_slices(still, rank, world_size),
+        )
         for rank in range(world_size)
     ]
     return assemble(attempt, ranks, num_nodes=num_nodes, metrics=metrics, tensors=tensors, root_of=root_of)

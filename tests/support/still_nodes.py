@@ -58,7 +58,7 @@ class StillNode:
         stack.callback(disks.close)
         self.memory = RankMemory()
         stack.callback(self.memory.close)
-        plan = SimpleNamespace(world_size=1)
+        plan = SimpleNamespace(world_size=1, session_key=(1, 1))
         self.run: Any = SimpleNamespace(
             run_uid=UID,
             staging=disks,
@@ -68,6 +68,7 @@ class StillNode:
             check_space=lambda *_, **__: None,
             reach_epoch=lambda _: None,
             still={},
+            read_still={},
             limiter=Limiter(),
             drain_limiter=Limiter(),
             uploads={},

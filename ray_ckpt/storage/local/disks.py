@@ -239,7 +239,7 @@ class Disks:
     def parities(self, run_uid: str, *, directory: str | None = None) -> tuple[ParityHeader, ...]:
         """Return the headers of the run's parity files. See `Staging.parities`."""
         found = self._call_each(
-            self._stages, lambda stage: tuple(stage.parities(run_uid, directory=directory))
+            self._stages, lambda stage: tuple(stage.parities(run_uid, self.path, directory=directory))
         )
         return tuple(dict.fromkeys(header for on_disk in found for header in on_disk))
 

@@ -241,14 +241,23 @@ class Staging:
                 if holding := _holding(path, run_uid, find or self.path, self._known):
                     yield holding
 
-    def parities(self, run_uid: str, *, directory: str | None = None) -> Iterator[ParityHeader]:
-        """Yield the header of each parity file of the run, or of one checkpoint, that has its full size."""
+    def parities(
+        self,
+        run_uid: str,
+        find: Callable[[str, str, str], Path] | None = None,
+        *,
+        directory: str | None = None,
+    ) -> Iterator[ParityHeader]:
+        """Yield the header of each parity file of the run, or of one checkpoint, that has its full size.
+
+        So has the one of its still shards, for which `find` is as in `holdings`.
+        """
         folders = self._folders(run_uid) if directory is None else [self.folder(run_uid, directory)]
         for folder in folders:
             with self._publishing:
                 paths = sorted(folder.glob(f"{names.PARITY_PREFIX}*.bin"))
             for path in paths:
-                header = _parity(path)
+                header = None if names.is_still_name(path.name) else _parity(path, find or self.path)
                 if header is not None and header.attempt.run_uid == run_uid:
                     yield header
 
@@ -400,14 +409,21 @@ def _oldest_first(folder: Path) -> list[Path]:
     return sorted(times, key=times.__getitem__)
 
 
-def _parity(path: Path) -> ParityHeader | None:
+def _parity(path: Path, find: Callable[[str, str, str], Path]) -> ParityHeader | None:
     try:
         with os.fdopen(files.open_file(path), "rb") as file:
             size = header_bytes(file.read(ALIGNMENT_BYTES))
             file.seek(0)
             header = decode_header(file.read(size))
-        is_here = header.name == path.name and header.attempt.directory == path.parent.name
-        return header if is_here and path.stat().st_size == header.size_bytes else None
+        attempt = header.attempt
+        if header.name != path.name or attempt.directory != path.parent.name:
+            return None
+        for layer in header.layers:
+            name = layer.parity_file(header.position)
+            at = find(attempt.run_uid, attempt.directory, name) if layer.number else path
+            if at.stat().st_size != header.size_bytes(layer):
+                return None
+        return header
     except (OSError, FormatError) as error:
         _check_shortage(error)
         return None
