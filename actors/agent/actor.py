@@ -220,7 +220,7 @@ class NodeAgent(RankEndpoints, RelayEndpoints):
         run, node = self._runs.get(run_uid), self._node
         await run.obey(n.EpochSeen(epoch=epoch))
         credentials = node.credentials(run_uid)
-        sent = await in_thread(node.code_io, compute, run, order, endpoints, credentials, node.copies)
+        sent = await in_thread(node.code_io, compute, run, order, endpoints, credentials, node.copies, epoch)
         node.count_bytes(run.spec.name, "parity", sent)
 
     async def drain(self, run_uid: str, attempt: AttemptId, node_index: int, like: str, epoch: int) -> None:

@@ -28,30 +28,36 @@ _Way: TypeAlias = Callable[[str, Sequence[tuple[int, int]]], Generator[memoryvie
 
 
 def compute(
-    run: NodeRun, order: m.Code, endpoints: Mapping[str, str], credentials: Credentials, copies: ActiveCopies
+    run: NodeRun,
+    order: m.Code,
+    endpoints: Mapping[str, str],
+    credentials: Credentials,
+    copies: ActiveCopies,
+    epoch: int,
 ) -> int:
-    """Carry out an order to compute files of a parity group, and return the bytes that were stored.
+    """Carry out the order of an epoch to compute files of a parity group; return the bytes that were stored.
 
     Unavailable if a member cannot be read, CorruptionError if its fragment is damaged or if computed bytes
     do not match their digest.
     """
     ways = group_sources(order.places, order.num_nodes, endpoints)
     with closing(Peers(credentials, run.limiter.slowest_bytes_per_s)) as peers, copies.one():
-        _check_wanted(run, order.attempt)
+        _check_wanted(run, order.attempt, epoch)
         first, *others = (GroupReader(order.attempt, way, peers, run.limiter) for way in ways)
         if order.is_parity:
-            stored = _store_parity(run, order, first)
+            stored = _store_parity(run, order, first, epoch)
         else:
-            stored = _store_member(run, order, [first, *others])
-    _check_wanted(run, order.attempt)
+            stored = _store_member(run, order, [first, *others], epoch)
+    _check_wanted(run, order.attempt, epoch)
     return stored
 
 
-def _store_parity(run: NodeRun, order: m.Code, group: GroupReader) -> int:
+def _store_parity(run: NodeRun, order: m.Code, group: GroupReader, epoch: int) -> int:
     """Store the parity files of a member; that of the still shards first, by a link if it was made before."""
     header, stored = group.plan(order.places.group.members.index(order.node_index)), 0
     directory = order.attempt.directory
     for layer in reversed(header.layers):
+        _check_wanted(run, order.attempt, epoch)
         name, size_bytes = layer.parity_file(header.position), header.size_bytes(layer)
         if layer.number and any(
             run.staging.link(run.run_uid, other, directory, name) for other in _with_same(run, header)
@@ -73,7 +79,7 @@ def _with_same(run: NodeRun, header: ParityHeader) -> Iterator[str]:
                 yield other
 
 
-def _store_member(run: NodeRun, order: m.Code, groups: Sequence[GroupReader]) -> int:
+def _store_member(run: NodeRun, order: m.Code, groups: Sequence[GroupReader], epoch: int) -> int:
     """Store the files of a member, its fragment last: copied from a node that has them, or else computed."""
     position = order.places.group.members.index(order.node_index)
     fragment, *files = groups[0].files_of(position)
@@ -81,6 +87,7 @@ def _store_member(run: NodeRun, order: m.Code, groups: Sequence[GroupReader]) ->
     if order.places.fragments[position]:
         ways.insert(0, partial(groups[0].copy, position))
     for file in (*files, fragment):
+        _check_wanted(run, order.attempt, epoch)
         _store_file(run, order.attempt, file, ways)
     return sum(file.size_bytes for file in (fragment, *files))
 
@@ -106,11 +113,13 @@ def _store_file(run: NodeRun, attempt: AttemptId, file: FileEntry, ways: Iterabl
     raise min(errors, key=lambda error: not isinstance(error, CorruptionError))
 
 
-def _check_wanted(run: NodeRun, attempt: AttemptId) -> None:
-    """Raise Unavailable, and leave no file, if the attempt is being deleted on this node."""
+def _check_wanted(run: NodeRun, attempt: AttemptId, epoch: int) -> None:
+    """Raise Unavailable if the order is outdated, and leave no file if the attempt is being deleted here."""
     if run.machine.is_deleted(attempt.attempt):
         run.staging.delete(run.run_uid, attempt.directory)
         raise Unavailable(f"step {attempt.step} is being deleted here")
+    if run.machine.epoch != epoch:
+        raise Unavailable("a newer coordinator is at work")
 
 
 def damaged_parity(run: NodeRun, attempt: AttemptId, node_index: int) -> tuple[str, ...]:

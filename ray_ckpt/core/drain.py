@@ -65,7 +65,8 @@ class _Task:
     paused: list[tuple[float, int]] = field(default_factory=list)  # heap of next try (monotonic), fragment
     running: dict[int, str] = field(default_factory=dict)  # node_index -> node that uploads the fragment
     unchecked: set[int]  # fragments of `waiting` and `paused` that may have no source
-    computed_s: float | None = None  # since when repair is to compute a fragment; None: not now
+    computed: set[int] = field(default_factory=set)  # fragments that repair is to compute
+    computed_s: float | None = None  # since when repair has computed none of them; None: there are none
     tries: dict[int, int] = field(default_factory=dict)
     like: AttemptId | None = None  # a durable checkpoint that may have the same shards
     most_tries: int = 0  # the maximum of `tries`, stored because each event reads it
@@ -144,6 +145,7 @@ class Drains:
         self._removed = context.holders.watch()  # attempts whose copies may have no source any more
         self._urgent = ""  # the attempt for which the end of the run waits
         self._not_before_s: dict[str, float] = {}  # attempt whose drain found no intact copy -> next drain
+        self._in_vain_s: dict[str, float] = {}  # attempt whose drain waited for repair in vain -> its end
 
     def __bool__(self) -> bool:
         """Return True if any drain waits or is under way."""
@@ -173,11 +175,15 @@ class Drains:
     ) -> None:
         """Drain a checkpoint to the storage path, an urgent checkpoint before all others.
 
-        After a drain that found no intact copy, or waited for repair in vain, the checkpoint is not drained
-        again for DAMAGED_AGAIN_S, unless a user requests the drain.
+        After a drain that found no intact copy, the checkpoint is not drained again for DAMAGED_AGAIN_S, and
+        after one that waited for repair in vain for COMPUTED_S, unless repair has done its work or a user
+        requests the drain.
         """
         name, now_s = checkpoint.id.attempt, self._context.now_s
         if not is_requested and now_s < self._not_before_s.get(name, now_s):
+            return
+        self._in_vain_s = {n: at_s for n, at_s in self._in_vain_s.items() if now_s - at_s < COMPUTED_S}
+        if not is_requested and name in self._in_vain_s and not self._context.holders.holds_all(checkpoint):
             return
         if is_urgent:
             self._urgent = name
@@ -274,7 +280,7 @@ class Drains:
             del self._tasks[name]
             reason = "no live node holds all of it"
             if task.unchecked:  # repair has had its time
-                self._put_off(name)
+                self._in_vain_s[name] = self._context.now_s
             if damaged := task.damaged.get(lacking):
                 self._put_off(name)
                 nodes, errors = names_of(damaged), "; ".join(sorted(set(damaged.values())))
@@ -293,10 +299,13 @@ class Drains:
         """Return a fragment without a source now or later, or None; look only where a source may be gone."""
         now_s = self._context.now_s
         lacking = {index for index in task.unchecked if not self._sources(task, index)}
+        has_come = not task.computed <= lacking
         task.unchecked = {index for index in lacking if self._is_computed(task, index)}
+        task.computed = set(task.unchecked)
+        is_made = bool(lacking) and self._context.holders.parity.is_made_of(task.checkpoint.id.attempt)
         if not task.unchecked:
             task.computed_s = None
-        elif task.computed_s is None:
+        elif task.computed_s is None or has_come or is_made:
             task.computed_s = now_s
         elif now_s - task.computed_s > COMPUTED_S:
             return min(lacking)

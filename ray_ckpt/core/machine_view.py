@@ -210,6 +210,7 @@ class MachineView:
         alone = [c.id.attempt for c in kept if c.level < Level.DURABLE or c.id.attempt in unsafe]
         alone += [drain.attempt for drain in self.drains_underway]
         alone += self._parts.saves.open()
+        nodes |= context.holders.parity.makers
         return frozenset(nodes.union(*(context.holders.anywhere(attempt) for attempt in alone)))
 
     def _kept_alone(self) -> Iterator[CheckpointInfo]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import pairwise
 
 from ray_ckpt import telemetry
@@ -19,13 +20,21 @@ from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.core.repair import Losses, Repairs, worth_copies
 from ray_ckpt.core.retention import RetentionView, choose_evictions, choose_evictions_for_space
 from ray_ckpt.core.scrub import Scrubs
-from ray_ckpt.core.values import DiskSpace
+from ray_ckpt.core.values import DiskSpace, GroupPlaces
 from ray_ckpt.format import records as r
 from ray_ckpt.format.names import PARITY_PREFIX, is_still_name
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, ParityGroup
 
 MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
 MAX_DAMAGED = 1000  # damaged copies that are remembered, so that their repair is counted
+
+
+@dataclass(slots=True)
+class _Doubt:
+    """A fragment of which a computation gave wrong bytes."""
+
+    unread: set[m.Scrub]  # copies of its group that were not read since
+    is_read: bool = False  # a computation has failed when all were read
 
 
 class Maintenance:
@@ -42,7 +51,7 @@ class Maintenance:
         self._last_disks: dict[str, DiskSpace] = {}  # by node; the last readings
         self._crowded: set[str] = set()  # nodes with full disks and nothing to evict, by their last readings
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
-        self._doubts: dict[tuple[str, int], int] = {}  # fragment -> computations that gave wrong bytes
+        self._doubts: dict[tuple[str, int, bool], _Doubt] = {}  # by file that was to be computed
         self._bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
         self.found_crowded = False  # a reading that the last `decide` used is of a crowded disk
 
@@ -63,8 +72,8 @@ class Maintenance:
 
     @property
     def is_computing(self) -> bool:
-        """True while a node computes a file of a parity group for repair."""
-        return self._coding.is_at_work
+        """True while a node makes a file of a parity group."""
+        return bool(self._context.holders.parity.makers)
 
     def decide(self, *, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
         """Yield the work that is due; call while no record is pending and a group has the run.
@@ -86,27 +95,32 @@ class Maintenance:
             context.ledger.append(r.Lost(attempt=lost.id.attempt, reason="no live node holds all of it"))
             context.measure(telemetry.LOST)
 
-    def compute(self, busy: Collection[str]) -> Iterator[m.Effect]:
+    def compute(self, busy: Collection[str], *, wall_s: float) -> Iterator[m.Effect]:
         """Yield computations of what uploads wait for, if some are due; call while no group has the run."""
-        period_s, groups_of = self._context.paced(MAINTENANCE_S), self._context.holders.parity.groups
+        groups_of = self._context.holders.parity.groups
         if self._context.now_s < self._next_compute_s or not any(map(groups_of, busy)):
             return
-        self._next_compute_s = self._context.now_s + period_s
-        self._copying.set_rate(self._context.options.repair_bytes_per_s, period_s)
-        yield from self._compute((), busy)
+        self._next_compute_s = self._context.now_s + self._context.paced(MAINTENANCE_S)
+        yield from self._compute((), busy, None)  # nobody trains who would be disturbed
+        yield from self._scrub(wall_s, has_rounds=False)
 
-    def _compute(self, checkpoints: Sequence[CheckpointInfo], busy: Collection[str]) -> Iterator[m.Effect]:
-        """Yield computations of files of parity groups, also for checkpoints that are only read."""
+    def _compute(
+        self, checkpoints: Sequence[CheckpointInfo], busy: Collection[str], budget: Budget | None
+    ) -> Iterator[m.Effect]:
+        """Yield computations of files of parity groups, and of lost members of checkpoints that are read."""
         context, known = self._context, {c.id.attempt for c in checkpoints}
-        read = (context.history.checkpoints[name] for name in sorted({*busy} - known))
+        read = [context.history.checkpoints[name] for name in sorted({*busy} - known)]
+        unsafe = context.holders.unsafe_remote
         for code in self._coding.assign(
-            checkpoints=(*checkpoints, *read),
+            checkpoints=checkpoints,
+            read=[c for c in read if c.level < Level.DURABLE or c.id.attempt in unsafe],
             holders=context.holders,
             domains=context.domains,
             draining=context.draining,
-            budget=self._copying,
+            budget=budget,
             now_s=context.now_s,
         ):
+            context.holders.parity.ordered(code)
             context.holders.expect(code.attempt.attempt, code.node_index, code.node_id)
             yield code
 
@@ -114,7 +128,7 @@ class Maintenance:
         context = self._context
         checkpoints = worth_copies(context.history.lineage())
         self._place_groups(checkpoints)
-        yield from self._compute(checkpoints, busy)
+        yield from self._compute(checkpoints, busy, self._copying)
         for copy in self._repairs.assign(
             checkpoints=checkpoints,
             holders=context.holders,
@@ -163,7 +177,7 @@ class Maintenance:
                     members = tuple(left[at] for at in group.members)
                     holders.parity.know(name, [ParityGroup(members=members, parity=parity)])
 
-    def _scrub(self, wall_s: float) -> Iterator[m.Effect]:
+    def _scrub(self, wall_s: float, *, has_rounds: bool = True) -> Iterator[m.Effect]:
         context = self._context
         for step in self._scrubs.assign(
             live=context.history.live(),
@@ -172,6 +186,7 @@ class Maintenance:
             budget=self._reading,
             now_s=context.now_s,
             wall_s=wall_s,
+            has_rounds=has_rounds,
         ):
             if isinstance(step, r.Verified):
                 context.ledger.append(step)
@@ -247,35 +262,48 @@ class Maintenance:
         was coded: the group's parity is wrong, and no longer counts.
         """
         self._coding.ended(event, self._context.now_s)
-        holders, attempt, member = self._context.holders, event.attempt.attempt, event.node_index
-        places = holders.places_of(attempt, member)
+        holders, key = self._context.holders, (event.attempt.attempt, event.node_index, event.is_parity)
+        places = holders.places_of(event.attempt.attempt, event.node_index)
+        if event.error is None:
+            self._doubts.pop(key, None)
         if not event.is_damage or places is None:
             return
-        copies = [
-            m.Scrub(attempt=event.attempt, node_index=index, place=node)
-            for index, nodes in zip(places.group.members, places.fragments, strict=True)
-            for node in nodes
-        ]
-        tries = self._doubts.get((attempt, member), 0)
-        if not tries:
-            for copy in copies:
-                self._scrubs.suspect(copy)
-            self._next_s = 0.0
+        doubt = self._doubts.get(key)
+        if doubt is None:
+            doubt = self._doubt(event, places)
             if len(self._doubts) >= MAX_DAMAGED:
                 self._doubts.clear()
-        elif event.is_parity or any(map(self._scrubs.is_suspect, copies)):
+            self._doubts[key] = doubt
             return
-        self._doubts[attempt, member] = tries + 1
-        if tries < 2:  # the second try may have begun before all were read
+        unread = any(copy.place in holders.of(copy.attempt.attempt, copy.node_index) for copy in doubt.unread)
+        if event.is_parity or unread:
             return
-        del self._doubts[attempt, member]
-        for index, nodes in zip(places.group.members, places.parities, strict=True):
+        if not doubt.is_read:  # this computation may have begun before all were read
+            doubt.is_read = True
+            return
+        del self._doubts[key]
+        for member, nodes in zip(places.group.members, places.parities, strict=True):
             for node in nodes:
-                holders.parity.remove(attempt, index, node)
+                holders.parity.remove(event.attempt.attempt, member, node)
         yield m.Warn(
-            text=f"Step {event.attempt.step}: fragment {member} cannot be computed, because a file of its "
-            "parity group had changed on its disk before it was coded. The group's parity no longer counts."
+            text=f"Step {event.attempt.step}: fragment {event.node_index} cannot be computed, because a file "
+            "of its parity group had changed on its disk before it was coded. The group's parity no longer "
+            "counts."
         )
+
+    def _doubt(self, event: m.CodeEnded, places: GroupPlaces) -> _Doubt:
+        """Let all files of a group be read at once."""
+        doubt = _Doubt(
+            unread={
+                m.Scrub(attempt=event.attempt, node_index=member, place=node)
+                for member, nodes in zip(places.group.members, places.fragments, strict=True)
+                for node in nodes
+            }
+        )
+        for copy in sorted(doubt.unread, key=lambda copy: (copy.node_index, copy.place)):
+            self._scrubs.suspect(copy)
+        self._next_s = self._next_compute_s = 0.0
+        return doubt
 
     def suspect(self, attempt: AttemptId, nodes: Set[str], *, is_restored: bool = False) -> None:
         """Let copies on nodes where an upload or a restore has found damage be read at once.
@@ -294,6 +322,9 @@ class Maintenance:
 
     def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
         """Note the end of a scrub; warn of a damaged copy and do not count this copy any more."""
+        scrub = m.Scrub(attempt=event.attempt, node_index=event.node_index, place=event.place)
+        for doubt in self._doubts.values() if event.error is None else ():
+            doubt.unread.discard(scrub)
         was_suspect = event.node_index in self._scrubs.suspect_remote.get(event.attempt.attempt, ())
         where = "the storage path" if event.place == m.REMOTE else f"node {event.place[:12]}"
         if self._scrubs.ended(event):
@@ -305,9 +336,10 @@ class Maintenance:
                 self._found_remote(event, was_suspect)
             else:
                 self._found_on_node(event.attempt, event.node_index, event.place, event.damage)
+                shared = [file for file in event.damage if not file.startswith(PARITY_PREFIX)] or event.damage
                 for attempt, node_index in event.shared:
                     yield m.Warn(text=f"Step {attempt.step}: the copy on {where} is damaged: {files}.")
-                    self._found_on_node(attempt, node_index, event.place, event.damage)
+                    self._found_on_node(attempt, node_index, event.place, shared)
         self._context.holders.suspect_remote = set(self._scrubs.suspect_remote)
 
     def _found_on_node(self, attempt: AttemptId, node_index: int, node: str, damage: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The registry of parity groups: which nodes hold the parity files of each attempt."""
+"""The registry of parity groups: which nodes hold the parity files of each attempt, and which make some."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import combinations
 
+from ray_ckpt.core.messages import Code, CodeEnded
 from ray_ckpt.core.values import GroupPlaces
 from ray_ckpt.format.parity import is_decodable
 from ray_ckpt.types import ParityGroup
@@ -22,6 +23,8 @@ class ParityFiles:
         self._group_of: dict[str, dict[int, ParityGroup]] = {}  # attempt -> member -> its group
         self._nodes: dict[str, dict[int, set[str]]] = {}  # attempt -> member -> nodes with its parity file
         self._members: dict[str, dict[str, set[int]]] = {}  # the same as attempt -> node -> members
+        # orders without an answer: (attempt, member, whether of its parity file) -> node
+        self._made: dict[tuple[str, int, bool], str] = {}
 
     def know(self, attempt: str, groups: Iterable[ParityGroup]) -> None:
         """Note the groups of an attempt."""
@@ -36,6 +39,28 @@ class ParityFiles:
         if self._group_of[attempt].get(member) == group:
             self._nodes.setdefault(attempt, {}).setdefault(member, set()).add(node)
             self._members.setdefault(attempt, {}).setdefault(node, set()).add(member)
+
+    def ordered(self, order: Code) -> None:
+        """Note that a node makes a file until its answer comes or it is lost."""
+        self._made[order.attempt.attempt, order.node_index, order.is_parity] = order.node_id
+
+    def ended(self, event: CodeEnded) -> None:
+        key = event.attempt.attempt, event.node_index, event.is_parity
+        if self._made.get(key) == event.node_id:
+            del self._made[key]
+
+    def is_made(self, attempt: str, member: int, is_parity: bool) -> bool:
+        """Return True while a node makes a member's files, or its parity file."""
+        return (attempt, member, is_parity) in self._made
+
+    def is_made_of(self, attempt: str) -> bool:
+        """Return True while a node makes a file of an attempt."""
+        return any(key[0] == attempt for key in self._made)
+
+    @property
+    def makers(self) -> frozenset[str]:
+        """The nodes that make files."""
+        return frozenset(self._made.values())
 
     def groups(self, attempt: str) -> Sequence[ParityGroup]:
         return self._groups.get(attempt, ())
@@ -72,6 +97,7 @@ class ParityFiles:
         for attempt, members in self._members.items():
             for node in lost & members.keys():
                 self.remove_all(attempt, node)
+        self._made = {key: node for key, node in self._made.items() if node not in lost}
 
     def forget(self, attempt: str) -> None:
         self._groups.pop(attempt, None)

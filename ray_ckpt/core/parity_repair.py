@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.messages import Code, CodeEnded
-from ray_ckpt.core.parity_files import is_whole, lost_members
+from ray_ckpt.core.parity_files import is_whole, lost_members, tolerance
 from ray_ckpt.core.placement import domain_of
 from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.core.repair import MAX_RETRY_S, RETRY_S
@@ -25,100 +25,106 @@ MAX_CODING = 2  # at work at a time: each reads the files of a whole group while
 
 
 @dataclass(slots=True)
-class _Pause:
-    """The pause after a failure; the node that failed is the last one that is tried again."""
+class _Problem:
+    """Failures of one file; a node that has failed less often is tried first."""
 
-    node: str
-    pause_s: float = RETRY_S
+    blame: Counter[str] = field(default_factory=Counter)  # failures per node
+    pause_s: float = RETRY_S  # pause after the next failure
     not_before_s: float = 0.0
 
 
-class ParityRepairs:
-    """Files that are being computed, and the failures of earlier tries."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """A file of a group that is to be made."""
 
-    def __init__(self) -> None:
-        self.deficit = 0  # files that were missing at the last `assign` and can be computed
-        self._active: set[Code] = set()
-        self._pauses: dict[tuple[str, int, bool], _Pause] = {}
+    checkpoint: CheckpointInfo
+    places: GroupPlaces
+    homes: Mapping[int, str]
+    member: int
+    is_parity: bool
+    urgency: tuple[bool, int, int]  # lost members first, by checkpoint and by the losses that are left
 
     @property
-    def is_at_work(self) -> bool:
-        return bool(self._active)
+    def at(self) -> int:
+        return self.places.group.members.index(self.member)
+
+    @property
+    def key(self) -> tuple[str, int, bool]:
+        return self.checkpoint.id.attempt, self.member, self.is_parity
+
+
+class ParityRepairs:
+    """Files that are being made for repair, and the failures of earlier tries."""
+
+    def __init__(self) -> None:
+        self.deficit = 0  # files that were missing at the last `assign` and can be made
+        self._active: set[Code] = set()
+        self._problems: dict[tuple[str, int, bool], _Problem] = {}
 
     def assign(
         self,
         *,
         checkpoints: Sequence[CheckpointInfo],
+        read: Sequence[CheckpointInfo],
         holders: Holders,
         domains: Mapping[str, str],
         draining: Set[str],
-        budget: Budget,
+        budget: Budget | None,
         now_s: float,
     ) -> Iterator[Code]:
-        """Yield the files to make now. `checkpoints` are in the order of their importance."""
-        attempts = {c.id.attempt for c in checkpoints}
-        self._pauses = {key: pause for key, pause in self._pauses.items() if key[0] in attempts}
-        self.deficit, staying = 0, holders.live - draining
-        for checkpoint in checkpoints:
-            for places in holders.places(checkpoint.id.attempt):
-                if is_whole(places) and staying.issuperset(chain(*places.fragments)):
-                    continue  # nearly all groups
-                homes = _homes(places, staying)
-                for member, is_parity in _missing(places, homes, staying):
-                    self.deficit += 1
-                    key = (checkpoint.id.attempt, member, is_parity)
-                    is_at_work = any(_key(code) == key for code in self._active)
-                    pause = self._pauses.get(key)
-                    is_early = pause is not None and now_s < pause.not_before_s
-                    if is_at_work or is_early or len(self._active) >= MAX_CODING:
-                        continue
-                    code = self._plan(checkpoint, places, member, is_parity, homes, staying, domains)
-                    if code is not None and budget.take(code.read_bytes, now_s):
-                        self._active.add(code)
-                        yield code
+        """Yield the files to make now, within the budget if there is one.
 
-    def _plan(
+        `checkpoints` are in the order of their importance; of those in `read` only lost members are needed.
+        """
+        attempts = {c.id.attempt for c in (*checkpoints, *read)}
+        self._problems = {key: found for key, found in self._problems.items() if key[0] in attempts}
+        self._active = {code for code in self._active if code.attempt.attempt in attempts}
+        staying = holders.live - draining
+        tasks = list(_tasks(checkpoints, holders, staying))
+        tasks += _tasks(read, holders, staying, after=len(checkpoints), only_lost=True)
+        self.deficit = len(tasks)
+        for task in sorted(tasks, key=lambda task: task.urgency):
+            if len(self._active) >= MAX_CODING:
+                return
+            problem = self._problems.get(task.key, _Problem())
+            if holders.parity.is_made(*task.key) or now_s < problem.not_before_s:
+                continue
+            node = self._choose(task, holders.live, staying, domains, problem.blame)
+            if node is None:
+                continue
+            code = _order(task, node)
+            if budget is not None and not budget.take(code.read_bytes, now_s):
+                return
+            self._active.add(code)
+            yield code
+
+    def _choose(
         self,
-        checkpoint: CheckpointInfo,
-        places: GroupPlaces,
-        member: int,
-        is_parity: bool,
-        homes: Mapping[int, str],
+        task: _Task,
+        live: Set[str],
         staying: Set[str],
         domains: Mapping[str, str],
-    ) -> Code | None:
-        """Return the order to make a file of a group; None if no node can take it."""
-        load = Counter(code.node_id for code in self._active)
-        pause = self._pauses.get((checkpoint.id.attempt, member, is_parity))
-        blamed = pause.node if pause is not None else ""
-        held = places.fragments[at := places.group.members.index(member)]
-        if is_parity:
-            home = {homes[at]} if at in homes else staying & set(held)
-            node = min(home, key=lambda n: (n == blamed, load[n], n), default="")
-        else:
-            of_group = (
-                c for c in self._active if (c.attempt, c.places.group) == (checkpoint.id, places.group)
-            )
-            coming = {code.node_id for code in of_group}
-            used = Counter(chain(*places.fragments, *places.parities, coming))
-            taken = Counter(domain_of(node, domains) for node in used)
-            shared = coming.union(homes.values())
-            node = min(
-                staying,
-                key=lambda n: (n == blamed, n in shared, used[n], taken[domain_of(n, domains)], load[n], n),
-                default="",
-            )
-        num_read = 1 if held and not is_parity else places.group.num_data
-        order = Code(
-            attempt=checkpoint.id,
-            num_nodes=checkpoint.num_nodes,
-            node_index=member,
-            node_id=node,
-            is_parity=is_parity,
-            places=places,
-            read_bytes=num_read * checkpoint.size_bytes // checkpoint.num_nodes,
+        blame: Counter[str],
+    ) -> str | None:
+        """Return the node that makes a file and keeps it; None if no node can."""
+        places, load = task.places, Counter(code.node_id for code in self._active)
+        held = places.fragments[task.at]
+        if task.is_parity:
+            home = {task.homes[task.at]} if task.at in task.homes else staying & set(held)
+            return min(home, key=lambda n: (blame[n], load[n], n), default=None)
+        of_group = (
+            c for c in self._active if (c.attempt, c.places.group) == (task.checkpoint.id, places.group)
         )
-        return order if node else None
+        coming = {code.node_id for code in of_group}
+        used = Counter(chain(*places.fragments, *places.parities, coming))
+        taken = Counter(domain_of(node, domains) for node in used)
+        shared = coming.union(task.homes.values())
+        able = staying - shared if held else staying or live  # a copy on the node of another helps nobody
+        return min(
+            able,
+            key=lambda n: (blame[n], n in shared, used[n], taken[domain_of(n, domains)], load[n], n),
+            default=None,
+        )
 
     def ended(self, event: CodeEnded, now_s: float) -> None:
         """Record the end of a computation; the next try of a file that failed waits."""
@@ -126,11 +132,12 @@ class ParityRepairs:
             if code.attempt == event.attempt and _key(code) == _key(event) and code.node_id == event.node_id:
                 self._active.remove(code)
                 if event.error is None:
-                    self._pauses.pop(_key(code), None)
+                    self._problems.pop(_key(code), None)
                     continue
-                pause = self._pauses.setdefault(_key(code), _Pause(code.node_id))
-                pause.node, pause.not_before_s = code.node_id, now_s + pause.pause_s
-                pause.pause_s = min(2 * pause.pause_s, MAX_RETRY_S)
+                problem = self._problems.setdefault(_key(code), _Problem())
+                problem.blame[code.node_id] += 1
+                problem.not_before_s = now_s + problem.pause_s
+                problem.pause_s = min(2 * problem.pause_s, MAX_RETRY_S)
 
     def lost(self, nodes: Set[str]) -> None:
         """End the work of dead nodes without a pause."""
@@ -139,6 +146,49 @@ class ParityRepairs:
 
 def _key(code: Code | CodeEnded) -> tuple[str, int, bool]:
     return code.attempt.attempt, code.node_index, code.is_parity
+
+
+def _order(task: _Task, node: str) -> Code:
+    checkpoint, places = task.checkpoint, task.places
+    is_copied = bool(places.fragments[task.at]) and not task.is_parity
+    num_read = 1 if is_copied else places.group.num_data
+    return Code(
+        attempt=checkpoint.id,
+        num_nodes=checkpoint.num_nodes,
+        node_index=task.member,
+        node_id=node,
+        is_parity=task.is_parity,
+        places=places,
+        read_bytes=num_read * checkpoint.size_bytes // checkpoint.num_nodes,
+    )
+
+
+def _tasks(
+    checkpoints: Sequence[CheckpointInfo],
+    holders: Holders,
+    staying: Set[str],
+    *,
+    after: int = 0,
+    only_lost: bool = False,
+) -> Iterator[_Task]:
+    """Yield what the groups of checkpoints lack."""
+    for recency, checkpoint in enumerate(checkpoints, start=after):
+        for places in holders.places(checkpoint.id.attempt):
+            if is_whole(places) and staying >= {*chain(*places.fragments)}:
+                continue  # nearly all groups
+            homes = _homes(places, staying)
+            is_lost = not all(places.fragments)
+            left = tolerance(places) if is_lost else 0
+            for member, is_parity in _missing(places, homes, staying):
+                if is_lost or not only_lost:
+                    yield _Task(
+                        checkpoint=checkpoint,
+                        places=places,
+                        homes=homes,
+                        member=member,
+                        is_parity=is_parity,
+                        urgency=(not is_lost, recency, left),
+                    )
 
 
 def _homes(places: GroupPlaces, staying: Set[str]) -> dict[int, str]:
@@ -162,7 +212,7 @@ def _missing(places: GroupPlaces, homes: Mapping[int, str], staying: Set[str]) -
         gone = lost_members(places)
         yield from ((member, False) for at in lost if (member := places.group.members[at]) not in gone)
         return
-    num_free = len(staying - set(homes.values()))
+    num_free = len(staying) - len(homes)
     for at, member in enumerate(places.group.members):
         is_sharing = at not in homes and not staying.isdisjoint(places.fragments[at])
         if is_sharing and num_free:

@@ -170,6 +170,7 @@ class Repairs:
                     holder=min(
                         reached,
                         key=lambda n: (
+                            problem.blame[n] if need.beside else 0,
                             n in need.beside,
                             domain_of(n, domains) in taken,
                             problem.blame[n],

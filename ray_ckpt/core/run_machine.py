@@ -322,7 +322,7 @@ class RunMachine:
     def _maintain(self) -> Iterator[m.Effect]:
         busy = self._retirement.busy()
         if not self._sessions.owner_has_run:
-            yield from self._maintenance.compute(busy)
+            yield from self._maintenance.compute(busy, wall_s=self._context.wall_s)
             return
         yield from self._maintenance.decide(wall_s=self._context.wall_s, busy=busy)
         if self._maintenance.found_crowded and self._ledger.is_settled:

@@ -282,7 +282,7 @@ class Saves:
             node = attempt.nodes[member].node_id
             if node in holders.live and node not in holders.parity.of(name, member):
                 attempt.coding[member] = node
-                yield m.Code(
+                order = m.Code(
                     attempt=attempt.id,
                     num_nodes=len(attempt.nodes),
                     node_index=member,
@@ -291,10 +291,13 @@ class Saves:
                     places=places,
                     read_bytes=attempt.size_bytes() * group.num_data // len(attempt.nodes),
                 )
+                holders.parity.ordered(order)
+                yield order
 
     def code_ended(self, event: m.CodeEnded) -> Iterator[m.Effect]:
         """Record a parity file or a member's files that a node has computed, or the failure."""
         name, holders = event.attempt.attempt, self._context.holders
+        holders.parity.ended(event)
         attempt, known = self._attempts.get(name), self._context.history.checkpoints.get(name)
         if attempt is None and (known is None or known.state != "live"):
             yield from self._drop_late(event.attempt, event.node_id)

@@ -68,10 +68,12 @@ class Scrubs:
         budget: Budget,
         now_s: float,
         wall_s: float,
+        has_rounds: bool = True,
     ) -> Iterator[Scrub | Verified]:
         """Yield the copy to read now, or the record that ends a good round; at most one item per call.
 
         `now_s` is monotonic, for time-outs; `wall_s` is Unix time, for due rounds. The budget is for rounds.
+        Without `has_rounds` only suspects are read.
         """
         if self._is_at_work(holders, now_s):
             return
@@ -87,6 +89,8 @@ class Scrubs:
             self._suspects[suspect] += 1
             self._running, self._is_of_round, self._started_s = suspect, False, now_s
             yield suspect
+            return
+        if not has_rounds:
             return
         if self._round is not None and self._round.checkpoint.id not in known:
             self._round = None
@@ -110,10 +114,6 @@ class Scrubs:
         A copy on the storage path stays a suspect until it has been read, if need be in a round.
         """
         self._suspects[scrub] = 0
-
-    def is_suspect(self, scrub: Scrub) -> bool:
-        """Return True if this copy is still to be read."""
-        return self._suspects.get(scrub, MAX_TRIES) < MAX_TRIES
 
     @property
     def suspect_remote(self) -> dict[str, set[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -214,11 +214,18 @@ class GroupReader:
         self, position: int, file: str, ranges: Sequence[tuple[int, int]]
     ) -> Generator[memoryview, None, None]:
         """Yield the bytes of ranges of a member's file from a node that has it. Unavailable if none has."""
-        try:
-            endpoint = self._first_left(position, is_parity=False)
-            yield from self._pull(endpoint, position, file, ranges, is_parity=False)
-        except _Gone as error:
-            raise Unavailable(str(error), refused=True) from error
+        done_bytes = 0
+        while True:
+            try:
+                endpoint = self._first_left(position, is_parity=False)
+            except _Gone as error:
+                raise Unavailable(str(error), refused=True) from error
+            with suppress(_Gone):  # with one source less, so this ends
+                rest = _after(ranges, done_bytes)
+                for block in self._pull(endpoint, position, file, rest, is_parity=False):
+                    done_bytes += block.nbytes
+                    yield block
+                return
 
     def entries(self, file: str) -> tuple[FileEntry, ...]:
         """Return the files of the member that has `file`, its fragment first."""

@@ -79,7 +79,7 @@ class Group:
             read_bytes=0,
         )
         credentials = KEYS.credentials(UID)
-        return compute(self.runs[node], order, self.endpoints, credentials, ActiveCopies())
+        return compute(self.runs[node], order, self.endpoints, credentials, ActiveCopies(), epoch=1)
 
     def saves(self, saved: SampleCheckpoint) -> None:
         """Store the next checkpoint, which shares still shards with the last one as agents do."""
@@ -127,7 +127,7 @@ def _open_group(root: Path) -> Iterator[Group]:
                 run_uid=UID,
                 staging=disks,
                 limiter=Limiter(),
-                machine=SimpleNamespace(is_deleted=_is_deleted),
+                machine=SimpleNamespace(is_deleted=_is_deleted, epoch=1),
                 check_space=lambda needed_bytes, what: None,
             )
             found.runs[node] = cast(NodeRun, run)
@@ -573,3 +573,20 @@ def test_what_is_deleted_during_the_work_stays_deleted(coded: Group) -> None:
     with pytest.raises(Unavailable, match="being deleted"):
         coded.code(2, "spare", 2, is_parity=False)
     assert not coded.folder("spare").exists()
+
+
+@pytest.mark.parametrize("is_parity", [True, False])
+def test_an_order_of_an_earlier_coordinator_begins_no_further_file(coded: Group, is_parity: bool) -> None:
+    """The next one may have retired the checkpoint, or have dealt other groups."""
+    run = cast(Any, coded.runs["spare"])
+    put, stored = run.staging.put, list[str]()
+
+    def put_and_obey(uid: str, directory: str, file: str, *args: Any, **more: Any) -> Any:
+        run.machine.epoch = 2
+        stored.append(file)
+        return put(uid, directory, file, *args, **more)
+
+    run.staging.put = put_and_obey
+    with pytest.raises(Unavailable, match="a newer coordinator"):
+        coded.code(2, "spare", 2, is_parity=False) if not is_parity else coded.code(2, "spare")
+    assert len(stored) == 1 and not stored[0].startswith("manifest-")

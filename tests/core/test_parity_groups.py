@@ -454,18 +454,22 @@ def test_the_end_of_a_run_uploads_what_can_be_computed() -> None:
     assert levels == {10: ("live", Level.DURABLE), 20: ("live", Level.DURABLE)}
 
 
+def fail_codes(run: Harness, effects: Iterable[m.Effect]) -> None:
+    run.feed(*(coded(code, error="disk full") for code in of(effects, m.Code)))
+
+
 def test_a_drain_waits_a_while_for_a_member_that_may_be_computed() -> None:
     """It waits while the next group opens, too; but repair may take long."""
     run = harness("abcdef", remote_every=1)
     for drain in of(save(run, 10), m.Drain):
         if drain.node_index != 1:
             run.drained(drain)
-    run.lose("b")
-    run.feed(run.group("acde"))
+    fail_codes(run, run.lose("b"))
+    fail_codes(run, run.feed(run.group("acde")))
     for seconds in (0.0, COMPUTED_S - 1.0):
-        run.tick(seconds)
+        fail_codes(run, run.tick(seconds))
         assert [drain.step for drain in run.machine.view.drains_underway] == [10]
-    run.tick(2.0)
+    fail_codes(run, run.tick(2.0))
     assert not run.machine.view.drains_underway
     assert any("Step 10 did not reach the storage path" in w.text for w in of(run.transcript, m.Warn))
 
@@ -517,6 +521,17 @@ def test_damage_to_a_parity_file_is_repaired_and_costs_no_fragment() -> None:
     code = one([*run.feed(damage), *run.tick(2.0)], m.Code)
     assert (code.node_index, code.node_id, code.is_parity) == (2, "c", True)
     assert code.places.fragments[2] == ("c",)
+
+
+def test_damage_to_a_shared_shard_and_a_parity_file_costs_another_save_its_shard_alone() -> None:
+    run = harness()
+    save(run, 10)
+    save(run, 20)
+    scrub = m.Scrub(attempt=run.attempt(20), node_index=2, place="c")
+    files = ("shard-00002.1-of-00004.safetensors", "parity-00002-of-00004.bin")
+    run.feed(replace(read(scrub, *files), shared=((run.attempt(10), 2),)))
+    (places,) = run.machine.view.parity_groups(run.attempt(10).attempt)
+    assert (places.fragments[2], places.parities[2]) == ((), ("c",))
 
 
 def test_the_death_of_one_node_of_a_coded_group_costs_nothing() -> None:
