@@ -15,7 +15,7 @@ from ray_ckpt.actors.agent.run import NodeRun
 from ray_ckpt.actors.agent.still_files import MAX_LIKE
 from ray_ckpt.core import messages as m
 from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
-from ray_ckpt.format.names import STILL
+from ray_ckpt.format.names import STILL, parity_file
 from ray_ckpt.format.parity import DIGEST_BYTES, Layer, ParityHeader, blocks_at
 from ray_ckpt.restore.parity import GroupReader, group_sources
 from ray_ckpt.restore.sources import Peers
@@ -66,16 +66,24 @@ def _store_parity(run: NodeRun, order: m.Code, group: GroupReader, epoch: int) -
         run.check_space(size_bytes, what=f"The parity of step {order.attempt.step}")
         run.staging.put(run.run_uid, directory, name, group.encode(header, layer), size_bytes=size_bytes)
         stored += size_bytes
+    if header not in run.staging.parities(run.run_uid, directory=directory):
+        raise Unavailable("a scrub has taken away a file that this one shares with an earlier checkpoint")
     return stored
 
 
 def _with_same(run: NodeRun, header: ParityHeader) -> Iterator[str]:
-    """Yield the newest checkpoints on this node with the same parity of still shards."""
+    """Yield the newest checkpoints of the session on this node with the same parity of still shards.
+
+    Another session may have coded bytes that were damaged; this one has read its still shards.
+    """
     (_, still), directory = header.layers, header.attempt.directory
+    session = header.attempt.epoch, header.attempt.session
     others = [name for name in run.staging.directories(run.run_uid) if name != directory]
     for other in sorted(others, reverse=True)[:MAX_LIKE]:
         for found in run.staging.parities(run.run_uid, directory=other):
-            if found.has_still and (found.layers[STILL], found.position) == (still, header.position):
+            is_of_session = (found.attempt.epoch, found.attempt.session) == session
+            is_same = found.has_still and (found.layers[STILL], found.position) == (still, header.position)
+            if is_of_session and is_same:
                 yield other
 
 
@@ -122,15 +130,18 @@ def _check_wanted(run: NodeRun, attempt: AttemptId, epoch: int) -> None:
         raise Unavailable("a newer coordinator is at work")
 
 
-def damaged_parity(run: NodeRun, attempt: AttemptId, node_index: int) -> tuple[str, ...]:
-    """Return the names of a member's parity files whose blocks differ from their digest."""
-    return tuple(
-        layer.parity_file(header.position)
-        for header in run.staging.parities(run.run_uid, directory=attempt.directory)
-        if header.group.members[header.position] == node_index
-        for layer in header.layers
-        if not _is_intact(run, header, layer)
-    )
+def damaged_parity(run: NodeRun, attempt: AttemptId, node_index: int, num_nodes: int) -> tuple[str, ...]:
+    """Return the names of a member's parity files whose blocks differ from their digest.
+
+    If the header is damaged, or the second file is missing, that is the first one.
+    """
+    for header in run.staging.parities(run.run_uid, directory=attempt.directory):
+        if header.group.members[header.position] == node_index:
+            bad = (layer for layer in header.layers if not _is_intact(run, header, layer))
+            return tuple(layer.parity_file(header.position) for layer in bad)
+    first = parity_file(node_index, num_nodes)
+    is_there = run.staging.path(run.run_uid, attempt.directory, first).exists()
+    return (first,) if is_there else ()
 
 
 def _is_intact(run: NodeRun, header: ParityHeader, layer: Layer) -> bool:

@@ -222,7 +222,9 @@ def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
     except CheckpointError:
         return ScrubResult(damage=(f"fragment {node_index} is not complete here",))
     path = partial(run.staging.path, run.run_uid, attempt.directory)
-    damaged = verify_fragment(path, node_index, num_nodes) + damaged_parity(run, attempt, node_index)
+    damaged = verify_fragment(path, node_index, num_nodes) + damaged_parity(
+        run, attempt, node_index, num_nodes
+    )
     shared: set[tuple[AttemptId, int]] = set()
     for file in damaged:
         for other in run.staging.sharers(run.run_uid, attempt.directory, file):

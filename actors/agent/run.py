@@ -62,8 +62,8 @@ class NodeRun:
         self.still: dict[
             str, tuple[tuple[tuple[int, int], ...], Written]
         ] = {}  # digests of ranks' still shards
-        # file -> the session in which an earlier still shard was read, and its entry
-        self.read_still: dict[str, tuple[SessionKey, FileEntry]] = {}
+        # file -> the session in which an earlier still shard was read, its entry, device and inode
+        self.read_still: dict[str, tuple[SessionKey, FileEntry, tuple[int, int]]] = {}
         self.endpoints: dict[str, str] = {}  # addresses of agents, by node
         self.annotating = 0  # number of annotations that wait for a save, or for the log
         self.checked_nonce = ""  # nonce of the coordinator for which the storage path was last checked

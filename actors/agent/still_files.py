@@ -66,11 +66,13 @@ def _may_link(run: NodeRun, directory: str, entry: FileEntry) -> bool:
     """
     if run.spec.options.parity is None:
         return True
-    known = run.require_plan().session_key, entry
-    if run.read_still.get(entry.name) == known:
-        return True
-    blocks = read_written(run.staging.path(run.run_uid, directory, entry.name))
+    path = run.staging.path(run.run_uid, directory, entry.name)
     try:
+        found = path.stat()
+        known = run.require_plan().session_key, entry, (found.st_dev, found.st_ino)
+        if run.read_still.get(entry.name) == known:
+            return True
+        blocks = read_written(path)
         for _ in checked(blocks, size_bytes=entry.size_bytes, digest=entry.digest, what=entry.name):
             pass
     except (OSError, CorruptionError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from ray_ckpt.core.context import Context, names_of
@@ -302,14 +303,17 @@ class Drains:
         has_come = not task.computed <= lacking
         task.unchecked = {index for index in lacking if self._is_computed(task, index)}
         task.computed = set(task.unchecked)
-        is_made = bool(lacking) and self._context.holders.parity.is_made_of(task.checkpoint.id.attempt)
         if not task.unchecked:
             task.computed_s = None
-        elif task.computed_s is None or has_come or is_made:
+        elif task.computed_s is None or has_come:
             task.computed_s = now_s
-        elif now_s - task.computed_s > COMPUTED_S:
+        elif now_s - task.computed_s > COMPUTED_S and not any(map(partial(self._is_made, task), lacking)):
             return min(lacking)
         return min(lacking - task.unchecked, default=None)
+
+    def _is_made(self, task: _Task, index: int) -> bool:
+        """Return True while a node computes a fragment."""
+        return self._context.holders.parity.is_made(task.checkpoint.id.attempt, index, is_parity=False)
 
     def _is_computed(self, task: _Task, index: int) -> bool:
         """Return True if repair may compute a fragment, which no node holds, from its parity group."""

@@ -101,7 +101,8 @@ class Maintenance:
         if self._context.now_s < self._next_compute_s or not any(map(groups_of, busy)):
             return
         self._next_compute_s = self._context.now_s + self._context.paced(MAINTENANCE_S)
-        yield from self._compute((), busy, None)  # nobody trains who would be disturbed
+        budget = None if self._context.options.repair_bytes_per_s else self._copying  # nobody trains
+        yield from self._compute((), busy, budget)
         yield from self._scrub(wall_s, has_rounds=False)
 
     def _compute(
@@ -110,7 +111,12 @@ class Maintenance:
         """Yield computations of files of parity groups, and of lost members of checkpoints that are read."""
         context, known = self._context, {c.id.attempt for c in checkpoints}
         read = [context.history.checkpoints[name] for name in sorted({*busy} - known)]
-        unsafe = context.holders.unsafe_remote
+        unsafe, live = context.holders.unsafe_remote, {c.id.attempt for c in context.history.live()}
+        self._doubts = {
+            (name, member, is_parity): doubt
+            for (name, member, is_parity), doubt in self._doubts.items()
+            if name in live and (is_parity or not context.holders.of(name, member))
+        }
         for code in self._coding.assign(
             checkpoints=checkpoints,
             read=[c for c in read if c.level < Level.DURABLE or c.id.attempt in unsafe],
@@ -336,7 +342,7 @@ class Maintenance:
                 self._found_remote(event, was_suspect)
             else:
                 self._found_on_node(event.attempt, event.node_index, event.place, event.damage)
-                shared = [file for file in event.damage if not file.startswith(PARITY_PREFIX)] or event.damage
+                shared = [file for file in event.damage if is_still_name(file)]  # no others are
                 for attempt, node_index in event.shared:
                     yield m.Warn(text=f"Step {attempt.step}: the copy on {where} is damaged: {files}.")
                     self._found_on_node(attempt, node_index, event.place, shared)
@@ -396,6 +402,7 @@ class Maintenance:
     def nodes_changed(self, lost: frozenset[str]) -> None:
         self._repairs.lost(lost)
         self._coding.lost(lost)
+        self._context.holders.parity.makers_lost(lost)
         self._crowded -= lost
         for readings in (self._disks, self._last_disks):
             for node in lost & readings.keys():

@@ -49,13 +49,13 @@ class ParityFiles:
         if self._made.get(key) == event.node_id:
             del self._made[key]
 
+    def makers_lost(self, lost: Set[str]) -> None:
+        """Forget the orders to dead nodes; those to others get their answers, whoever has the run."""
+        self._made = {key: node for key, node in self._made.items() if node not in lost}
+
     def is_made(self, attempt: str, member: int, is_parity: bool) -> bool:
         """Return True while a node makes a member's files, or its parity file."""
         return (attempt, member, is_parity) in self._made
-
-    def is_made_of(self, attempt: str) -> bool:
-        """Return True while a node makes a file of an attempt."""
-        return any(key[0] == attempt for key in self._made)
 
     @property
     def makers(self) -> frozenset[str]:
@@ -97,7 +97,6 @@ class ParityFiles:
         for attempt, members in self._members.items():
             for node in lost & members.keys():
                 self.remove_all(attempt, node)
-        self._made = {key: node for key, node in self._made.items() if node not in lost}
 
     def forget(self, attempt: str) -> None:
         self._groups.pop(attempt, None)

@@ -219,5 +219,5 @@ def _missing(places: GroupPlaces, homes: Mapping[int, str], staying: Set[str]) -
             num_free -= 1
             yield member, False
         has_parity = homes[at] in places.parities[at] if at in homes else places.parities[at]
-        if not has_parity:
+        if not has_parity and not staying.isdisjoint(places.fragments[at]):
             yield member, True

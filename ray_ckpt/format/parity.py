@@ -145,9 +145,9 @@ class ParityHeader:
         still = (tuple(f for f in files if is_still_name(f.name)) for files in self.files)
         return Layer.of(self, 0, moving), Layer.of(self, STILL, still)
 
-    def layer_of(self, file: str) -> Layer:
-        """Return the layer with a member's file."""
-        return self.layers[STILL if self.has_still and is_still_name(file) else 0]
+    def number_of(self, file: str) -> int:
+        """Return the number of the layer with a member's file."""
+        return STILL if self.has_still and is_still_name(file) else 0
 
     def stripe(self, index: int) -> int:
         """Return the stripe of a block of this file: P for `index` 0, Q for 1."""

@@ -90,6 +90,7 @@ class GroupReader:
         self._lock = threading.Lock()
         self._failed: set[tuple[str, int, bool]] = set()  # address, position, True for its parity file
         self._header: ParityHeader | None = None
+        self._layers: tuple[Layer, ...] = ()
         self._header_bytes: dict[int, int] = {}  # size of the header of each parity file, by position
         self.read_bytes = 0
 
@@ -101,13 +102,17 @@ class GroupReader:
         Unavailable if a fragment cannot be read, CorruptionError if it is damaged.
         """
         files = tuple(self._listed(at) for at in range(self._sources.group.size))
+        has_still = any(is_still_name(file.name) for files_of in files for file in files_of)
+        if has_still and any(self._sources.parities):
+            with suppress(Unavailable):  # one of an earlier version stays what it is, and fits no other
+                has_still = self.header().has_still
         return ParityHeader(
             attempt=self._attempt,
             num_nodes=self._sources.num_nodes,
             group=self._sources.group,
             position=position,
             files=files,
-            has_still=any(is_still_name(file.name) for files_of in files for file in files_of),
+            has_still=has_still,
         )
 
     def _listed(self, position: int) -> tuple[FileEntry, ...]:
@@ -229,15 +234,21 @@ class GroupReader:
 
     def entries(self, file: str) -> tuple[FileEntry, ...]:
         """Return the files of the member that has `file`, its fragment first."""
+        header, layer = self.header(), self._layer_of(file)
+        return header.files[layer.position_of(file)]
+
+    def _layer_of(self, file: str) -> Layer:
         header = self.header()
-        return header.files[header.layer_of(file).position_of(file)]
+        with self._lock:
+            self._layers = self._layers or header.layers  # once, since there may be thousands of files
+            return self._layers[header.number_of(file)]
 
     def read(self, file: str, ranges: Sequence[tuple[int, int]]) -> Generator[memoryview, None, None]:
         """Yield the bytes of ranges of a member's file, computed from the other members.
 
         Unavailable if too many members are lost. The bytes are not compared with digests here.
         """
-        layer = self.header().layer_of(file)
+        layer = self._layer_of(file)
         position = layer.position_of(file)
         for spans in _windows(layer.spans(file, ranges, WINDOW_BYTES)):
             yield self._compute(layer, position, spans).data

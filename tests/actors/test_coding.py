@@ -168,8 +168,8 @@ def coded(folders_of_coded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         yield found
 
 
-def _with_base(step: int, base: Any) -> SampleCheckpoint:
-    attempt = make_attempt(run_uid=UID, session=1, step=step, attempt=0)
+def _with_base(step: int, base: Any, session: int = 1) -> SampleCheckpoint:
+    attempt = make_attempt(run_uid=UID, session=session, step=step, attempt=0)
     return make_checkpoint(attempt, world_size=2 * NUM_NODES, num_nodes=NUM_NODES, rows=2_000, base=base)
 
 
@@ -187,7 +187,7 @@ def test_the_disk_of_a_save_is_that_of_the_state_and_a_third(group: Group) -> No
     for member, node in enumerate(NODES):
         (header,) = group.runs[node].staging.parities(UID)
         assert header.name == parity_file(member, NUM_NODES)
-        assert damaged_parity(group.runs[node], group.saved.attempt, member) == ()
+        assert damaged_parity(group.runs[node], group.saved.attempt, member, NUM_NODES) == ()
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_parity_of_still_shards_is_made_once_and_linked(
     for member, node in enumerate(NODES):
         name = parity_file(member, NUM_NODES, STILL)
         assert (group.folder(node) / name).stat().st_nlink == 2
-        assert damaged_parity(group.runs[node], group.saved.attempt, member) == ()
+        assert damaged_parity(group.runs[node], group.saved.attempt, member, NUM_NODES) == ()
     group.code(2, "spare", 2, 6, is_parity=False)
     for lost in ((2, 6), (0, 1), (7, 0)):
         with ExitStack() as stack:
@@ -467,6 +467,68 @@ def test_parity_of_still_shards_is_made_once_and_linked(
             assert reader.read_whole(name, max_bytes=MAX_BYTES) == group.saved.files[name]
 
 
+def test_parity_of_still_shards_is_made_in_each_session(group: Group) -> None:
+    """Else bytes that were damaged when they were coded would be in all parity to come."""
+    base = np.ones((1 << 8, 1 << 8), np.float32)
+    group.saves(_with_base(20, base))
+    for member, node in enumerate(NODES):
+        group.code(member, node)
+    group.saves(_with_base(30, base, session=2))
+    group.code(3, NODES[3])
+    assert (group.folder(NODES[3]) / parity_file(3, NUM_NODES, STILL)).stat().st_nlink == 1
+
+
+def test_a_shared_file_that_is_taken_away_meanwhile_fails_the_coding(group: Group) -> None:
+    base = np.ones((1 << 8, 1 << 8), np.float32)
+    for step in (20, 30):
+        group.saves(_with_base(step, base))
+        if step == 20:
+            group.code(3, NODES[3])
+    run = cast(Any, group.runs[NODES[3]])
+    put, name = run.staging.put, parity_file(3, NUM_NODES, STILL)
+
+    def put_while_a_scrub_runs(uid: str, directory: str, file: str, *args: Any, **more: Any) -> Any:
+        (run.staging.path(uid, directory, name)).unlink()
+        return put(uid, directory, file, *args, **more)
+
+    run.staging.put = put_while_a_scrub_runs
+    with pytest.raises(Unavailable, match="a scrub has taken away"):
+        group.code(3, NODES[3])
+
+
+def test_a_scrub_finds_a_parity_file_that_cannot_be_used(group: Group) -> None:
+    """Its header is damaged, or the file with the parity of the still shards is gone."""
+    group.saves(_with_base(20, np.ones((1 << 8, 1 << 8), np.float32)))
+    for member in (3, 4):
+        group.code(member, NODES[member])
+    (group.folder(NODES[3]) / parity_file(3, NUM_NODES, STILL)).unlink()
+    path = group.folder(NODES[4]) / parity_file(4, NUM_NODES)
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    for member in (3, 4):
+        found = scrub(group.runs[NODES[member]], group.saved.attempt, member)
+        assert found.damage == (parity_file(member, NUM_NODES),)
+    assert scrub(group.runs[NODES[5]], group.saved.attempt, 5).damage == (), "it has made none yet"
+
+
+def test_a_group_of_an_earlier_version_keeps_it(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of two versions do not fit each other."""
+    group.saves(_with_base(20, np.ones((1 << 8, 1 << 8), np.float32)))
+    with monkeypatch.context() as patched:
+        patched.setattr(parity, "is_still_name", lambda name: False)
+        for member, node in enumerate(NODES):
+            group.code(member, node)
+    (group.folder(NODES[0]) / parity_file(0, NUM_NODES)).unlink()
+    group.code(0, NODES[0])
+    (header,) = group.runs[NODES[0]].staging.parities(UID)
+    assert not header.has_still
+    with ExitStack() as stack:
+        reader = _reader(stack, group, 3, 4)
+        for name in (*group.files(3), *group.files(4)):
+            assert reader.read_whole(name, max_bytes=MAX_BYTES) == group.saved.files[name]
+
+
 def test_damage_to_shared_parity_is_found_in_each_checkpoint_that_has_it(group: Group) -> None:
     base = np.ones((1 << 8, 1 << 8), np.float32)
     for step in (20, 30):
@@ -483,7 +545,7 @@ def test_damage_to_shared_parity_is_found_in_each_checkpoint_that_has_it(group: 
     assert [header.attempt.step for header in group.runs[node].staging.parities(UID)] == []
     group.code(3, node)
     assert [header.attempt.step for header in group.runs[node].staging.parities(UID)] == [30]
-    assert damaged_parity(group.runs[node], group.saved.attempt, 3) == ()
+    assert damaged_parity(group.runs[node], group.saved.attempt, 3, NUM_NODES) == ()
 
 
 def test_a_member_that_a_node_has_is_copied(group: Group) -> None:
@@ -512,7 +574,7 @@ def test_wrong_parity_gives_no_wrong_byte_and_is_found_by_a_scrub(coded: Group) 
         (header,) = coded.runs[node].staging.parities(UID)
         data[header_bytes(bytes(data)) + index * header.layers[0].segment_bytes + 100] ^= 1
         path.write_bytes(data)
-        assert damaged_parity(coded.runs[node], coded.saved.attempt, at) == (path.name,)
+        assert damaged_parity(coded.runs[node], coded.saved.attempt, at, NUM_NODES) == (path.name,)
         with ExitStack() as stack:
             reader = _reader(stack, coded, lost)
             wrong = [

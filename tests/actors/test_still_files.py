@@ -93,6 +93,11 @@ def test_with_parity_a_shard_is_read_before_it_is_linked(make: Callable[..., Sti
     assert not node.save(4, BASE, head(4)).shared_bytes
     assert digest(node.path(4).read_bytes()) == node.entry(4).digest
     assert node.save(5, BASE, head(5)).shared_bytes and node.inode(5) == node.inode(4)
+    data = bytearray(node.path(5).read_bytes())
+    data[-1] ^= 1
+    node.path(5).unlink()
+    node.path(5).write_bytes(data)
+    assert node.save(6, BASE, head(6)).shared_bytes and node.inode(6) == node.inode(4), "another file"
 
 
 def test_the_rows_of_a_linked_shard_are_those_of_its_bytes(node: StillNode) -> None:

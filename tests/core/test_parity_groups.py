@@ -534,6 +534,20 @@ def test_damage_to_a_shared_shard_and_a_parity_file_costs_another_save_its_shard
     assert (places.fragments[2], places.parities[2]) == ((), ("c",))
 
 
+def test_only_still_files_are_damaged_in_other_saves_too() -> None:
+    for files, expected in (
+        (("shard-00002-of-00004.safetensors", "parity-00002.1-of-00004.bin"), (("c",), ())),
+        (("shard-00002.1-of-00004.safetensors", "parity-00002.1-of-00004.bin"), ((), ())),
+    ):
+        run = harness()
+        save(run, 10)
+        save(run, 20)
+        scrub = m.Scrub(attempt=run.attempt(20), node_index=2, place="c")
+        run.feed(replace(read(scrub, *files), shared=((run.attempt(10), 2),)))
+        (places,) = run.machine.view.parity_groups(run.attempt(10).attempt)
+        assert (places.fragments[2], places.parities[2]) == expected
+
+
 def test_the_death_of_one_node_of_a_coded_group_costs_nothing() -> None:
     run = harness()
     save(run, 10)

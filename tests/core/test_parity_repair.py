@@ -155,6 +155,48 @@ def test_an_upload_waits_for_a_computation_as_long_as_it_takes() -> None:
         assert of(run.transcript, m.PutAway)
 
 
+def test_an_upload_waits_no_longer_for_computations_that_fail() -> None:
+    """Each is tried again, so that one is nearly always under way."""
+    for requests in (False, True):
+        run, effects = ended_with_a_loss(requests=requests)
+        for _ in range(int(3 * COMPUTED_S / 10.0)):
+            codes = of(effects, m.Code)
+            found = [*run.drain_all(effects), *run.tick(10.0)]
+            found += run.feed(*(coded(code, error="disk full") for code in codes))
+            for listing in of(found, m.SweepRemote):
+                found += run.feed(m.RemoteListed(number=listing.number))
+            effects = found
+        assert len(of(run.transcript, m.Code)) > 15
+        assert of(run.transcript, m.Fail if requests else m.PutAway)
+        assert not run.machine.view.drains_underway
+
+
+def test_orders_outlive_the_group_that_they_were_given_under() -> None:
+    """After a loss the launcher opens a new group, which takes inventories."""
+    run = harness("abcdefgh", inventory_wait_s=0.0)
+    save(run, 10)
+    orders = of([*run.lose("b", "c"), *run.tick(2.0)], m.Code)
+    assert {order.node_index for order in orders} == {1, 2}
+    run.feed(run.group("adef"))
+    run.feed(coded(orders[0]))
+    assert not [code for code in of(run.tick(2.0), m.Code) if code.node_index == orders[1].node_index]
+    assert orders[1].node_id in run.machine.view.needed_nodes()
+
+
+def test_a_doubt_about_a_member_ends_when_a_node_has_it() -> None:
+    run = harness("abcdef", scrub_bytes_per_s=0)
+    save(run, 10)
+    (order,) = of([*run.lose("b"), *run.tick(2.0)], m.Code)
+    effects = run.feed(replace(coded(order, error="wrong bytes"), is_damage=True))
+    for _ in range(5):
+        effects = (*run.feed(*map(read, of(effects, m.Scrub))), *run.tick(0.1))
+    assert run.machine._maintenance._doubts
+    run.machine._context.holders.seen(frozenset("abcdef"))
+    run.machine._context.holders.report(run.attempt(10).attempt, 1, "b")
+    run.tick(MAX_RETRY_S)
+    assert not run.machine._maintenance._doubts
+
+
 def test_a_run_is_put_away_when_nobody_computes_any_more() -> None:
     """Those are the orders of the last save: what comes later would be left on the nodes."""
     run = harness("abcdef", remote_every=1, retire_grace_s=60.0, goal_timeout_s=10.0)

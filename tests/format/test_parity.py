@@ -85,7 +85,7 @@ def test_the_spans_of_a_range_are_the_bytes_of_the_range(
     file = data.draw(st.sampled_from([file for files in header.files for file in files if file.size_bytes]))
     offset = data.draw(st.integers(0, file.size_bytes - 1))
     size = data.draw(st.integers(1, file.size_bytes - offset))
-    layer, at = header.layer_of(file.name), offset
+    layer, at = header.layers[header.number_of(file.name)], offset
     position = layer.position_of(file.name)
     for span in layer.spans(file.name, [(offset, size)], 3000):
         assert span.size <= 3000
