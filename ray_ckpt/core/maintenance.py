@@ -342,7 +342,7 @@ class Maintenance:
                 self._found_remote(event, was_suspect)
             else:
                 self._found_on_node(event.attempt, event.node_index, event.place, event.damage)
-                shared = [file for file in event.damage if is_still_name(file)]  # no others are
+                shared = [file for file in event.damage if is_still_name(file)] or event.damage
                 for attempt, node_index in event.shared:
                     yield m.Warn(text=f"Step {attempt.step}: the copy on {where} is damaged: {files}.")
                     self._found_on_node(attempt, node_index, event.place, shared)
