@@ -333,7 +333,7 @@ def test_uninstall_hands_on_a_signal_that_is_held(start: Start) -> None:
 def test_a_handler_that_was_installed_on_top_and_calls_ours_works(start: Start) -> None:
     program = start(
         """
-        TermSignal.install(on_notice, grace_s=0.2)
+        TermSignal.install(on_notice, grace_s=1.0)  # the main thread may be late on a busy machine
         ours = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda number, frame: (emit("top"), ours(number, frame)))
         emit("ready")
