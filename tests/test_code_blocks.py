@@ -103,6 +103,10 @@ def _comparison(tmp_path: Path) -> tuple[Given, Replaced]:
     return {"catalog": ray_ckpt.Catalog(write_run(tmp_path).folder)}, {}
 
 
+def _complete(tmp_path: Path) -> tuple[Given, Replaced]:
+    return {}, {}
+
+
 def _callback(tmp_path: Path) -> tuple[Given, Replaced]:
     from ray_ckpt.train import CheckpointCallback
 
@@ -183,6 +187,7 @@ PYTHON: Mapping[tuple[str, str], Callable[[Path], tuple[Given, Replaced]]] = {
     ("docs/guides/reading.md", "diff.compare("): _comparison,
     ("docs/guides/reading.md", "ray_ckpt.open_in_cluster("): _step_in_cluster,
     ("docs/guides/huggingface.md", "engine.load_weights("): _engine,
+    ("docs/operations/recovery.md", "WarmWorkers("): _complete,
 }
 
 

@@ -3,7 +3,8 @@
 A rank, a node with its disk, or the whole cluster is killed with SIGKILL while two data-parallel ranks train.
 `ray.train.report` keeps its checkpoint in a local folder, which all simulated nodes share; ours is in memory,
 on the disks of the nodes and on peers, and no durable copy is made. A phase ends when its slowest rank is
-done. Our share is what the calls of ray_ckpt take: opening the run and the group, and the restore.
+done. Our share is what the calls of ray_ckpt take: opening the run and the group, and the restore. The rows
+`-warm` are of the same job with `WarmWorkers`; no process outlives the cluster.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from typing import Any
 import numpy as np
 
 from jobs.bench.context import Context
-from jobs.bench.recover_job import OWN, REPORT, STOP, WORKERS, Journal
+from jobs.bench.recover_job import OWN, REPORT, STOP, WARM, WORKERS, Journal
 from jobs.bench.row import Reference, Row
 from jobs.demo.local_cluster import LocalCluster
+from ray_ckpt.train.warm import MODULES_ENV
 
 SMALL_BYTES = 8 << 20  # about the state of the demo
 NODES = ("node-a", "node-b", "node-c")
+CPUS = 4  # of each node, as Ray counts them: it ends idle processes of nodes without a free one
 LOSSES = ("rank", "node", "cluster")
 WAIT_S = 300.0  # for a saved checkpoint, or for the first step after a kill
 POLL_S = 0.02
@@ -51,15 +54,22 @@ OF_ALL_RANKS = ("imported", "entered", "built", "restored", "step")
 def rows(context: Context) -> Iterator[Row]:
     losses = LOSSES[:1] if context.quick else LOSSES
     for size_bytes in dict.fromkeys((min(SMALL_BYTES, context.size_bytes), context.size_bytes)):
-        found = {system: _recoveries(context, system, size_bytes, losses) for system in (OWN, REPORT)}
+        found = {system: _recoveries(context, system, size_bytes, losses) for system in (OWN, WARM, REPORT)}
         for loss in losses:
-            yield from _rows(f"recover-{loss}-{_text(size_bytes)}", loss, size_bytes, found)
+            report = found[REPORT][loss]
+            for system, ending in ((OWN, ""), (WARM, "-warm")):
+                if own := found[system].get(loss):
+                    name = f"recover-{loss}-{_text(size_bytes)}{ending}"
+                    yield from _rows(name, loss, size_bytes, own, report)
 
 
 def _rows(
-    name: str, loss: str, size_bytes: int, found: Mapping[str, Mapping[str, Sequence[dict[str, float]]]]
+    name: str,
+    loss: str,
+    size_bytes: int,
+    own: Sequence[dict[str, float]],
+    report: Sequence[dict[str, float]],
 ) -> Iterator[Row]:
-    own, report = found[OWN][loss], found[REPORT][loss]
     whole = tuple(sum(each.values()) for each in own)
     theirs = Reference(name=REPORT, samples=tuple(sum(each.values()) for each in report))
     what = f"kill -9 of a {loss} to the first new step, {_text(size_bytes)}"
@@ -101,7 +111,7 @@ def _recoveries(
     with context.temporary() as folder:
         job = _Job(system, folder, size_bytes)
         try:
-            for loss in losses:
+            for loss in losses if system != WARM else [each for each in losses if each != "cluster"]:
                 found[loss] = [job.lose(loss) for _ in range(context.repeat)]
         finally:
             job.close()
@@ -121,6 +131,8 @@ class _Job:
         """Wait for a save, kill, and return the seconds of the phases up to the first new step."""
         since_s = max((line["at_s"] for line in self._journal.read() if line["what"] == "entered"), default=0)
         self._wait("saved", since_s)
+        if self._system == WARM:
+            self._wait_until_warm()
         entered = self._last("entered", 0.0)[WORKERS - 1]
         killed_s = time.time()
         if loss == "rank":
@@ -148,7 +160,7 @@ class _Job:
         self._cluster.shutdown()
 
     def _begin(self) -> None:
-        self._cluster = LocalCluster(self._folder / "staging", NODES)
+        self._cluster = LocalCluster(self._folder / "staging", NODES, cpus=CPUS)
         command = [sys.executable, "-m", "jobs.bench.recover_job", self._system, str(self._folder)]
         with (self._folder / "driver.log").open("ab") as log:
             self._driver = subprocess.Popen(
@@ -167,6 +179,14 @@ class _Job:
                 print((self._folder / "driver.log").read_text()[-MAX_LOG:], file=sys.stderr)
                 raise RuntimeError(f"{self._system}: the job has ended before {what!r}")
             time.sleep(POLL_S)
+
+    def _wait_until_warm(self) -> None:
+        """Wait until a process waits on each node."""
+        deadline_s = time.monotonic() + WAIT_S
+        while len(self._cluster.idle_processes(MODULES_ENV)) < len(NODES):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"no process waited on each node within {WAIT_S:.0f} s")
+            time.sleep(1.0)
 
     def _last(self, what: str, since_s: float) -> dict[int, dict[str, Any]]:
         """Return each rank's first line of that kind after a time; for `entered` the last one."""

@@ -2,6 +2,8 @@
 
     python -m jobs.bench.recover_job ray_ckpt FOLDER BYTES
 
+`warm` is ray_ckpt with processes that wait for the next group.
+
 Every process writes the Unix times of its phases to one journal, so the slowest rank of each phase is known.
 """
 
@@ -18,7 +20,7 @@ from typing import Any
 import ray.train
 from ray.train.torch import TorchTrainer
 
-from ray_ckpt.train import CheckpointCallback
+from ray_ckpt.train import CheckpointCallback, WarmWorkers
 from ray_ckpt.train.ray_compat import ControllerCallback, WorkerCallback, WorkerGroupCallback
 
 WORKERS = 2
@@ -26,7 +28,7 @@ STEP_S = 0.1
 NEVER = 10**9  # steps between saves by themselves
 FILL = 0.5  # value of all weights before a restore, as a cheap initialization
 STOP = "stop"  # a file beside the journal; the job ends when it exists
-OWN, REPORT = "ray_ckpt", "ray.train.report"
+OWN, WARM, REPORT = "ray_ckpt", "warm", "ray.train.report"
 
 
 class Journal:
@@ -80,19 +82,25 @@ def trainer(system: str, folder: Path, size_bytes: int) -> TorchTrainer:
     """Make the trainer of a job of WORKERS ranks, whose data-parallel ranks hold the same state each."""
     journal, storage = folder / "journal.jsonl", folder / "storage"
     own: list[Any] = []
-    if system == OWN:
+    worker_env: dict[str, Any] = {}
+    if system != REPORT:
         own = [
             CheckpointCallback(
                 replicas=1, keep_last=1, every_steps=NEVER, remote_every=NEVER, memory="single"
             )
         ]
+    if system == WARM:
+        warm = WarmWorkers("jobs.bench.state")
+        own.append(warm)
+        worker_env = warm.runtime_env()
     return TorchTrainer(
         train_loop,
         train_loop_config={"system": system, "journal": str(journal), "size_bytes": size_bytes},
-        scaling_config=ray.train.ScalingConfig(num_workers=WORKERS),
+        scaling_config=ray.train.ScalingConfig(num_workers=WORKERS, placement_strategy="STRICT_SPREAD"),
         run_config=ray.train.RunConfig(
             name="recover",
             storage_path=str(storage),
+            worker_runtime_env=worker_env,
             callbacks=[Stamps(journal, is_first=True), *own, Stamps(journal, is_first=False)],
             failure_config=ray.train.FailureConfig(max_failures=-1),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=1),
@@ -114,7 +122,7 @@ def train_loop(config: dict[str, Any]) -> None:
     journal.write("entered", rank=rank, pid=os.getpid(), node=ray.get_runtime_context().get_node_id())
     model, optimizer = make_state(config["size_bytes"], fill=FILL)
     journal.write("built", rank=rank)
-    steps = _own_steps if config["system"] == OWN else _report_steps
+    steps = _report_steps if config["system"] == REPORT else _own_steps
     for step in steps(model, optimizer, journal, rank):
         total = torch.ones(1)
         dist.all_reduce(total)

@@ -88,6 +88,16 @@ class LocalCluster:
     def name_of(self, node_id: str) -> str:
         return next((n.name for n in self.nodes.values() if n.node_id == node_id), node_id[:8])
 
+    def idle_processes(self, variable: str) -> set[int]:
+        """Return the idle processes of Ray on this machine that have an environment variable."""
+        found = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_idle = (process.cmdline() or [""])[0].startswith("ray::IDLE")
+                if is_idle and variable in process.environ():
+                    found.add(process.pid)
+        return found
+
     def kill(self, name: str, *, wipe: bool) -> None:
         """Send SIGKILL to the raylet and its descendants; with `wipe`, also delete the staging folder."""
         node = self.nodes.pop(name)
