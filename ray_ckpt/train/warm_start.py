@@ -11,30 +11,52 @@ import importlib
 import os
 import runpy
 import sys
+import time
 import traceback
 from pathlib import Path
+from typing import Any
 
-from ray_ckpt.train.warm import MODULES_ENV
+from ray_ckpt.train import warm
 
 # torch then asks for GPUs without fixing which ones the process sees, which Ray decides later
 CHECK_ENV = "PYTORCH_NVML_BASED_CUDA_CHECK"
+LONGEST_S = 20.0  # of imports; Ray ends a process that has not registered after 60 s, and starts another
 
 
 def main() -> None:
+    script, *arguments = sys.argv[1:]
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(script).parent)  # as `python SCRIPT` sets it
+    _import_all(os.environ.get(warm.MODULES_ENV, ""))
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        _log("a module has initialized CUDA when it was imported; this worker starts without it")
+        os.execv(sys.executable, [sys.executable, script, *arguments])
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def _import_all(names: str) -> None:
+    end_s = time.monotonic() + LONGEST_S
     is_ours = CHECK_ENV not in os.environ
     os.environ.setdefault(CHECK_ENV, "1")
-    for name in filter(None, os.environ.get(MODULES_ENV, "").split(",")):
+    for name in filter(None, names.split(",")):
+        if time.monotonic() > end_s:
+            _log(f"{name} is not imported ahead of time: the modules before it took {LONGEST_S:.0f} s")
+            continue
         try:
             importlib.import_module(name)
         except (Exception, SystemExit):  # the program reports it if it needs the module
-            print(f"ray_ckpt: {name} was not imported ahead of time:", file=sys.stderr)
+            _log(f"{name} was not imported ahead of time:")
             traceback.print_exc()
+        if name in warm.OF_EVERY_RANK and "torch" in sys.modules:
+            warm.threads_at_start = sys.modules["torch"].get_num_threads()
     if is_ours:
         del os.environ[CHECK_ENV]
-    script, *arguments = sys.argv[1:]
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).parent)  # as `python SCRIPT` sets it
-    runpy.run_path(script, run_name="__main__")
+
+
+def _log(text: str) -> None:
+    print(f"ray_ckpt: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ def train_loop(config: dict[str, Any]) -> None:
     step = info.step if info is not None else 0
     lines, rank = Path(config["lines"]), ray.train.get_context().get_world_rank()
     entered = {"rank": rank, "pid": os.getpid(), "step": step, "had_module": had_module}
+    entered["threads"] = torch.get_num_threads()
     entered["node"] = ray.get_runtime_context().get_node_id()
     with lines.open("a") as file:
         file.write(json.dumps(entered) + "\n")
@@ -94,4 +95,5 @@ def test_the_ranks_of_the_next_group_have_waited_for_it(no_cluster: None, tmp_pa
         job.join(WAIT_S)
     assert {rank["pid"] for rank in third} <= before
     assert all(rank["had_module"] for rank in (*first, *second, *third))
+    assert all(rank["threads"] == 1 for rank in (*first, *second, *third))
     assert all(rank["step"] > 0 for rank in (*second, *third))

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import Counter
-from itertools import chain
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import ray
 
 from ray_ckpt.errors import ConfigError
-from ray_ckpt.train import WarmWorkers
+from ray_ckpt.train import WarmWorkers, warm_start
+from ray_ckpt.train import warm as warm_module
 from ray_ckpt.train.warm import MODULES_ENV, find_places
+
+PROJECT = Path(__file__).parents[2]
 
 
 def test_the_runtime_environment_keeps_what_the_user_wants() -> None:
@@ -25,7 +30,7 @@ def test_the_runtime_environment_keeps_what_the_user_wants() -> None:
     assert env["py_executable"] == "python3 -m ray_ckpt.train.warm_start"
 
 
-@pytest.mark.parametrize("field", ["pip", "conda", "uv", "py_executable", "image_uri"])
+@pytest.mark.parametrize("field", ["pip", "conda", "uv", "py_executable", "image_uri", "nsight"])
 def test_another_python_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         WarmWorkers().runtime_env({field: "x"})
@@ -37,42 +42,72 @@ def test_a_name_that_is_no_modules_is_refused(name: str) -> None:
         WarmWorkers(name)
 
 
-def test_a_process_imports_what_it_can_and_then_runs_the_script(tmp_path: Path) -> None:
+def run_start(tmp_path: Path, modules: str, program: str, **files: str) -> subprocess.CompletedProcess[str]:
+    """Run a program as Ray runs its worker, with modules made of text."""
     script = tmp_path / "folder" / "script.py"
     script.parent.mkdir()
-    script.write_text(
-        "import os, sys\n"
-        "print(__name__, sys.argv[1:], sys.path[0], sorted({'good', 'bad', 'ends'} & sys.modules.keys()),\n"
-        "      sys.modules['good'].check, 'PYTORCH_NVML_BASED_CUDA_CHECK' in os.environ)\n"
-    )
-    (tmp_path / "good.py").write_text("import os\ncheck = os.environ['PYTORCH_NVML_BASED_CUDA_CHECK']\n")
-    (tmp_path / "bad.py").write_text("raise RuntimeError('no GPU')")
-    (tmp_path / "ends.py").write_text("raise SystemExit(3)")
-    project = Path(__file__).parents[2]
+    script.write_text(program)
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
     done = subprocess.run(
         [sys.executable, "-m", "ray_ckpt.train.warm_start", str(script), "--one", "two words"],
-        env={**os.environ, MODULES_ENV: "bad,ends,no_such,good", "PYTHONPATH": f"{tmp_path}:{project}"},
+        env={**os.environ, MODULES_ENV: modules, "PYTHONPATH": f"{tmp_path}:{PROJECT}"},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    expected = f"__main__ ['--one', 'two words'] {script.parent} ['good'] 1 False"
-    assert done.stdout.splitlines()[-1] == expected
+    return done
+
+
+def test_a_process_imports_what_it_can_and_then_runs_the_script(tmp_path: Path) -> None:
+    done = run_start(
+        tmp_path,
+        "bad,ends,no_such,good",
+        "import os, sys\n"
+        "print(__name__, sys.argv[1:], sys.path[:2], sorted({'good', 'bad', 'ends'} & sys.modules.keys()))\n"
+        "print(sys.modules['good'].check, 'PYTORCH_NVML_BASED_CUDA_CHECK' in os.environ)\n",
+        good="import os, sys\n"
+        "check = os.environ['PYTORCH_NVML_BASED_CUDA_CHECK']\n"
+        "sys.path.insert(0, 'of the module')\n",
+        bad="raise RuntimeError('no GPU')",
+        ends="raise SystemExit(3)",
+    )
+    path = ["of the module", str(tmp_path / "folder")]
+    assert done.stdout.splitlines() == [f"__main__ ['--one', 'two words'] {path} ['good']", "1 False"]
     assert "no GPU" in done.stderr and "no_such was not imported" in done.stderr
+
+
+def test_a_process_in_which_a_module_has_initialized_cuda_starts_anew(tmp_path: Path) -> None:
+    done = run_start(
+        tmp_path,
+        "torch,eager",
+        "import sys\nprint('eager' in sys.modules, 'torch' in sys.modules, sys.argv[1:])\n",
+        eager="import torch\ntorch.cuda._initialized = True\n",
+    )
+    assert done.stdout.splitlines() == ["False False ['--one', 'two words']"]
+    assert "has initialized CUDA" in done.stderr
+
+
+def test_imports_that_take_too_long_are_left_to_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(warm_start, "LONGEST_S", -1.0)
+    warm_start._import_all("colorsys")
+    assert "colorsys is not imported ahead of time" in capsys.readouterr().err
 
 
 def test_torch_gets_the_threads_that_ray_sets_after_its_import() -> None:
     program = (
         "import os, torch; from ray_ckpt.train import warm\n"
-        "torch.set_num_threads(3)\n"
-        "for threads in ('', '0', 'x', '1'):\n"
-        "    os.environ['OMP_NUM_THREADS'] = threads\n"
-        "    warm._limit_threads()\n"
+        "for set_by_module, of_ray in ((3, ''), (3, '0'), (3, 'x'), (3, '1'), (2, '1')):\n"
+        "    torch.set_num_threads(set_by_module)\n"
+        "    warm.threads_at_start, os.environ['OMP_NUM_THREADS'] = 3, of_ray\n"
+        "    warm._set_threads()\n"
         "    print(torch.get_num_threads())\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["3", "3", "3", "1"], done.stderr
+    assert done.stdout.split() == ["3", "3", "3", "1", "2"], done.stderr
 
 
 def test_a_place_for_a_worker_is_on_a_live_node_with_its_resources() -> None:
@@ -86,36 +121,78 @@ def test_a_place_for_a_worker_is_on_a_live_node_with_its_resources() -> None:
         node("with GPUs", CPU=8.0, GPU=8.0),
     ]
     assert find_places(nodes, {"CPU": 1.0, "GPU": 1.0}) == ["with GPUs"]
-    assert find_places(nodes, {"CPU": 1.0}) == ["without GPUs", "with GPUs"]
+    assert find_places(nodes, {"CPU": 1.0}) == ["with GPUs", "without GPUs"]
 
 
-class Groups:
-    """Groups of a trainer, and the processes that wait if each order is carried out."""
-
-    def __init__(self, idle_nodes: int) -> None:
-        self.warm = WarmWorkers(idle_nodes=idle_nodes)
-        self.now_s = 100.0
-
-    def begin(self, ranks: str, places: str = "abcd", *, after_s: float = 1000.0) -> str:
-        """Begin a group with a rank for each letter, and return a letter for each process to start."""
-        self.now_s += after_s
-        self.warm._nodes = list(ranks)
-        self.warm._order(list(places), self.now_s)
-        return "".join(sorted(chain(*map(self.warm._orders_of, range(len(ranks))))))
+def controller(monkeypatch: pytest.MonkeyPatch, of_job: Mapping[str, Any]) -> None:
+    context = SimpleNamespace(runtime_env=of_job)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
 
 
-def test_each_group_starts_the_processes_that_the_last_ones_have_not_left() -> None:
-    groups = Groups(idle_nodes=1)
-    assert groups.begin("aabb") == "aabbcc", "one for each rank, and as many on one idle node"
-    assert groups.begin("aabb") == "aabb", "those of `c` still wait"
-    assert groups.begin("aacc", places="acd") == "aaccdd", "`b` has died, and `c` has replaced it"
-    assert groups.begin("aacc", places="abcd") == "aacc", "those of `b` may still wait"
+def run_context(worker_env: dict[str, Any]) -> Any:
+    return SimpleNamespace(run_config=SimpleNamespace(worker_runtime_env=worker_env))
 
 
-def test_a_group_that_ends_soon_has_left_no_process() -> None:
-    groups = Groups(idle_nodes=0)
-    assert groups.begin("ab") == "ab"
-    assert groups.begin("ab", after_s=5.0) == "ab"
-    assert not groups.warm._waiting
-    assert groups.begin("a") == "a", "it takes one of the second group's"
-    assert groups.warm._waiting == Counter("b")
+def test_a_run_whose_workers_would_start_otherwise_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm = WarmWorkers()
+    controller(monkeypatch, {"env_vars": {"A": "1"}})
+    warm.after_controller_start(run_context(warm.runtime_env()))
+    for wrong in ({}, WarmWorkers().runtime_env()):  # none, or that of another trainer
+        with pytest.raises(ConfigError, match="not the runtime environment") as caught:
+            warm.after_controller_start(run_context(wrong))
+        assert "warm.runtime_env()" in str(caught.value.hint)
+    controller(monkeypatch, {"pip": ["x"]})  # of the job
+    with pytest.raises(ConfigError, match="pip"):
+        warm.after_controller_start(run_context(warm.runtime_env()))
+
+
+def worker(rank: int, node: str, world_size: int) -> Any:
+    return SimpleNamespace(
+        distributed_context=SimpleNamespace(world_rank=rank, world_size=world_size),
+        metadata=SimpleNamespace(node_id=node),
+        resources={"CPU": 1.0},
+    )
+
+
+def test_nodes_are_known_by_rank_unless_a_single_rank_is_replaced() -> None:
+    warm = WarmWorkers()
+    warm.before_init_train_context([worker(2, "b", 3), worker(0, "a", 3), worker(1, "a", 3)])
+    assert warm._nodes == ["a", "a", "b"]
+    warm.before_init_train_context([worker(1, "c", 3)])
+    assert warm._nodes == []
+
+
+class Looks:
+    """Looks for idle nodes: what `ray.nodes()` gives in each, and what is started."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: Sequence[str]) -> None:
+        self.started: list[str] = []
+        self._looks = list(looks)
+        monkeypatch.setattr(ray, "nodes", self._nodes)
+        monkeypatch.setattr(warm_module, "start", lambda nodes, env: self.started.append("".join(nodes)))
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        names = self._looks.pop(0)
+        return [{"NodeID": name, "Alive": True, "Resources": {"CPU": 8.0}} for name in names]
+
+    def wait(self, timeout_s: float) -> bool:
+        return not self._looks
+
+
+@pytest.mark.parametrize(
+    ("idle_nodes", "looks", "started"),
+    [
+        (1, ["dcab", "abcd", "abdce"], ["cc", "", ""]),
+        (1, ["ab", "abe", "abef"], ["", "ee", ""]),
+        (1, ["abc", "abd", "abcd"], ["cc", "dd", ""]),  # the chosen node has died; it does not return
+        (2, ["abc", "abcd"], ["cc", "dd"]),
+    ],
+)
+def test_idle_nodes_are_chosen_once_and_replaced(
+    monkeypatch: pytest.MonkeyPatch, idle_nodes: int, looks: list[str], started: list[str]
+) -> None:
+    warm = WarmWorkers(idle_nodes=idle_nodes)
+    warm.before_init_train_context([worker(0, "a", 3), worker(1, "a", 3), worker(2, "b", 3)])
+    found = Looks(monkeypatch, looks)
+    warm._start_on_idle({}, cast(threading.Event, found))
+    assert found.started == started, "as many as the largest node has ranks"
