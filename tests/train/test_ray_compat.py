@@ -31,7 +31,7 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2.api.callback import RayTrainCallback, UserCallback
 
 from ray_ckpt.actors import ray_cluster
-from ray_ckpt.train import CheckpointCallback
+from ray_ckpt.train import CheckpointCallback, WarmWorkers
 from ray_ckpt.train import ray_compat as compat
 
 OLDEST, NEWEST = (2, 56), (2, 60)
@@ -65,7 +65,7 @@ def test_this_is_a_ray_version_that_was_tested() -> None:
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_have_the_signature_that_we_override(name: str) -> None:
     base, parameters = HOOKS[name]
-    for cls in (base, CheckpointCallback):
+    for cls in (base, CheckpointCallback, WarmWorkers):
         assert parameters_of(getattr(cls, name)) == parameters
     is_async = inspect.iscoroutinefunction(getattr(base, name))
     assert inspect.iscoroutinefunction(getattr(CheckpointCallback, name)) == is_async
@@ -80,9 +80,10 @@ def test_a_controller_that_gives_up_differs_from_one_that_is_done() -> None:
     assert not compat.has_failed(states.RestartingState(training_failed_error=error))
 
 
-def test_the_callback_is_of_the_kind_that_gets_every_hook() -> None:
-    assert issubclass(CheckpointCallback, RayTrainCallback)
-    assert not issubclass(CheckpointCallback, UserCallback), "Ray gives those two hooks only"
+def test_the_callbacks_are_of_the_kind_that_gets_every_hook() -> None:
+    for callback in (CheckpointCallback, WarmWorkers):
+        assert issubclass(callback, RayTrainCallback)
+        assert not issubclass(callback, UserCallback), "Ray gives those two hooks only"
 
 
 def test_a_trainer_hands_on_callbacks_of_the_run_config_and_of_the_environment_in_that_order(
@@ -124,7 +125,7 @@ def test_callbacks_are_copied_to_workers_after_the_group_has_been_opened() -> No
 
 def test_a_worker_reports_its_rank_and_its_node() -> None:
     worker_group = f"{EXECUTION}.worker_group.worker"
-    assert {"metadata", "distributed_context"} <= fields_of(worker_group, "Worker")
+    assert {"metadata", "distributed_context", "resources"} <= fields_of(worker_group, "Worker")
     assert "node_id" in fields_of(worker_group, "ActorMetadata")
     assert {"world_rank", "world_size"} <= fields_of(f"{EXECUTION}.context", "DistributedContext")
 
@@ -133,7 +134,7 @@ def test_the_run_context_has_the_run_config() -> None:
     assert "run_config" in fields_of(f"{EXECUTION}.context", "TrainRunContext")
     config = ray.train.RunConfig(name="run", callbacks=[CheckpointCallback()])
     assert config.name == "run" and config.storage_filesystem is None and config.storage_path
-    assert len(config.callbacks) == 1
+    assert len(config.callbacks) == 1 and config.worker_runtime_env == {}
 
 
 def test_a_worker_knows_whether_its_trainer_validates() -> None:
