@@ -40,8 +40,9 @@ class NodeRestore:
         self._node = node
         self._run = run
         self._plan = plan
-        # Separate threads for each restore, since a peer or the storage path may hang.
-        self._threads = BriefThreads(RESTORE_THREADS, "ray_ckpt-restore", yield_to_training)
+        # Separate threads for each restore, since a peer or the storage path may hang; at the priority of the
+        # ranks, which wait for them.
+        self._threads = BriefThreads(RESTORE_THREADS, "ray_ckpt-restore")
         self._tickets: dict[tuple[bool, bool], asyncio.Task[RestoreTicket | None]] = {}
         self._newest: RestoreTicket | None = None  # the ticket that has the largest part of the manifest
         self._memories: list[ManifestMemory] = []

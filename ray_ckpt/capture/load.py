@@ -237,6 +237,12 @@ class _Wanted:
         here = {path: self.walked.held[ref.key] for path, ref in tensor_refs(self.walked.trees[name]).items()}
         refs = tensor_refs(tree)
         self._saved |= self.rows.first_of(ref.key for ref in refs.values())
+        is_lacking = any(
+            ref.key not in self._saved and (path not in here or here[path].slices)
+            for path, ref in refs.items()
+        )
+        if is_lacking and self.rows.complete():  # as for data-parallel ranks, which save a part each
+            self._saved |= self.rows.first_of(ref.key for ref in refs.values())
         if own := {r.key for path, r in refs.items() if not (item.per_rank or item.is_shared(path))}:
             here_too = self.rows.of_file(self.own_file)
             self._own |= {row.slice.key: row for row in here_too if row.slice and row.slice.key in own}

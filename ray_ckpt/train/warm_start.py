@@ -7,6 +7,7 @@ Ray starts its worker processes with this command in place of `python SCRIPT`.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import runpy
@@ -32,6 +33,8 @@ def main() -> None:
     if torch is not None and torch.cuda.is_initialized():
         _log("a module has initialized CUDA when it was imported; this worker starts without it")
         os.execv(sys.executable, [sys.executable, script, *arguments])
+    gc.collect()
+    gc.freeze()  # what was imported stays: collections, and searches of all live objects, leave it out
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 

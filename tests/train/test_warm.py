@@ -68,7 +68,9 @@ def test_a_process_imports_what_it_can_and_then_runs_the_script(tmp_path: Path) 
         "bad,ends,no_such,good",
         "import os, sys\n"
         "print(__name__, sys.argv[1:], sys.path[:2], sorted({'good', 'bad', 'ends'} & sys.modules.keys()))\n"
-        "print(sys.modules['good'].check, 'PYTORCH_NVML_BASED_CUDA_CHECK' in os.environ)\n",
+        "print(sys.modules['good'].check, 'PYTORCH_NVML_BASED_CUDA_CHECK' in os.environ)\n"
+        "import gc\n"
+        "print(any(found is sys.modules['good'].__dict__ for found in gc.get_objects()))\n",
         good="import os, sys\n"
         "check = os.environ['PYTORCH_NVML_BASED_CUDA_CHECK']\n"
         "sys.path.insert(0, 'of the module')\n",
@@ -76,7 +78,11 @@ def test_a_process_imports_what_it_can_and_then_runs_the_script(tmp_path: Path) 
         ends="raise SystemExit(3)",
     )
     path = ["of the module", str(tmp_path / "folder")]
-    assert done.stdout.splitlines() == [f"__main__ ['--one', 'two words'] {path} ['good']", "1 False"]
+    assert done.stdout.splitlines() == [
+        f"__main__ ['--one', 'two words'] {path} ['good']",
+        "1 False",
+        "False",  # collections leave out what was imported
+    ]
     assert "no GPU" in done.stderr and "no_such was not imported" in done.stderr
 
 

@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core.values import SessionKey
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.format.names import make_attempt
+from ray_ckpt.plan.restore import plan_restore
 from ray_ckpt.restore.manifest import ListedRows, MappedManifest
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer import rank_items
@@ -151,8 +153,12 @@ def rows_in(ticket: RestoreTicket) -> list[ManifestRow]:
 
 
 @pytest.mark.parametrize("missing", ["", "state", "slice"])
-def test_the_whole_manifest_is_requested_only_if_something_is_missing(tmp_path: Path, missing: str) -> None:
-    link = saved_model(tmp_path)
+def test_the_whole_manifest_is_requested_only_if_something_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """And the reads are planned once."""
+    link, plan = saved_model(tmp_path), Mock(wraps=plan_restore)
+    monkeypatch.setattr("ray_ckpt.capture.load.plan_restore", plan)
     whole = link.given
     own = [row for row in rows_in(whole) if row.kind != missing]
     files = {row.file for row in own}
@@ -167,6 +173,7 @@ def test_the_whole_manifest_is_requested_only_if_something_is_missing(tmp_path: 
     ckpt = checkpointer_of(link, model)
     info = ckpt.restore()
     assert info is not None and info.step == 1 and link.num_whole == bool(missing)
+    assert plan.call_count == 1
     assert torch.equal(model.weight, torch.full((4, 4), 3.0))
     ckpt.close()
 
