@@ -193,8 +193,9 @@ class RunOptions:
     """Names of items that begin as they were built where the checkpoint has nothing for them, or state of
     another class or form: ("optimizer",) when it is another optimizer from here on."""
     static_items: tuple[str, ...] = ()
-    """Names of items of tensors that training does not change. Their bytes are stored and sent once and then
-    shared, as those of frozen parameters are in any case; a change is saved all the same."""
+    """Names of items that training does not change. Their bytes are stored and sent once and then shared, as
+    those of frozen parameters are in any case; a change is saved all the same. With several ranks this is
+    done for parameters and DTensors; each rank saves its plain tensors for itself, anew by each save."""
     unprotected_after: timedelta | int | None = None
     """End training with Unprotected, between two steps, after this time without a new checkpoint, or after
     this many failed saves in a row; a warning is logged halfway. None: never."""
@@ -209,8 +210,9 @@ class RunOptions:
     tensor; full: every rank saves all that it holds, and restores its own bytes at the same world size. Costs
     memory, disk and bandwidth for all copies."""
     replica_watch: bool = True
-    """Compare 1/53 of what several ranks hold at each save, another part each time, to find replicas that
-    have drifted apart. A difference is logged and recorded with the checkpoint; training goes on."""
+    """Compare 1/53 of what several ranks hold at each save, all of it in 53 saves at a regular distance, to
+    find replicas that have drifted apart. A difference is logged and recorded with the checkpoint; training
+    goes on."""
     memory: str = "auto"
     """Memory on each node for captures. double: two copies of the state, so that a save need not wait until
     the previous one is on disk; single: one copy; stream: a small ring that is written to disk while it is

@@ -71,6 +71,16 @@ class StillSlices:
             return False
         return (is_frozen or live.slice.item in self._static) and (not is_own or is_dtensor(leaf))
 
+    def warn_of_own(self, slices: Sequence[LiveSlice]) -> None:
+        """Log the items in `static_items` of which nothing can be shared, given all slices of a rank."""
+        shared = {live.slice.item for live in slices if self._may_be_still(live)}
+        if own := sorted(self._static - shared):
+            log.warning(
+                "static_items: nothing of %s can be shared between checkpoints: each rank saves its plain"
+                " tensors and its objects with state_dict for itself",
+                ", ".join(own),
+            )
+
     def note_changed(self, changed: Sequence[LiveSlice]) -> None:
         """Count slices that were taken for still among those that move, from the next layout on."""
         self._moved.update(live.slice_key for live in changed)

@@ -99,6 +99,8 @@ class RankItems:
         """Encode the state once, so that errors of a save are found before training; predict the layout."""
         walked = self.walk()
         encode_tree(dict(walked.trees), kept=walked.kept)
+        if self._identity.rank == 0:
+            self.still.warn_of_own(walked.slices)
         return self.predicted_layout(walked)
 
     def encode_state(self, step: int, walked: Walked) -> bytes:

@@ -263,6 +263,22 @@ def test_tensors_that_each_rank_has_for_itself_stay_in_its_first_shard(rank: int
     assert in_second == shared and "model.seen" not in in_second and "extra.table" not in in_second
 
 
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 2), (1, 2), (0, 1)])
+def test_a_static_item_of_which_nothing_can_be_shared_is_named_once(
+    caplog: pytest.LogCaptureFixture, rank: int, world_size: int
+) -> None:
+    options = RunOptions(static_items=("model", "extra"))
+    link = LocalLink(rank=rank, world_size=world_size, options=options)
+    with caplog.at_level("WARNING"):
+        ray_ckpt.Checkpointer(link=link, model=Adapted(), extra={"table": torch.zeros(4)}).restore()
+    named = [record.getMessage() for record in caplog.records if "can be shared" in record.getMessage()]
+    if (rank, world_size) == (0, 2):
+        (warning,) = named
+        assert "nothing of extra can" in warning
+    else:
+        assert not named
+
+
 def test_a_static_item_that_is_not_registered_is_refused() -> None:
     with pytest.raises(ConfigError, match="static_items has 'modle'") as caught:
         loop(static=("modle",))
