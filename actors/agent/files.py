@@ -5,6 +5,7 @@ Functions block; call them from threads.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,8 @@ from ray_ckpt.transport.credentials import Credentials
 from ray_ckpt.transport.sending import Outgoing, send_files
 from ray_ckpt.transport.wire import FileName, PutRequest
 from ray_ckpt.types import AttemptId, FileEntry, Fragment, ManifestRow
+
+log = logging.getLogger("ray_ckpt.agent")
 
 COPY_BLOCK_BYTES = 8 << 20  # bytes sent between two checks that the arena still holds the attempt
 _Reader: TypeAlias = Callable[[NodeRun, AttemptId, str], Iterator[memoryview]]  # of a file's bytes
@@ -226,6 +229,9 @@ def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
         run, attempt, node_index, num_nodes
     )
     shared: set[tuple[AttemptId, int]] = set()
+    bad: list[
+        tuple[str, str]
+    ] = []  # folder and file; the checkpoint's own name last, by which others are found
     for file in damaged:
         for other in run.staging.sharers(run.run_uid, attempt.directory, file):
             for held in run.staging.holdings(run.run_uid, directory=other):
@@ -234,9 +240,26 @@ def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
             for header in run.staging.parities(run.run_uid, directory=other):
                 if file in {layer.parity_file(header.position) for layer in header.layers}:
                     shared.add((header.attempt, header.group.members[header.position]))
-            run.staging.quarantine(run.run_uid, other, file)
-        run.staging.quarantine(run.run_uid, attempt.directory, file)
+            bad.append((other, file))
+        bad.append((attempt.directory, file))
+    _quarantine(run, bad)
     return ScrubResult(damage=damaged, shared=tuple(sorted(shared, key=lambda pair: (pair[0].step, pair[1]))))
+
+
+def _quarantine(run: NodeRun, bad: Sequence[tuple[str, str]]) -> None:
+    """Move bad files to quarantine. Raises the last OSError if no file could be moved.
+
+    What was moved is found no more, so it has to be reported even if other files stay in place.
+    """
+    failures: list[OSError] = []
+    for directory, file in bad:
+        try:
+            run.staging.quarantine(run.run_uid, directory, file)
+        except OSError as error:
+            log.warning("the damaged %s stays in %s: %s", file, directory, error)
+            failures.append(error)
+    if failures and len(failures) == len(bad):
+        raise failures[-1]
 
 
 def put_fragment(run: NodeRun, fragment: Fragment) -> FileEntry:

@@ -10,6 +10,7 @@ from typing_extensions import Buffer
 from ray_ckpt.actors.agent.run import NodeRun
 from ray_ckpt.actors.agent.still_files import has_same
 from ray_ckpt.errors import Unavailable
+from ray_ckpt.format.digest import FRAGMENT_PREFIX
 from ray_ckpt.format.names import attempt_of
 from ray_ckpt.storage.local.direct import read_blocks_direct
 from ray_ckpt.storage.local.files import size_of
@@ -56,6 +57,8 @@ class PeerFiles:
         except Unavailable:  # the delete may have listed the folder before the file was there
             run.staging.delete(name.run_uid, name.directory)
             raise
+        if name.file.startswith(FRAGMENT_PREFIX):
+            self._check_complete(run, name)
         return request.digest
 
     def _check_wanted(self, run: NodeRun, name: FileName) -> None:
@@ -66,6 +69,15 @@ class PeerFiles:
         """
         if run.machine.is_deleted(attempt_of(name.directory)):
             raise Unavailable(f"{name.directory} is being deleted here")
+
+    def _check_complete(self, run: NodeRun, name: FileName) -> None:
+        """Raise Unavailable if a file that a fragment lists is not here.
+
+        A scrub may have taken away a file that was linked here, before there was a fragment that listed it.
+        """
+        held = run.staging.holdings(name.run_uid, directory=name.directory)
+        if not any(each.entry.name == name.file for each in held):
+            raise Unavailable(f"{name.directory} is not complete here: a file that {name.file} lists is gone")
 
     def read(self, name: FileName, offset: int, nbytes: int | None) -> Iterator[memoryview]:
         path = self._run(name).staging.path(name.run_uid, name.directory, name.file)

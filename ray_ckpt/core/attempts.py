@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -105,12 +105,14 @@ class Attempt:
         """Note the entry of a fragment on one of the nodes that hold it."""
         self.versions.setdefault(node_index, set()).add(fragment)
 
-    def replace(self, node_index: int, holder: str, live: Set[str]) -> str | None:
-        """Note that a copy failed or was lost. Return the node to try next; None if no node is left."""
+    def replace(
+        self, node_index: int, holder: str, live: Set[str], order: Callable[[str], tuple[int, int, str]]
+    ) -> str | None:
+        """Note that a copy failed or was lost. Return the first node in its place; None if none is left."""
         self.failed.setdefault(node_index, set()).add(holder)
         self._ended(node_index, holder)
         self.copies.setdefault(node_index, set()).discard(holder)
-        other = min(self.others(node_index, live), default=None)
+        other = min(self.others(node_index, live), key=order, default=None)
         if other is not None:
             self.awaited.setdefault(node_index, set()).add(other)
         return other

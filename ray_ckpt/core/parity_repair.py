@@ -150,8 +150,10 @@ def _key(code: Code | CodeEnded) -> tuple[str, int, bool]:
 
 def _order(task: _Task, node: str) -> Code:
     checkpoint, places = task.checkpoint, task.places
-    is_copied = bool(places.fragments[task.at]) and not task.is_parity
+    is_copied = bool(places.fragments[task.at])
     num_read = 1 if is_copied else places.group.num_data
+    if task.is_parity:
+        num_read = places.group.parity  # a part of each member's files for each block of the parity file
     return Code(
         attempt=checkpoint.id,
         num_nodes=checkpoint.num_nodes,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
@@ -12,6 +13,7 @@ from ray_ckpt.core.attempts import Attempt, SaveUnderway
 from ray_ckpt.core.context import Context, names_of
 from ray_ckpt.core.missing_ranks import MissingRanks
 from ray_ckpt.core.open_attempts import MAX_WAITING_COMMITS, OpenAttempts
+from ray_ckpt.core.placement import domain_of, same_domain
 from ray_ckpt.core.progress import SessionProgress
 from ray_ckpt.core.values import STILL_WRITING, Inventory, SessionNode, SessionPlan, StoredFragment
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
@@ -253,7 +255,8 @@ class Saves:
             )
         source = attempt.nodes[index].node_id
         reached = {node for node in context.may_hold if context.links.works(source, node, context.now_s)}
-        holder = attempt.replace(index, event.holder, reached)
+        order = self._order_in_place_of(event.holder, attempt, index)
+        holder = attempt.replace(index, event.holder, reached, order)
         if holder is not None:
             self._context.holders.expect(attempt.id.attempt, index, holder)
             yield m.Replicate(attempt=attempt.id, node_index=index, source=source, holder=holder)
@@ -265,11 +268,31 @@ class Saves:
         for holder in leaving:
             if not attempt.others(index, staying):
                 return
-            other = attempt.replace(index, holder, staying)
+            other = attempt.replace(index, holder, staying, self._order_in_place_of(holder, attempt, index))
             assert other is not None
             source = attempt.nodes[index].node_id
             self._context.holders.expect(attempt.id.attempt, index, other)
             yield m.Replicate(attempt=attempt.id, node_index=index, source=source, holder=other)
+
+    def _order_in_place_of(
+        self, holder: str, attempt: Attempt, index: int
+    ) -> Callable[[str], tuple[int, int, str]]:
+        """Return the order of the nodes that may take a copy in place of `holder`.
+
+        A copy in the source's failure domain, if the option `copies` asks for one, stays in it. Others go to
+        domains without a copy as far as possible, then to the nodes that await the fewest.
+        """
+        domains, source = self._context.domains, attempt.nodes[index].node_id
+        is_near = "rack" in self._context.options.copies and same_domain(source, holder, domains)
+        others = attempt.copies.get(index, set()) | attempt.awaited.get(index, set())
+        taken = Counter(domain_of(node, domains) for node in {source, *others} - {holder})
+        load = Counter(chain.from_iterable(attempt.awaited.values()))
+
+        def order(node: str) -> tuple[int, int, str]:
+            is_far = not same_domain(node, source, domains)
+            return is_far if is_near else taken[domain_of(node, domains)], load[node], node
+
+        return order
 
     # -- parity ----------------------------------------------------------------------------------------
 
@@ -289,7 +312,7 @@ class Saves:
                     node_id=node,
                     is_parity=True,
                     places=places,
-                    read_bytes=attempt.size_bytes() * group.num_data // len(attempt.nodes),
+                    read_bytes=attempt.size_bytes() * group.parity // len(attempt.nodes),
                 )
                 holders.parity.ordered(order)
                 yield order

@@ -227,6 +227,28 @@ def test_a_holder_links_what_it_has_and_gets_the_rest(make: Callable[..., StillN
     assert b.inode(1) == b.inode(2) and b.steps() == [1, 2] and b.scrub(2).damage == ()
 
 
+def test_a_copy_that_a_scrub_makes_incomplete_meanwhile_does_not_count(
+    make: Callable[..., StillNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scrub finds the linked file damaged before the fragment that lists it is there."""
+    a, b = make("a"), make("b")
+    for step in (1, 2):
+        a.save(step, BASE, head(step))
+    a.send(1, b)
+    flip(b.path(1))
+    put = b.run.staging.put
+
+    def scrubbed_first(run: str, directory: str, file: str, *more: Any, **options: Any) -> Any:
+        if file == fragment_file(0, 1):
+            assert b.scrub(1).damage == (STILL_FILE,)
+        return put(run, directory, file, *more, **options)
+
+    monkeypatch.setattr(b.run.staging, "put", scrubbed_first)
+    with pytest.raises(Unavailable, match="is not complete here"):
+        a.send(2, b)
+    assert b.steps() == []
+
+
 def test_the_second_try_of_a_copy_reads_no_arena(
     make: Callable[..., StillNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,6 +535,26 @@ def test_an_upload_of_a_copy_that_is_being_deleted_finds_no_damage(node: StillNo
         node.upload(1)
     with pytest.raises(Unavailable, match="step 2 is being deleted here"):
         node.upload(2)
+
+
+def test_what_a_scrub_has_moved_is_reported_although_a_file_could_not_be_moved(
+    node: StillNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        node.save(step, BASE, head(step))
+    flip(node.path(1))
+    quarantine = node.run.staging.quarantine
+
+    def fails_once(run: str, directory: str, file: str) -> None:
+        if directory == attempt(3).directory:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        quarantine(run, directory, file)
+
+    monkeypatch.setattr(node.run.staging, "quarantine", fails_once)
+    found = node.scrub(1)
+    assert found.damage == (STILL_FILE,)
+    assert [held.step for held, _ in found.shared] == [2, 3]
+    assert "stays in" in caplog.text and node.steps() == [3]
 
 
 def test_a_save_whose_shared_file_a_scrub_takes_away_before_its_end_fails(node: StillNode) -> None:

@@ -277,6 +277,21 @@ def rebuild(run: Harness, effects: Iterable[m.Effect] = ()) -> list[m.Code]:
     return codes
 
 
+@pytest.mark.parametrize("parity", [(6, 2), (7, 1)])
+def test_a_parity_file_reads_m_parts_and_a_lost_member_k(parity: tuple[int, int]) -> None:
+    """Each of the m blocks of a parity file is as large as 1/k of a part, and computed from k of these."""
+    nodes = "abcdefgh"
+    run = Harness(nodes, parity=parity, remote_every=1000)
+    run.open(nodes)
+    codes = of(run.save(10), m.Code)
+    one_part = codes[0].read_bytes // parity[1]
+    assert {code.read_bytes for code in codes} == {parity[1] * one_part}
+    run.feed(*map(coded, codes))
+    again = rebuild(run, run.lose("b"))
+    num_read = {code.is_parity: code.read_bytes // one_part for code in again}
+    assert num_read == {False: parity[0], True: parity[1]}
+
+
 def test_members_that_share_a_node_part_when_a_node_comes() -> None:
     run = harness("abcd")
     save(run, 10)

@@ -229,6 +229,42 @@ def test_a_domain_with_too_few_nodes_for_its_copies_causes_one_warning() -> None
     assert not of(run.open("abcd"), m.Warn)
 
 
+@pytest.mark.parametrize(
+    ("racks", "options", "failed", "expected"),
+    [
+        ("112233", {"replicas": 1}, 0, "23"),
+        ("111222", {"replicas": 2, "copies": ("rack", "spread")}, 0, "1"),
+        ("111222", {"replicas": 2, "copies": ("rack", "spread")}, 1, "2"),
+        ("112233", {"replicas": 2}, 0, "23"),
+    ],
+)
+def test_a_copy_in_place_of_one_that_failed_is_in_a_domain_as_the_options_ask(
+    racks: str, options: dict[str, Any], failed: int, expected: str
+) -> None:
+    nodes = "abcdef"
+    run = Harness(nodes, **options)
+    seen(run, racks=racks)
+    run.open(nodes)
+    rack_of, holder = dict(zip(nodes, racks, strict=True)), holders(run)["a"][failed]
+    attempt = run.attempt(10)
+    run.feed(*(run.stored(attempt, node) for node in nodes))
+    moved = one(run.feed(run.copied(attempt, "a", holder, error="disk full")), m.Replicate)
+    assert rack_of[moved.holder] in expected
+    other = {rack_of[node] for node in holders(run)["a"] if node != holder}
+    assert options["replicas"] == 1 or rack_of[moved.holder] not in other
+
+
+def test_copies_in_place_of_those_that_failed_are_shared_out() -> None:
+    run = Harness("abcdef")
+    run.open("abcdef")
+    attempt = run.attempt(10)
+    run.feed(*(run.stored(attempt, node) for node in "abcdef"))
+    placed = holders(run)
+    events = [run.copied(attempt, node, placed[node][0], error="disk full") for node in "abc"]
+    moved = [one(run.feed(event), m.Replicate).holder for event in events]
+    assert len(set(moved)) > 1
+
+
 # -- a save ------------------------------------------------------------------------------------------
 
 
