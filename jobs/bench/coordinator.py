@@ -20,7 +20,8 @@ from jobs.bench.context import Context
 from jobs.bench.row import Row, measure
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.run_machine import CLOCK_S, RunMachine
+from ray_ckpt.core.context import CLOCK_S
+from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.values import GroupNode, Inventory, RankProgress, SessionNode, SessionPlan, StoredFragment
 from ray_ckpt.format.names import fragment_file, make_attempt
 from ray_ckpt.testing.schedules import NUM_EVENTS, play

@@ -16,6 +16,7 @@ from ray_ckpt.core.placement import place_replicas
 from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.telemetry import Metric, Sample
 
+CLOCK_S = 0.01  # resolution of the machine's time: there may be thousands of events in a second
 MAX_SAVE_SIGNALS = 64  # last announced steps; they distinguish a late rank from a rank that saves alone
 VISITED_PER_S = 1000  # nodes that a periodic check visits per second; a visit takes 10 us
 MAX_WARNINGS = 256  # last texts that are not repeated; older texts may be repeated

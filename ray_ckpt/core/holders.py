@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from itertools import chain
 
@@ -27,6 +28,7 @@ class Holders:
         self._tried: dict[str, set[str]] = {}  # attempt -> nodes that may have files of a failed copy
         self._lacking: dict[str, int] = {}  # attempt -> fragment with too few copies for the last `tolerates`
         self._taken: dict[str, set[tuple[int, str]]] = {}  # attempt -> damaged copies that were removed
+        self._taken_s: dict[str, dict[tuple[int, str], float]] = {}  # and when, also after `expect`
         self._disks: dict[str, str] = {}  # disk -> the node on which the disk was last found
         self._left: set[str] = set()  # nodes whose disk is on another node now: ignore their late reports
 
@@ -170,10 +172,11 @@ class Holders:
         for attempts in self._watches:
             attempts.add(attempt)
 
-    def remove(self, attempt: str, node_index: int, node: str) -> None:
+    def remove(self, attempt: str, node_index: int, node: str, now_s: float) -> None:
         """Remove a copy from the registry, because the copy is damaged."""
         self._removed(attempt)
         self._taken.setdefault(attempt, set()).add((node_index, node))
+        self._taken_s.setdefault(attempt, {})[node_index, node] = now_s
         held = self._fragments.get(attempt, {})
         if node_index in held.get(node, ()):
             self._nodes[attempt][node_index].discard(node)
@@ -194,6 +197,7 @@ class Holders:
         self._tried.pop(attempt, None)
         self._lacking.pop(attempt, None)
         self._taken.pop(attempt, None)
+        self._taken_s.pop(attempt, None)
         self.parity.forget(attempt)
 
     def seen(self, live: frozenset[str]) -> None:
@@ -206,8 +210,11 @@ class Holders:
                 self.remove_all(attempt, node)
         self.parity.lose(nodes)
 
-    def learn(self, inventories: Mapping[str, Inventory], run_uid: str) -> None:
-        """Replace the registered copies on these nodes by the inventories of the nodes."""
+    def learn(self, inventories: Mapping[str, Inventory], run_uid: str, *, asked_s: float = math.inf) -> None:
+        """Replace the registered copies on these nodes by the inventories of the nodes.
+
+        A damaged copy that was removed after the nodes were asked, at `asked_s`, is in an older inventory.
+        """
         inventories = {n: found for n, found in inventories.items() if n not in self._left}
         self.lose(frozenset(inventories))
         self.live |= frozenset(inventories)
@@ -219,8 +226,10 @@ class Holders:
             self._disks[inventory.disk] = node
         for node, inventory in inventories.items():
             for held in inventory.fragments:
-                if held.attempt.run_uid == run_uid:
-                    self.add(held.attempt.attempt, held.node_index, node)
+                name, index = held.attempt.attempt, held.node_index
+                taken_s = self._taken_s.get(name, {}).get((index, node), -math.inf)
+                if held.attempt.run_uid == run_uid and taken_s < asked_s:
+                    self.add(name, index, node)
             for coded in inventory.parities:
                 if coded.attempt.run_uid == run_uid:
                     self.add_parity(coded.attempt.attempt, coded.group, coded.node_index, node)

@@ -359,7 +359,7 @@ class Maintenance:
             self._context.holders.parity.remove(attempt.attempt, node_index, node)
         if len(coded) < len(damage):
             self._damaged.append((attempt.attempt, node_index))
-            self._context.holders.remove(attempt.attempt, node_index, node)
+            self._context.holders.remove(attempt.attempt, node_index, node, self._context.now_s)
         self._next_s = 0.0  # the repair is due at once
 
     def _found_remote(self, event: m.ScrubEnded, was_suspect: bool) -> None:

@@ -17,7 +17,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.barriers import Barriers
 from ray_ckpt.core.closing import Closing
-from ray_ckpt.core.context import Context
+from ray_ckpt.core.context import CLOCK_S, Context
 from ray_ckpt.core.deletions import delete_retired
 from ray_ckpt.core.drain import Drains
 from ray_ckpt.core.drain_schedule import DrainSchedule
@@ -46,8 +46,6 @@ from ray_ckpt.errors import CheckpointError, Fenced, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import CheckpointInfo, Level
-
-CLOCK_S = 0.01  # resolution of the machine's time: there may be thousands of events in a second
 
 # Before its fence is in the log, a coordinator may lack commits or be superseded, so it handles only these.
 _BEFORE_THE_FENCE = (m.LogOpened, m.Appended, m.Ticked, m.NodesSeen)
@@ -371,8 +369,9 @@ class RunMachine:
             return
         error = RunSuperseded("A newer training group has opened this run.")
         yield from self._finishing.fail(error)
-        self._context.holders.learn(event.inventories, self.history.run_uid)
-        self._saves.count_reports(event.asked_s - CLOCK_S)
+        asked_s = event.asked_s - CLOCK_S
+        self._context.holders.learn(event.inventories, self.history.run_uid, asked_s=asked_s)
+        self._saves.count_reports(asked_s)
         yield from self._saves.count_inventory(event.inventories)  # reports may have been lost
         yield from self._saves.end_session(error)
         is_other = event.owner not in ("", self._sessions.owner)

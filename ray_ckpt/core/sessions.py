@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 
@@ -9,7 +10,7 @@ from ray_ckpt import telemetry
 from ray_ckpt.config import resume_step
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import AWAITED_AFTER_S, Awaited, awaited_restore
-from ray_ckpt.core.context import Context, names_of
+from ray_ckpt.core.context import CLOCK_S, Context, names_of
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ownership import check_claim
 from ray_ckpt.core.placement import crowded_domain, place_groups, same_domain
@@ -113,7 +114,7 @@ class Sessions:
         self._group, self._since_s = event, self._context.now_s
         self._waiting, self._choosing, self._requested = (event.token,), True, False
         self._excluded, self.is_training, self._inventories = set(), False, {}
-        self._learn(event.inventories)
+        self._learn(event.inventories, event.asked_s - CLOCK_S)
 
     def inventory_taken(self, event: m.InventoryTaken) -> bool:
         """Record a new inventory; return False if the inventory is not for the group that still waits."""
@@ -209,9 +210,9 @@ class Sessions:
             )
             yield from self._begin(context.ledger.projected())
 
-    def _learn(self, inventories: Mapping[str, Inventory]) -> None:
+    def _learn(self, inventories: Mapping[str, Inventory], asked_s: float = math.inf) -> None:
         history = self._context.history
-        self._context.holders.learn(inventories, history.run_uid)
+        self._context.holders.learn(inventories, history.run_uid, asked_s=asked_s)
         self._inventories |= inventories
         live = {c.directory for c in history.live()}
         for node, inventory in inventories.items():

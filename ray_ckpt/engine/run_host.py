@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.run_machine import CLOCK_S, RunMachine
+from ray_ckpt.core.context import CLOCK_S
+from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.values import Inventory, SessionKey, Token
 from ray_ckpt.engine.answers import code_bound_s, drain_bound_s, event_of
 from ray_ckpt.engine.deletes import NodeDeletes, folders_left, together

@@ -131,7 +131,7 @@ def test_what_is_needed_and_cannot_be_drained_stays_where_it_is() -> None:
     (second,) = [c for c in run.machine.history.live() if c.step == 20]
     run.feed(m.PinRequested(token="pin", attempt=second.id.attempt, owner="paper", expires_at_s=None))
     run.lose("b")  # with the only copy of its fragment, but for that on a
-    run.machine._context.holders.remove(second.id.attempt, 1, "a")
+    run.machine._context.holders.remove(second.id.attempt, 1, "a", run.now_s)
     effects = (*rest(run, GRACE_S), *rest(run, GRACE_S))
     assert one(effects, m.PutAway).kept == (second.directory,)
     assert states(run)[20] == "live" and (second.id, "a") not in evicted(effects)

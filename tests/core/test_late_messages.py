@@ -135,3 +135,17 @@ def test_what_was_retired_while_a_node_was_away_is_deleted_when_it_joins() -> No
     assert run.attempt(10).attempt not in run.machine.view.holders or not any(
         "d" in nodes for nodes in run.machine.view.holders[run.attempt(10).attempt].values()
     )
+
+
+@pytest.mark.parametrize("is_older", [True, False])
+def test_a_copy_that_a_scrub_took_does_not_count_by_an_older_inventory(is_older: bool) -> None:
+    run = Harness()
+    run.open()
+    run.save(10)
+    saved = run.attempt(10)
+    opened = replace(run.group("ab"), asked_s=run.now_s)  # has the copy on b
+    run.tick(1.0)
+    scrubbed = m.ScrubEnded(attempt=saved, node_index=0, place="b", damage=("x",), error=None)
+    run.feed(scrubbed)
+    run.feed(opened if is_older else replace(opened, asked_s=run.now_s + 1.0))
+    assert run.machine.view.holders[saved.attempt][0] == (("a",) if is_older else ("a", "b"))
