@@ -230,6 +230,7 @@ class RayLink:
         self._uid, self._rank, self._node = joined.run_uid, rank, node
         self._origin = joined.origin
         self._handle: Any = None
+        self._is_named: bool | None = None  # of the agent of this handle; None: not known
         self._answer: Any = None  # answer to an earlier progress report, not read yet
         self._group: GroupCard | None = None  # the group at work, at rank 0
         self._recovery: Future[None] = Future()  # the answer to the last request for a new agent
@@ -309,7 +310,9 @@ class RayLink:
 
     def _named(self) -> bool:
         """Return whether the agent has to share memory by files in /dev/shm."""
-        return not _can_open(self.signal_page())
+        if self._is_named is None:
+            self._is_named = not _can_open(self.signal_page())
+        return self._is_named
 
     def signal_page(self, *, named: bool = False) -> str:
         path: str = get_result(self._agent.signal_page.remote(self._uid, named), CALL_S)
@@ -365,7 +368,7 @@ class RayLink:
         return self._agent.annotate.remote(self._uid, step, metrics, attempt).future()  # type: ignore[no-any-return]
 
     def recover(self) -> None:
-        self._handle = None
+        self._handle = self._is_named = None
         with contextlib.suppress(ValueError, ray.exceptions.RayError):
             handle = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
             self._recovery = _future_of(handle.restart_agent.remote(self._node, self._group))

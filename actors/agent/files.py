@@ -25,7 +25,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import STILL, fragment_file, is_still_name, shard_file, shard_files, state_file
 from ray_ckpt.format.shard import ShardLayout, build_layout
-from ray_ckpt.storage.local.direct import Written, read_blocks_direct
+from ray_ckpt.storage.local.direct import LOST_BYTES, Written, read_blocks_direct
 from ray_ckpt.storage.local.scrub import verify_fragment
 from ray_ckpt.storage.local.staging import Holding
 from ray_ckpt.storage.parallel import map_in_order
@@ -177,6 +177,15 @@ def send_copy(
                 shared_bytes += send_files(endpoint, credentials, files, limiter=run.limiter)
     num_bytes = sum(file.size_bytes for file in (*held.fragment.files, held.entry))
     return held.entry, num_bytes - shared_bytes, shared_bytes
+
+
+def may_be_damage(failure: Exception) -> bool:
+    """Return whether a copy failed because of its source: a file is gone, unreadable or never came intact."""
+    if isinstance(failure, OSError):
+        return failure.errno in LOST_BYTES
+    return isinstance(failure, CorruptionError | EOFError) or (
+        isinstance(failure, Unavailable) and bool(failure.fields.get("altered"))
+    )
 
 
 def peer_answers(run: NodeRun, peer: str, credentials: Credentials, within_s: float) -> bool:

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from ray_ckpt.actors.agent.files import peer_answers, put_fragment, send_copy, store_shard, store_step_state
+from ray_ckpt.actors.agent.files import (
+    may_be_damage,
+    peer_answers,
+    put_fragment,
+    send_copy,
+    store_shard,
+    store_step_state,
+)
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.priority import trim_heaps
 from ray_ckpt.actors.agent.restoring import NodeRestore, error_text
@@ -153,7 +160,8 @@ class RayNodePorts:
         run.host.handle(event)
 
     async def _send_copy(self, work: n.SendCopy) -> None:
-        node, run, error, is_unreachable = self._node, self._run, None, False
+        node, run, error = self._node, self._run, None
+        is_unreachable = is_damage = False
         fragment: FileEntry | None = None
         try:
             credentials = node.credentials(run.run_uid)
@@ -162,6 +170,7 @@ class RayNodePorts:
         except Exception as failure:  # after any error, the coordinator must get a report
             error = error_text(failure)
             is_unreachable = isinstance(failure, Unavailable) and bool(failure.fields.get("unreachable"))
+            is_damage = may_be_damage(failure)
         run.host.handle(
             n.CopyEnded(
                 attempt=work.attempt,
@@ -171,6 +180,7 @@ class RayNodePorts:
                 error=error,
                 fragment=fragment,
                 is_unreachable=is_unreachable,
+                is_damage=is_damage,
             )
         )
 

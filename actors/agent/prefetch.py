@@ -87,7 +87,7 @@ class Prefetch:
             self._is_ending = True
             for progress in self._at_work.values():
                 left = progress.size_bytes - progress.done_bytes
-                progress.is_given_up = progress.is_in_arena or left > (1 - WORTH) * progress.size_bytes
+                progress.is_given_up |= progress.is_in_arena or left > (1 - WORTH) * progress.size_bytes
 
     def give_up(self) -> None:
         """Begin no more files, and give up those that are being read."""
@@ -195,8 +195,12 @@ class Prefetch:
         with self._lock:
             progress.is_given_up = self._is_ending
             self._at_work[file] = progress
-        reader.read(rows, lambda row: _Landing(self, progress, row, target))
-        self.bad_nodes |= reader.bad_nodes
+        try:
+            reader.read(rows, lambda row: _Landing(self, progress, row, target))
+        except _GivenUp:
+            return None
+        finally:
+            self.bad_nodes |= reader.bad_nodes
         for note in reader.rejected if not progress.is_given_up else ():
             log.warning("restore ahead: %s", note)
         if reader.damage or progress.is_given_up:
@@ -264,6 +268,10 @@ class _Progress:
     is_given_up: bool = False
 
 
+class _GivenUp(Exception):
+    """Ends a read at once. An OSError would be one of the source, and the next source would be tried."""
+
+
 class _Landing(FlatSink):
     """Sink of a row of a prefetched file: into memory, or nowhere if the bytes are in place."""
 
@@ -278,7 +286,7 @@ class _Landing(FlatSink):
 
     def write(self, view: memoryview) -> None:
         if self._progress.is_given_up:
-            raise OSError("the prefetch is over")
+            raise _GivenUp
         if not self._is_in_place:
             super().write(view)
         self._progress.done_bytes += view.nbytes

@@ -96,8 +96,8 @@ class SourceFinder:
     def own_ticket(self, plan: SessionPlan) -> tuple[RestoreTicket, ManifestMemory] | None:
         """Return a ticket with the fragment that the ranks of this node saved, and no other.
 
-        None if the group has another shape than the one that saved, if the plan lacks the digest of the
-        committed fragment, or if no source has the fragment with that digest.
+        None if the group has another shape than the one that saved, if other ranks saved on this node, if the
+        plan lacks the digest of the committed fragment, or if no source has the fragment with that digest.
         """
         resume, here = plan.resume, self._here(plan)
         assert resume is not None
@@ -107,11 +107,12 @@ class SourceFinder:
             return None
         with closing(self._peers):
             for version in self._versions(resume, here.node_index):
-                is_committed = version.entry.digest == resume.fragments[here.node_index]
-                if is_committed and version.metadata.ranks == here.ranks:
+                if version.entry.digest == resume.fragments[here.node_index]:
                     break
             else:
                 return None
+        if version.metadata.ranks != here.ranks:
+            return None
         memory = self._memory()
         with closing_on_error(memory):
             memory.add(version.places, version.data)

@@ -17,7 +17,7 @@ from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.shared_reads import SharedReads
 from ray_ckpt.actors.threads import BriefThreads
 from ray_ckpt.core.values import SessionKey, SessionPlan
-from ray_ckpt.errors import CheckpointError, Unavailable, named_text
+from ray_ckpt.errors import CheckpointError, InsufficientSpace, NewerFormat, Unavailable, named_text
 from ray_ckpt.plan.restore import RowKey
 from ray_ckpt.restore.reader import RestoreTicket, SharedRows
 from ray_ckpt.types import RankRestore
@@ -184,6 +184,8 @@ class NodeRestore:
             if not is_whole:
                 log.warning("this node's own fragment cannot be used: %s", error_text(error))
                 return None
+            if isinstance(error, InsufficientSpace | NewerFormat):
+                raise  # no damage: an older checkpoint would need as much, or the newer version can read it
             damage = (f"manifest of step {plan.resume.checkpoint.step}: {error_text(error)}",)
             return ticket(checkpoint=plan.resume.checkpoint, damage=damage)
         return None if found is None else self._taken(*found)

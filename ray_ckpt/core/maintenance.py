@@ -260,6 +260,8 @@ class Maintenance:
         if event.error is None and fragment in self._damaged:
             self._damaged.remove(fragment)
             self._context.measure(telemetry.REPAIRED, place="node")
+        if event.is_damage:
+            self.suspect(event.attempt, {event.source})
 
     def coded(self, event: m.CodeEnded) -> Iterator[m.Effect]:
         """Note the end of a computation; after wrong bytes, find out what is damaged.
@@ -312,7 +314,7 @@ class Maintenance:
         return doubt
 
     def suspect(self, attempt: AttemptId, nodes: Set[str], *, is_restored: bool = False) -> None:
-        """Let copies on nodes where an upload or a restore has found damage be read at once.
+        """Let copies on nodes where an upload, a copy or a restore has found damage be read at once.
 
         Else the next saves on these nodes would link the damaged bytes. The only copies of a checkpoint that
         was restored all the same, with intact rows of several bad copies, are left to the next round.

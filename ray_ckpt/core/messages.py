@@ -119,10 +119,7 @@ class GroupRecovered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStored:
-    """A node has fsynced the files of its ranks and its fragment, which lists them.
-
-    `size_bytes` is the size of the fragment and all files that it lists.
-    """
+    """A node has fsynced its ranks' files and its fragment, which lists them; `size_bytes` is that of all."""
 
     attempt: AttemptId
     node_index: int
@@ -146,6 +143,7 @@ class ReplicaEnded:
     epoch: int | None = None  # the epoch that the source obeyed when the copy began; None: see NodeStored
     source: str = ""  # the node that sent the copy; "" if not known
     is_unreachable: bool = False  # the holder did not answer the source; the holder's disk may be good
+    is_damage: bool = False  # perhaps of the source's copy; see `node_messages.CopyEnded`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

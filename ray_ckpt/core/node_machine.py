@@ -344,6 +344,7 @@ class NodeMachine:
             error=event.error,
             fragment=event.fragment,
             is_unreachable=event.is_unreachable,
+            is_damage=event.is_damage,
         )
 
     def _on_peer_returned(self, event: n.PeerReturned) -> Iterable[n.NodeEffect]:

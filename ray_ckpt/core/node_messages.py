@@ -104,6 +104,7 @@ class CopyEnded:
     error: str | None
     fragment: FileEntry | None = None  # the version of the fragment that was sent; None after an error
     is_unreachable: bool = False  # the holder gave no sign of life for some seconds
+    is_damage: bool = False  # perhaps of the source: a file is gone, or came with other bytes in each try
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +350,7 @@ class ReportCopied:
     error: str | None
     fragment: FileEntry | None = None  # see CopyEnded
     is_unreachable: bool = False
+    is_damage: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -274,6 +274,7 @@ class NodeHost:
                     epoch=effect.epoch,
                     source=self.node_id,
                     is_unreachable=effect.is_unreachable,
+                    is_damage=effect.is_damage,
                 )
             case n.ReportSurvivors(session_key=key, offers=offers, kept=kept, was_decided=was_decided):
                 return m.SurvivorsReported(

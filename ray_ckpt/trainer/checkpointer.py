@@ -164,7 +164,6 @@ class Checkpointer:
         gaps = start_gap_search(self._objects) if link.identity.rank == 0 else None
         link.reserve(size_bytes)
         restoring, ticket = Restoring(link, items), link.ticket()
-        warnings = gaps.result() if gaps is not None else ()
         self._session_key = ticket.session_key
         restored = restoring.run(ticket) if live_step is None else restoring.keep(ticket, live_step)
         key = self._session_key = restored.session_key
@@ -172,6 +171,7 @@ class Checkpointer:
         self._rng = items.items["rng"].tree() if info else None  # a walk may draw, as for a loader's state
         checkpoint = restored.checkpoint
         if self._probe is not None:
+            warnings = gaps.result() if gaps is not None else ()
             self._probe.restored(items.items, checkpoint.step if checkpoint else None, warnings)
         self._saver = Saver(link, key, items.still, on_wait=self._outcomes.count_wait)
         self._survivor = make_survivor(link, key, items, self._saver)

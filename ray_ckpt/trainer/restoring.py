@@ -60,6 +60,12 @@ class Restoring:
             answer = self._link.restored(ticket.session_key, report)
             older = wait_for_restore(answer, self._link, self._options.restore_timeout_s)
             if older is None:
+                if report.damage:  # the answer was for a rank of another group
+                    raise RestoreError(
+                        f"The group goes on from step {step_of(ticket)}, which this rank could not read.",
+                        hint="Start the group again.",
+                        damage=report.damage,
+                    )
                 break
             log.warning("step %s has no intact copy of a part; falling back", step_of(ticket))
             ticket = older

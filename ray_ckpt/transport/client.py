@@ -36,7 +36,8 @@ class PeerClient:
     `fields["refused"]` of the error is true if a retry cannot succeed: the peer refused the call, or the call
     took longer than the slowest acceptable rate allows. `fields["answered"]` is true if the peer itself
     reported the error: the peer is alive and may have other files. `fields["unreachable"]` is true if the
-    peer gave no sign of life at all, or none for SILENT_S.
+    peer gave no sign of life at all, or none for SILENT_S; `fields["altered"]` if bytes did not have their
+    digest.
     """
 
     def __init__(self, endpoint: str, *, credentials: Credentials, gone_s: float = GONE_S) -> None:
@@ -182,10 +183,11 @@ class PeerClient:
         reason = (
             str(error).split(". gRPC client debug context", maxsplit=1)[0].split(". Detail: ", maxsplit=1)[0]
         )
-        is_refused = isinstance(error, _FINAL) or getattr(error, "extra_info", b"") == wire.REFUSED
+        mark = getattr(error, "extra_info", b"")
         return Unavailable(
             f"Peer {self._endpoint}, {name.directory}/{name.file}: {reason.rstrip('.')}.",
-            refused=is_refused,
+            refused=isinstance(error, _FINAL) or mark == wire.REFUSED,
+            altered=mark == wire.ALTERED,
             answered=isinstance(error, flight.FlightServerError),
             unreachable=unreachable or (not was_alive and isinstance(error, _UNREACHED)),
         )

@@ -148,11 +148,12 @@ def _check_run(context: Any, name: wire.FileName) -> None:
 
 @contextlib.contextmanager
 def _errors_sent() -> Iterator[None]:
-    """Send an error in the block to the peer, with a mark if a retry cannot succeed."""
+    """Send an error in the block to the peer, with a mark if a retry cannot succeed, or for altered bytes."""
     try:
         yield
     except (CheckpointError, OSError, EOFError) as error:
-        mark = wire.REFUSED if _is_final(error) else b""
+        altered = wire.ALTERED if isinstance(error, CorruptionError) else b""
+        mark = wire.REFUSED if _is_final(error) else altered
         raise flight.FlightServerError(text_of(error), extra_info=mark) from error
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,7 +20,7 @@ from ray_ckpt.actors.agent.prefetch import Prefetch
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.restoring import NodeRestore
 from ray_ckpt.actors.threads import in_thread
-from ray_ckpt.errors import Unavailable
+from ray_ckpt.errors import CheckpointError, InsufficientSpace, NewerFormat, Unavailable
 from ray_ckpt.format.names import fragment_file, shard_file
 from ray_ckpt.plan.restore import row_key
 from ray_ckpt.restore.manifest import MappedManifest
@@ -196,6 +197,25 @@ def test_a_manifest_that_cannot_be_read_is_damage(
         whole = await restore.ticket(is_whole=True)
         assert whole.manifest is None and "No source has manifest-00001-of-00002" in whole.damage[0]
         assert replace(whole, damage=()).checkpoint == own.checkpoint
+        restore.close_shared()
+
+    run_in_loop(story())
+
+
+@pytest.mark.parametrize("error", [InsufficientSpace("no memory"), NewerFormat("written by 0.9")])
+def test_what_another_step_would_not_cure_is_no_damage(
+    stack: ExitStack,
+    nodes: Nodes,
+    saved: SampleCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    error: CheckpointError,
+) -> None:
+    monkeypatch.setattr(SourceFinder, "ticket", Mock(side_effect=error))
+
+    async def story() -> None:
+        restore = Stage(stack, nodes, saved, is_proven=True).restore()
+        with pytest.raises(type(error)):
+            await restore.ticket(is_whole=True)
         restore.close_shared()
 
     run_in_loop(story())

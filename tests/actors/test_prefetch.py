@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,8 +229,15 @@ def test_ranks_wait_for_a_file_only_if_a_good_part_of_it_is_there(
 def test_a_file_that_is_half_read_can_be_given_up(
     ticket: RestoreTicket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks do not wait for the prefetch for ever, even if it makes progress."""
+    """Ranks do not wait for the prefetch for ever, even if it makes progress; no other source is tried."""
     seen, may_go_on = held_writes(monkeypatch, 1)
+    turns, extents = set[int](), SourceReader._extents
+
+    def noted(reader: SourceReader, left: Any, turn: int) -> Any:
+        turns.add(turn)
+        return extents(reader, left, turn)
+
+    monkeypatch.setattr(SourceReader, "_extents", noted)
     with closing(Prefetch({})) as prefetch:
         thread = threading.Thread(target=prefetch.run, args=(ticket,))
         thread.start()
@@ -239,6 +247,7 @@ def test_a_file_that_is_half_read_can_be_given_up(
         may_go_on.release(1_000)
         thread.join(10)
         assert prefetch.merged(ticket) is ticket and not prefetch.size_bytes
+    assert turns == {0}
 
 
 def test_memory_that_can_be_changed_is_compared_in_any_case(saved: SampleCheckpoint) -> None:

@@ -19,7 +19,7 @@ import torch
 from ray_ckpt.actors.agent import files
 from ray_ckpt.actors.agent.still_files import has_remotely
 from ray_ckpt.config import RunOptions
-from ray_ckpt.errors import CorruptionError, Unavailable
+from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, shard_file
 from ray_ckpt.storage.local import direct
@@ -27,6 +27,7 @@ from ray_ckpt.storage.local import files as files_module
 from ray_ckpt.storage.local.scrub import verify_stored
 from ray_ckpt.storage.log_store import Unsupported
 from ray_ckpt.storage.remote.file_store import PosixFiles
+from ray_ckpt.transport import sending
 from ray_ckpt.transport.client import PeerClient
 from ray_ckpt.transport.sending import send_files
 from tests.support.still_nodes import STILL_FILE, StillNode, attempt
@@ -225,6 +226,29 @@ def test_a_holder_links_what_it_has_and_gets_the_rest(make: Callable[..., StillN
     assert sent[0][1] == 0 and sent[0][0] > still_bytes
     assert sent[1][1] == still_bytes and sent[1][0] < 20_000
     assert b.inode(1) == b.inode(2) and b.steps() == [1, 2] and b.scrub(2).damage == ()
+
+
+def failure_of_copy(source: StillNode, holder: StillNode) -> Exception:
+    with pytest.raises(CheckpointError) as caught:
+        source.send(1, holder, may_link=False)
+    return caught.value
+
+
+def test_a_copy_that_fails_because_of_its_source_may_be_damage(
+    make: Callable[..., StillNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "RETRY_S", 0.0)
+    a, b = make("a"), make("b")
+    a.save(1, BASE, head(1))
+    a.run.machine.plan = None  # what is sent comes from the disk
+    b.run.machine.is_deleted = lambda _: True
+    assert not files.may_be_damage(failure_of_copy(a, b))
+    b.run.machine.is_deleted = lambda _: False
+    flip(a.path(1))
+    assert files.may_be_damage(failure_of_copy(a, b))
+    a.path(1).unlink()
+    assert files.may_be_damage(failure_of_copy(a, b))
+    assert files.may_be_damage(OSError(errno.EIO, "")) and not files.may_be_damage(OSError(errno.ENOSPC, ""))
 
 
 def test_a_copy_that_a_scrub_makes_incomplete_meanwhile_does_not_count(

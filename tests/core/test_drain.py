@@ -239,6 +239,24 @@ def test_a_damaged_copy_is_scrubbed_at_once() -> None:
     assert first.node_id not in run.machine.view.holders[first.attempt.attempt].get(0, ())
 
 
+@pytest.mark.parametrize("is_damage", [True, False])
+def test_a_source_whose_copy_fails_because_of_it_is_scrubbed_at_once(is_damage: bool) -> None:
+    run = run_on("abc")
+    run.save(10)
+    saved = run.attempt(10)
+    copy = of(run.lose("b"), m.Replicate)[0]
+    failed = m.ReplicaEnded(
+        attempt=saved,
+        node_index=copy.node_index,
+        holder=copy.holder,
+        source=copy.source,
+        error="it arrived with other bytes",
+        is_damage=is_damage,
+    )
+    expected = [m.Scrub(attempt=saved, node_index=copy.node_index, place=copy.source)] * is_damage
+    assert of(run.feed(failed), m.Scrub) == expected
+
+
 def test_a_drain_without_an_intact_copy_is_given_up_by_name() -> None:
     run = run_on("ab")
     first, other = of(run.save(10), m.Drain)

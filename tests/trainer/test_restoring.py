@@ -123,6 +123,17 @@ def test_no_rank_goes_on_before_all_have_read_it(monkeypatch: pytest.MonkeyPatch
     assert link.reports == []
 
 
+def test_a_rank_that_could_not_read_does_not_go_on_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer may be meant for a rank of a newer group on the same node."""
+    read(monkeypatch, RankRestore(rank=0, damage=("shard",)))
+    checkpoint = Begins().origin((1, 1)).checkpoint
+    link = LocalLink(given=RestoreTicket(session_key=(1, 1), checkpoint=checkpoint))
+    ckpt = checkpointer_of(link, model_of(0.0))
+    with pytest.raises(RestoreError, match="goes on from step 50000, which this rank could not read"):
+        ckpt.restore()
+    ckpt.close()
+
+
 def saved_model(folder: Path) -> LocalLink:
     """Return a link whose ticket has a model with weights of 3.0."""
     link = LocalLink()
