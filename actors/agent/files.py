@@ -238,9 +238,7 @@ def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
         run, attempt, node_index, num_nodes
     )
     shared: set[tuple[AttemptId, int]] = set()
-    bad: list[
-        tuple[str, str]
-    ] = []  # folder and file; the checkpoint's own name last, by which others are found
+    bad: list[tuple[str, str]] = []  # folders and files; the own folder last, by which others are found
     for file in damaged:
         for other in run.staging.sharers(run.run_uid, attempt.directory, file):
             for held in run.staging.holdings(run.run_uid, directory=other):
