@@ -33,9 +33,12 @@ unchanged.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
+
+LOST_BYTES = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)  # a bad sector; a checksum of the file system differs
 
 
 class CheckpointError(Exception):
@@ -153,6 +156,18 @@ class ServiceError(CheckpointError, RuntimeError):
 
 class Unavailable(ServiceError):
     """An agent, a peer or the store did not answer in time."""
+
+
+def is_lost(error: Exception) -> bool:
+    """Return True if a source does not have the bytes that were read, or no intact ones.
+
+    False if they may be intact there: a peer or a store did not answer, or too many files are open.
+    """
+    if isinstance(error, Unavailable):
+        return bool(error.fields.get("lost"))
+    if isinstance(error, OSError) and error.errno in LOST_BYTES:
+        return True
+    return isinstance(error, FileNotFoundError | EOFError | CorruptionError)
 
 
 def missing_package(package: str, extra: str, needed_for: str) -> ConfigError:

@@ -404,6 +404,7 @@ class RestoredPart:
 class RankRestore:
     """A rank's report of a restore: the parts read, the seconds taken, and the damage that is left.
 
+    `is_unreachable`: for each part in `damage` there is a source that was not reached and may be intact.
     `bad_nodes` are ids of nodes from whose disks the rank has read bytes that differ from their digests.
     `origin_step` is the step of the other run's checkpoint that `resume=URI` named. `connected_at_s` is the
     Unix time, by the clock of the rank's node, at which the rank got its connection.
@@ -413,6 +414,7 @@ class RankRestore:
     parts: tuple[RestoredPart, ...] = ()
     seconds: float = 0.0
     damage: tuple[str, ...] = ()
+    is_unreachable: bool = False
     bad_nodes: tuple[str, ...] = ()
     origin_step: int | None = None
     connected_at_s: float | None = None

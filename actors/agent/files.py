@@ -20,12 +20,12 @@ from ray_ckpt.actors.agent.run import NodeRun, require
 from ray_ckpt.actors.agent.still_files import has_remotely, like_here, store_still
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import Inventory, ScrubResult, StoredFragment, StoredParity
-from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
+from ray_ckpt.errors import LOST_BYTES, CheckpointError, CorruptionError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import STILL, fragment_file, is_still_name, shard_file, shard_files, state_file
 from ray_ckpt.format.shard import ShardLayout, build_layout
-from ray_ckpt.storage.local.direct import LOST_BYTES, Written, read_blocks_direct
+from ray_ckpt.storage.local.direct import Written, read_blocks_direct
 from ray_ckpt.storage.local.scrub import verify_fragment
 from ray_ckpt.storage.local.staging import Holding
 from ray_ckpt.storage.parallel import map_in_order

@@ -14,7 +14,7 @@ import pyarrow as pa
 from ray_ckpt.actors.agent.arena import RankArena
 from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
 from ray_ckpt.core.values import ResumePoint, SessionNode, SessionPlan
-from ray_ckpt.errors import CheckpointError, CorruptionError, NewerFormat, RestoreError
+from ray_ckpt.errors import CheckpointError, CorruptionError, NewerFormat, RestoreError, Unavailable, is_lost
 from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, choose_fragments, decode_places
 from ray_ckpt.format.names import fragment_file, is_file_name, shard_files
@@ -83,6 +83,7 @@ class SourceFinder:
         self._named = named
         self._peers = Peers(credentials)
         self._decoders = threading.BoundedSemaphore(DECODERS)
+        self._unreached: set[int] = set()  # fragments with a source that was not reached
 
     def ticket(self, plan: SessionPlan) -> tuple[RestoreTicket, ManifestMemory]:
         """Fetch all fragments, check them against the log's root digest, and list each file's sources."""
@@ -194,8 +195,9 @@ class SourceFinder:
         return {file for rank in self._arenas for file in shard_files(rank, world_size)}
 
     def _elsewhere(self, resume: ResumePoint, index: int) -> tuple[FileSource, ...]:
-        peers = [node for node in resume.holders[index] if node != self._node_id and node in self._endpoints]
-        found = [FileSource(tier="peer", where=node, endpoint=self._endpoints[node]) for node in peers]
+        peers = [node for node in resume.holders[index] if node != self._node_id]
+        addresses = self._endpoints
+        found = [FileSource(tier="peer", where=node, endpoint=addresses.get(node, "")) for node in peers]
         found += parity_sources(index, resume.groups, resume.checkpoint.num_nodes, self._endpoints)
         if resume.checkpoint.level >= Level.DURABLE:
             found.append(FileSource(tier="remote", where=self._storage.open().where))
@@ -239,18 +241,20 @@ class SourceFinder:
         return memory, found
 
     def _version(self, resume: ResumePoint, chosen: Mapping[int, str] | None, index: int) -> ReadFragment:
-        """Return a version of a fragment. RestoreError if no source has it."""
+        """Return a version of a fragment. RestoreError if no source has it, Unavailable if one may."""
         for version in self._versions(resume, index):
             if chosen is None or chosen[index] == version.entry.digest:
                 return version
         checkpoint = resume.checkpoint
         name = fragment_file(index, checkpoint.num_nodes)
+        if index in self._unreached:
+            raise Unavailable(f"No source with {name} of step {checkpoint.step} was reached.")
         raise RestoreError(f"No source has {name} of step {checkpoint.step} intact.")
 
     def _chosen(self, resume: ResumePoint) -> dict[int, str]:
         """Return the digests of the committed fragments, from the versions of all sources.
 
-        CorruptionError if no combination of versions has the root digest of the log.
+        CorruptionError if no combination of versions has the root digest of the log, Unavailable if one may.
         """
         checkpoint = resume.checkpoint
         names = [fragment_file(index, checkpoint.num_nodes) for index in range(len(resume.holders))]
@@ -259,6 +263,8 @@ class SourceFinder:
             for index, name in enumerate(names)
         }
         chosen = choose_fragments(files, checkpoint.root_digest, checkpoint.root_of)
+        if chosen is None and self._unreached:
+            raise Unavailable(f"Not all sources of the manifest of step {checkpoint.step} were reached.")
         if chosen is None:
             raise CorruptionError(
                 f"The manifest of step {checkpoint.step} is not the one that was committed."
@@ -282,7 +288,9 @@ class SourceFinder:
             except NewerFormat as error:
                 newer = newer or error.at(name)
                 continue
-            except (OSError, EOFError, CheckpointError):
+            except (OSError, EOFError, CheckpointError) as error:
+                if not is_lost(error):
+                    self._unreached.add(index)
                 continue
             is_there = True
             entry = FileEntry(name=name, size_bytes=len(data), digest=digest(data))

@@ -187,7 +187,8 @@ class NodeRestore:
             if isinstance(error, InsufficientSpace | NewerFormat):
                 raise  # no damage: an older checkpoint would need as much, or the newer version can read it
             damage = (f"manifest of step {plan.resume.checkpoint.step}: {error_text(error)}",)
-            return ticket(checkpoint=plan.resume.checkpoint, damage=damage)
+            unreachable = isinstance(error, OSError | Unavailable)
+            return ticket(checkpoint=plan.resume.checkpoint, damage=damage, is_unreachable=unreachable)
         return None if found is None else self._taken(*found)
 
     def _taken(self, ticket: RestoreTicket, memory: ManifestMemory) -> RestoreTicket:

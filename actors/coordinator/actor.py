@@ -339,7 +339,11 @@ class Coordinator:
     async def node_restored(
         self, run_uid: str, session_key: SessionKey, node_id: str, ranks: tuple[RankRestore, ...]
     ) -> bool:
-        """Wait until all ranks have restored. Return False if a new session has begun instead."""
+        """Wait until all ranks have restored. Return False if a new session has begun instead.
+
+        False is also the answer to a report that the node has repeated in the meantime.
+        """
+        await self._recovery.ready()
         answer = await self.engine.request(
             self.engine.runs.by_uid(run_uid),
             lambda token: m.NodeRestored(token=token, session_key=session_key, node_id=node_id, ranks=ranks),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from ray_ckpt import telemetry
@@ -32,6 +32,8 @@ from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import UNKNOWN_LAUNCH, AttemptId, CheckpointInfo, FileEntry, RankRestore
 
 MAX_WAITING_SESSIONS = 8  # sessions begun while the store is away; each is a group that failed
+MAX_REREADS = 4  # of a checkpoint with sources that were not reached; then an older one is restored
+REREAD_S = 2.0  # until the first of these begins; doubled for each, so 30 s in all besides the reading
 SLOW_RESTORE_S = 15.0  # after this time a restore that waits for ranks causes a warning
 
 
@@ -46,6 +48,8 @@ class Sessions:
         self._choosing = False  # choose a checkpoint as soon as no record is pending
         self._requested = False  # an inventory was requested and has not arrived
         self._excluded: set[str] = set()  # attempts that this group found damaged
+        self._num_rereads = 0  # of the checkpoint that was chosen last
+        self._reread_s = -math.inf  # the earliest time of the next one
         self._restored: dict[str, m.NodeRestored] = {}
         self._waiting_ranks: dict[str, tuple[int, ...]] = {}  # node -> its ranks that are done early
         self._first_s: float | None = None  # end of the restore of the first rank
@@ -114,6 +118,7 @@ class Sessions:
         self._group, self._since_s = event, self._context.now_s
         self._waiting, self._choosing, self._requested = (event.token,), True, False
         self._excluded, self.is_training, self._inventories = set(), False, {}
+        self._num_rereads, self._reread_s = 0, -math.inf
         self._learn(event.inventories, event.asked_s - CLOCK_S)
 
     def inventory_taken(self, event: m.InventoryTaken) -> bool:
@@ -178,8 +183,8 @@ class Sessions:
 
     @property
     def is_choosing(self) -> bool:
-        """True if a group waits for the choice of its checkpoint."""
-        return self._choosing and not self._requested
+        """True if a group waits for the choice of its checkpoint, and it is time to choose."""
+        return self._choosing and not self._requested and self._context.now_s >= self._reread_s
 
     def decide(self) -> Iterator[m.Effect]:
         """Choose a checkpoint for the group that waits; called only while no record is pending."""
@@ -232,8 +237,7 @@ class Sessions:
         chosen = next((c for c in candidates if can_serve(c)), None)
         is_newest = not candidates or chosen is candidates[0]
         if not is_newest and self._context.now_s - self._since_s < self._context.options.inventory_wait_s:
-            self._requested = True
-            yield m.RequestInventory(token=self._group.token)
+            yield from self._request_inventory()
             return
         if chosen is None and (candidates or self._excluded or self._group.resume == "must"):
             yield from self.end(self._nothing_intact(candidates, from_nodes_only=from_nodes_only))
@@ -243,6 +247,12 @@ class Sessions:
             yield m.Warn(text=f"Step {candidates[0].step} {why}; step {chosen.step} is restored instead.")
         self._choosing = False
         self._append_session(history, chosen)
+
+    def _request_inventory(self) -> Iterator[m.Effect]:
+        """Ask all nodes for what they have; the checkpoint is chosen after their answer."""
+        assert self._group is not None
+        self._requested = True
+        yield m.RequestInventory(token=self._group.token)
 
     def _missing_labels(self) -> ConfigError | None:
         """Return the error of a run's first group if no live node has a label that its options name.
@@ -433,7 +443,7 @@ class Sessions:
     # -- restored ------------------------------------------------------------------------------------
 
     def node_restored(self, event: m.NodeRestored) -> Iterator[m.Effect]:
-        """Send `go` when all nodes have restored; after damage, choose an older checkpoint for all nodes."""
+        """Send `go` when all nodes have restored; after damage, choose a checkpoint again for all nodes."""
         plan = self._context.plan
         if plan is None or event.session_key != plan.session_key:
             yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
@@ -443,6 +453,8 @@ class Sessions:
         if self._sent_go == plan.session_key or is_logged:  # the node did not get the answer
             yield m.Reply(token=event.token, value=None)
             return
+        if (earlier := self._restored.get(event.node_id)) is not None:  # the node repeats its report
+            yield m.Reply(token=earlier.token, value=False)
         self._restored[event.node_id] = event
         self._note_first()
         if len(self._restored) < len(plan.nodes):
@@ -450,6 +462,10 @@ class Sessions:
         reports, self._restored = list(self._restored.values()), {}
         ranks = sorted((rank for e in reports for rank in e.ranks), key=lambda k: k.rank)
         damage = sorted({d for rank in ranks for d in rank.damage})
+        if damage and plan.resume is not None and self._may_reread(ranks):
+            self._waiting, self._choosing = tuple(e.token for e in reports), True
+            yield from self._reread(plan.resume.checkpoint, damage)
+            return
         if plan.resume is not None:
             bad_nodes = frozenset(node for rank in ranks for node in rank.bad_nodes)
             self._bad_nodes = plan.resume.checkpoint.id, bad_nodes
@@ -467,10 +483,24 @@ class Sessions:
             for report in reports:
                 yield m.Reply(token=report.token, value=None)
             return
-        bad = plan.resume.checkpoint
+        bad, self._num_rereads = plan.resume.checkpoint, 0
         self._excluded.add(bad.id.attempt)
         yield m.Warn(text=f"Step {bad.step} cannot be restored: no intact copy of {'; '.join(damage[:5])}.")
         self._waiting, self._choosing = tuple(e.token for e in reports), True
+
+    def _may_reread(self, ranks: Iterable[RankRestore]) -> bool:
+        """Return True if all that ranks could not read may be intact at a source that was not reached."""
+        may_return = all(rank.is_unreachable for rank in ranks if rank.damage)
+        return may_return and self._num_rereads < MAX_REREADS
+
+    def _reread(self, checkpoint: CheckpointInfo, damage: Sequence[str]) -> Iterator[m.Effect]:
+        """Choose a checkpoint again, after a pause and with new inventories: normally the same one."""
+        wait_s = REREAD_S * 2**self._num_rereads
+        self._num_rereads, self._reread_s = self._num_rereads + 1, self._context.now_s + wait_s
+        parts = "; ".join(damage[:5])
+        text = f"Step {checkpoint.step} is read again in {wait_s:.0f} s: no source was reached of {parts}."
+        yield m.Warn(text=text)
+        yield from self._request_inventory()
 
     def take_bad_nodes(self) -> tuple[AttemptId, frozenset[str]] | None:
         """Return, once, the checkpoint that all ranks have read, and the nodes that had bad bytes of it."""

@@ -165,6 +165,8 @@ class NodeHost:
         self._orders[event.token] = _Order()
         for effect in effects:
             self._carry_out(effect, event.token)
+        if isinstance(event.order, n.CoordinatorReturned) and self.session is not None:
+            self.session.report_restored()
         self._order_step(event.token)
 
     def _order_step(self, token: Token, error: Exception | None = None) -> None:

@@ -22,7 +22,7 @@ from ray_ckpt.engine.node_ports import (
     SurvivorCame,
     WaitingDue,
 )
-from ray_ckpt.errors import RunConflict, RunSuperseded, Unavailable
+from ray_ckpt.errors import Fenced, RunConflict, RunSuperseded, Unavailable
 from ray_ckpt.types import RankRestore
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ MAX_BARRIERS = 16  # barriers kept so that late ranks get the result; the coordi
 BARRIER_GATHER_S = 1.0  # wait for all ranks of a node at a barrier; then the ranks present are reported
 PROGRESS_WAITS = 0.8  # share of the period for which a relay may keep a report, to send it with others
 RESTORED_AGAIN_S = 2.0  # between a node's reports of its ranks that have restored and wait for others
+NO_COORDINATOR_S = 300.0  # without a coordinator, ranks that have restored wait; a restart of one is shorter
 
 
 @dataclass(slots=True)
@@ -59,6 +60,9 @@ class NodeSession:
         self._restored: dict[int, RankRestore] = {}
         self._restoring: list[Token] = []  # callers that wait for the group's restore
         self._reports_waiting = False  # a report of the ranks that wait is due
+        self._is_lost = False  # no coordinator has the report that all ranks have restored: it is repeated
+        self._until_s = 0.0  # when a report that no coordinator takes is given up
+        self._answered: Unavailable | None = None  # a coordinator's first error
         self._asking: list[Token] = []  # ranks that wait to be asked for an offer
         self._is_asked = False
         self._offering: list[Token] = []  # ranks that have made an offer for a salvage
@@ -255,13 +259,22 @@ class NodeSession:
             return
         self._restored[event.report.rank] = event.report
         self._restoring.append(event.token)
-        if len(self._restored) == len(self._ranks):
-            ranks, node_id = tuple(self._restored.values()), self._host.node_id
-            key = self.plan.session_key
-            self._host.ports.report(m.NodeRestored(token="", session_key=key, node_id=node_id, ranks=ranks))
+        self._until_s = self._host.ports.now_s() + NO_COORDINATOR_S
+        self.report_restored()
         if not self._reports_waiting:
             self._reports_waiting = True
             self._host.ports.later(RESTORED_AGAIN_S, WaitingDue(session_key=self.plan.session_key))
+
+    def report_restored(self) -> None:
+        """Report that all ranks of this node have restored, if they have.
+
+        A new coordinator needs the report although an earlier one has answered it: other nodes may wait.
+        """
+        if len(self._restored) == len(self._ranks):
+            self._is_lost = False
+            ranks, key = tuple(self._restored.values()), self.plan.session_key
+            node_id = self._host.node_id
+            self._host.ports.report(m.NodeRestored(token="", session_key=key, node_id=node_id, ranks=ranks))
 
     def _report_waiting(self) -> None:
         """Report the ranks that have restored, repeatedly while they wait for others."""
@@ -269,13 +282,22 @@ class NodeSession:
         if self._restoring:
             ranks, key = tuple(sorted(self._restored)), self.plan.session_key
             node_id = self._host.node_id
-            self._host.ports.report(m.RanksRestored(session_key=key, node_id=node_id, ranks=ranks))
+            if self._is_lost:
+                self.report_restored()
+            else:
+                self._host.ports.report(m.RanksRestored(session_key=key, node_id=node_id, ranks=ranks))
             self._host.ports.later(RESTORED_AGAIN_S, WaitingDue(session_key=key))
 
     def _restore_answered(self, event: ReportAnswered) -> None:
-        """Let the ranks train, unless the coordinator begins a session with an older checkpoint."""
-        if event.error is not None:
-            self._fail_restore(event.error)
+        """Let the ranks train, unless the coordinator begins another session; a lost report is repeated."""
+        error = event.error
+        if isinstance(error, Unavailable | Fenced) and self._host.ports.now_s() <= self._until_s:
+            self._is_lost = True
+            if isinstance(error, Unavailable) and error.fields.get("reached", True):
+                self._answered = self._answered or error  # no session begins: the repeated report is refused
+        elif error is not None:
+            is_over = isinstance(error, RunSuperseded)
+            self._fail_restore((self._answered if is_over else None) or error)
         elif event.value is None and not self._is_restored:
             self._is_restored = True
             self._host.ports.free_restore()

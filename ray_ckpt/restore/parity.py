@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from ray_ckpt.core.values import GroupPlaces
-from ray_ckpt.errors import CorruptionError, FormatError, Unavailable
+from ray_ckpt.errors import CorruptionError, FormatError, Unavailable, is_lost
 from ray_ckpt.format.blocks import BlockCutter
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.format.galois import Bytes, StripeSum, solve
@@ -92,6 +92,7 @@ class GroupReader:
         self._header: ParityHeader | None = None
         self._layers: tuple[Layer, ...] = ()
         self._header_bytes: dict[int, int] = {}  # size of the header of each parity file, by position
+        self._has_unreached = False  # a source was not reached: it may be intact
         self.read_bytes = 0
 
     # -- parity files ----------------------------------------------------------------------------------
@@ -270,7 +271,9 @@ class GroupReader:
             sums = [i for i in range(group.parity) if self._left(group.place(stripe + i), is_parity=True)]
             sums = sums[::-1] if self._sources.prefers_q else sums
             if len(sums) < len(lost):
-                raise Unavailable("Too many members of the parity group are lost.", refused=True)
+                text = "Too many members of the parity group are lost."
+                is_sure = not (self._has_unreached or self._peers.gone)
+                raise Unavailable(text, refused=True, lost=is_sure)
             try:
                 found = self._sums(layer, spans, sums[: len(lost)], lost)
                 for index, total in found.items():
@@ -361,6 +364,7 @@ class GroupReader:
                 if is_answer and not is_refused:
                     raise
                 self._fail(endpoint, position, is_parity=is_parity)
+                self._has_unreached |= not is_lost(error)
                 if not is_answer:
                     self._peers.gone.add(endpoint)
                 raise _Gone(str(error)) from error

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_ckpt.core.values import GroupPlaces, SessionKey
-from ray_ckpt.errors import CheckpointError, CorruptionError, FormatError, Unavailable
+from ray_ckpt.errors import CheckpointError, CorruptionError, FormatError, Unavailable, is_lost
 from ray_ckpt.format.blocks import BlockCutter
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.plan.restore import RowKey, row_key
@@ -119,6 +119,7 @@ class RestoreTicket:
     credentials: Credentials | None = field(default=None, repr=False)
     storage: RemoteRef | None = None  # for remote sources
     damage: tuple[str, ...] = ()  # reasons why the manifest cannot be read; then there is nothing to restore
+    is_unreachable: bool = False  # the manifest may be intact at a source that was not reached
     node_ranks: tuple[int, ...] = ()  # the ranks of this node
     is_whole: bool = True
 
@@ -185,7 +186,8 @@ class SourceReader:
     """Reader of a checkpoint's rows, at the rate of `limiter`.
 
     `parts` has the bytes by file and source, `damage` the rows without an intact source, `rejected` notes
-    about bad rows and sources, `bad_nodes` the nodes whose disks had bad rows.
+    about bad rows and sources, `bad_nodes` the nodes whose disks had bad rows. `is_unreachable` is true if
+    there is damage, and for each row of it a source that was not reached and may be intact.
     """
 
     def __init__(
@@ -212,6 +214,8 @@ class SourceReader:
         self._groups: dict[GroupSources, GroupReader] = {}
         self._lock = threading.Lock()
         self._busy: set[str] = set()  # files with a source that answered, and could not serve
+        self._unreached: set[str] = set()  # files with a source that was not reached
+        self._is_lost = False  # all sources of a row have answered, and none has it intact
         self.parts: list[RestoredPart] = []
         self.damage: list[str] = []
         self.rejected: list[str] = []
@@ -244,6 +248,11 @@ class SourceReader:
             self._read_in_turns(left, sink_for, pools)
         for file in sorted(left):
             self.damage += [f"{file}: {row.label}" for row in left[file]]
+            self._is_lost |= bool(left[file]) and file not in self._unreached
+
+    @property
+    def is_unreachable(self) -> bool:
+        return bool(self.damage) and not self._is_lost
 
     def _read_in_turns(self, left: dict[str, list[ManifestRow]], sink_for: SinkFor, pools: _Pools) -> None:
         """Read the rows in `left` from their sources, and again while busy sources serve some of them.
@@ -381,6 +390,8 @@ class SourceReader:
                 break
             except (OSError, EOFError, Unavailable) as error:
                 self._reject(f"{tally.file} on {tally.source_text}: {error}")
+                if not is_lost(error):
+                    self._unreached.add(tally.file)
                 fields = error.fields if isinstance(error, Unavailable) else {}
                 if tries_left and not fields.get("refused"):
                     continue

@@ -99,7 +99,7 @@ class Mapped(ByteSource):
 
     def check(self) -> None:
         if os.pread(self._file(), len(self._seal), 0) != self._seal:
-            raise Unavailable("the arena holds a newer capture.")
+            raise Unavailable("the arena holds a newer capture.", lost=True)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Blocks:
         fd = self._file()
@@ -166,6 +166,9 @@ class Peers:
 
     @contextlib.contextmanager
     def acquire(self, endpoint: str) -> Iterator[PeerClient]:
+        """Lend a connection to `endpoint`; Unavailable for "", a node whose address is not known here."""
+        if not endpoint:
+            raise Unavailable("The address of the node is not known here.", refused=True, answered=True)
         if self._credentials is None:
             raise Unavailable("There are no credentials for peers.", refused=True)
         with self._lock:

@@ -16,6 +16,7 @@ from ray_ckpt.config import RunOptions, resume_step
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.messages import BarrierAnswer, BarrierReached, DeleteOrphans, GroupOpened
 from ray_ckpt.core.missing_ranks import STAYS_OUT_S
+from ray_ckpt.core.sessions import MAX_REREADS
 from ray_ckpt.core.values import Salvage, SessionKey, SessionPlan
 from ray_ckpt.engine.launchers import OWNER_DEAD_S
 from ray_ckpt.errors import CheckpointError, FormatError
@@ -79,6 +80,7 @@ class Oracle:
     coded_on: dict[Copy, set[str]] = field(default_factory=dict)  # member -> disks that had its parity file
     failed: dict[str, set[str]] = field(default_factory=dict)  # attempt -> disks that lost a fragment
     damaged: set[tuple[str, str]] = field(default_factory=set)  # (owner, attempt) without an intact source
+    unread: dict[tuple[str, str], set[SessionKey]] = field(default_factory=dict)  # sessions that lacked parts
     dropped: dict[str, int] = field(default_factory=dict)  # attempt -> epoch in which it was dropped
     copies: KnownCopies = field(default_factory=KnownCopies)
     unlogged: dict[tuple[int, int], SessionPlan] = field(default_factory=dict)  # sessions opened without log
@@ -329,9 +331,14 @@ class Oracle:
         begun = self._is_logged(plan) or (plan.session, plan.epoch) in self.unlogged
         must(begun, "P3", f"ranks restore for session {plan.session}, which nobody has recorded")
 
-    def read(self, plan: SessionPlan, damage: tuple[str, ...]) -> None:
+    def read(self, plan: SessionPlan, damage: tuple[str, ...], *, is_unreachable: bool) -> None:
+        """Record damage, which sources that were not reached become after MAX_REREADS sessions."""
         if damage and plan.resume is not None:
-            self.damaged.add((plan.owner, plan.resume.checkpoint.id.attempt))
+            name = plan.owner, plan.resume.checkpoint.id.attempt
+            unread = self.unread.setdefault(name, set())
+            unread.add(plan.session_key)
+            if not is_unreachable or len(unread) > MAX_REREADS:
+                self.damaged.add(name)
 
     def go(self, plan: SessionPlan) -> None:
         """Record that ranks begin to train."""

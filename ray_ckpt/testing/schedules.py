@@ -108,6 +108,7 @@ class Schedule:
         self.story: list[str] = []
         self.faults = chance.choice([0.0, 0.02, 0.05])  # share of messages lost or delivered twice
         self.world.disks_fail = self.faults > 0
+        self.cuts = random.Random(f"cuts {seed}")  # of a node's ranks from all sources
         self.slowness = chance.choice([0.0, 0.1, 0.3])  # share of messages that all others overtake
         weights = self._weights()
         self._events = list(weights)
@@ -218,8 +219,9 @@ class Schedule:
                 break
             launcher, group, member = self.chance.choice(ready)
             if member.state == "waiting":
-                self.world.read_state(member, launcher.name)
-                lines.append(f"{member.node} reads")
+                is_cut_off = self.cuts.random() < self.faults
+                self.world.read_state(member, launcher.name, is_cut_off=is_cut_off)
+                lines.append(f"{member.node} reads" + ", cut off" * is_cut_off)
             else:
                 self.world.save(group, member, self.chance.randint(1, 3))
                 lines.append(f"{member.node} saves {group.steps[member.saved - 1]}")

@@ -287,8 +287,13 @@ class World(Survivors):
         self._end_group(self.launchers[name])
         self.launchers[name].state = "idle"
 
-    def read_state(self, member: Member, owner: str, *, num_ranks: int | None = None) -> None:
-        """Let ranks of a node, by default all, restore by the plan of their agent, and report the result."""
+    def read_state(
+        self, member: Member, owner: str, *, num_ranks: int | None = None, is_cut_off: bool = False
+    ) -> None:
+        """Let ranks of a node, by default all, restore by the plan of their agent, and report the result.
+
+        If they are cut off, they reach no source.
+        """
         self.clock += 1
         agent = self.nodes[member.node].agent
         plan = agent.host.plan if agent is not None else None
@@ -302,11 +307,14 @@ class World(Survivors):
             return
         member.read.update(ranks)
         member.state = "reading" if len(member.read) == len(member.ranks) else member.state
-        damage = tuple(self._damage(plan, member.node))
+        found = self._damage(plan, member.node)
         bad_nodes = tuple(sorted(set(self._bad_nodes(plan, member.node))))
-        self.oracle.read(plan, damage)
+        damage, is_unreachable = tuple(found), bool(found) and all(found.values())
+        if is_cut_off and plan.resume is not None:
+            damage, is_unreachable, bad_nodes = ("no source",), True, ()
+        self.oracle.read(plan, damage, is_unreachable=is_unreachable)
         for rank in ranks:
-            report = RankRestore(rank=rank, damage=damage, bad_nodes=bad_nodes)
+            report = RankRestore(rank=rank, damage=damage, is_unreachable=is_unreachable, bad_nodes=bad_nodes)
             self.call_agent(
                 member, RankRestored(token=self._token(), session_key=plan.session_key, report=report)
             )
@@ -473,20 +481,21 @@ class World(Survivors):
 
     # -- ranks and launchers ---------------------------------------------------------------------------
 
-    def _damage(self, plan: SessionPlan, reader: str) -> Iterator[str]:
-        """Yield the fragments for which the ranks find no intact source."""
+    def _damage(self, plan: SessionPlan, reader: str) -> dict[str, bool]:
+        """Return the fragments for which the ranks find no intact source; True if a node was not reached."""
+        found: dict[str, bool] = {}
         if plan.resume is None or self.storage.holds(plan.resume.checkpoint):
-            return
+            return found
         attempt, computed = plan.resume.checkpoint.id.attempt, set[int]()
         for places in plan.resume.groups:
             if self.decodable(plan.resume.checkpoint.id, places, reader) is not None:
                 computed |= set(places.group.members)
         for index, holders in enumerate(plan.resume.holders):
             sources = [self.nodes[name] for name in {*holders, reader}]
-            if index not in computed and not any(
-                s.is_alive and s.agent is not None and s.disk.has_intact((attempt, index)) for s in sources
-            ):
-                yield f"fragment {index}"
+            reached = [s for s in sources if s.is_alive and s.agent is not None]
+            if index not in computed and not any(s.disk.has_intact((attempt, index)) for s in reached):
+                found[f"fragment {index}"] = len(reached) < len(sources)
+        return found
 
     def _bad_nodes(self, plan: SessionPlan, reader: str) -> Iterator[str]:
         """Yield the nodes whose damaged copies the ranks of a node read before they find an intact one."""

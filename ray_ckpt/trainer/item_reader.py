@@ -44,7 +44,8 @@ class ItemReader:
         identity = self.link.identity
         load: Load = _nothing
         if ticket.checkpoint is None or ticket.damage:
-            return RankRestore(rank=identity.rank, damage=ticket.damage), load
+            damage, unreachable = ticket.damage, ticket.is_unreachable
+            return RankRestore(rank=identity.rank, damage=damage, is_unreachable=unreachable), load
         try:
             states = self._states(ticket)
             reader, rows = states.reader, states.rows
@@ -64,7 +65,8 @@ class ItemReader:
                     before=self.walked,
                 )
         except _ManifestDamaged as error:
-            return RankRestore(rank=identity.rank, damage=error.damage), _nothing
+            damage, unreachable = error.damage, error.is_unreachable
+            return RankRestore(rank=identity.rank, damage=damage, is_unreachable=unreachable), _nothing
         for note in reader.rejected:
             log.warning("restore: %s", note)
         report = RankRestore(
@@ -72,6 +74,7 @@ class ItemReader:
             parts=tuple(reader.parts),
             seconds=time.monotonic() - start_s,
             damage=tuple(reader.damage),
+            is_unreachable=reader.is_unreachable,
             bad_nodes=tuple(sorted(reader.bad_nodes)),
         )
         return report, load
@@ -120,7 +123,7 @@ class ItemReader:
         def complete() -> SavedRows:
             whole = self.link.whole_ticket(ticket.session_key)
             if whole.damage:
-                raise _ManifestDamaged(whole.damage)
+                raise _ManifestDamaged(whole.damage, is_unreachable=whole.is_unreachable)
             sources.update(whole.sources)
             return _opened(whole)
 
@@ -206,9 +209,10 @@ class _States:
 class _ManifestDamaged(Exception):
     """Raised if the manifest of a checkpoint cannot be read."""
 
-    def __init__(self, damage: tuple[str, ...]) -> None:
+    def __init__(self, damage: tuple[str, ...], *, is_unreachable: bool) -> None:
         super().__init__(*damage)
         self.damage = damage
+        self.is_unreachable = is_unreachable
 
 
 def _opened(ticket: RestoreTicket) -> SavedRows:
@@ -216,7 +220,8 @@ def _opened(ticket: RestoreTicket) -> SavedRows:
     try:
         return ticket.manifest.open()
     except OSError as error:  # the agent has died, or the session is over
-        raise _ManifestDamaged((f"the manifest in the agent's memory cannot be mapped: {error}",)) from error
+        text = f"the manifest in the agent's memory cannot be mapped: {error}"
+        raise _ManifestDamaged((text,), is_unreachable=True) from error
 
 
 _Choose: TypeAlias = Callable[[_States], tuple[Mapping[str, Item], dict[str, Any]] | None]

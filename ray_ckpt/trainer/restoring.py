@@ -1,7 +1,7 @@
 """Restore one rank together with all other ranks of its group.
 
 All ranks restore the same checkpoint. If a rank finds a part of the checkpoint damaged in every source, the
-group starts over with an older checkpoint.
+group starts over with an older checkpoint; if a source was not reached, first with the same one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class Restoring:
                         damage=report.damage,
                     )
                 break
-            log.warning("step %s has no intact copy of a part; falling back", step_of(ticket))
+            if step_of(older) == step_of(ticket):
+                log.warning("step %s is read again: sources of a part were not reached", step_of(ticket))
+            else:
+                log.warning("step %s has no intact copy of a part; falling back", step_of(ticket))
             ticket = older
         info = self._info(ticket, origin, report)
         begun = load()

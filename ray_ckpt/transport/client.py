@@ -36,8 +36,8 @@ class PeerClient:
     `fields["refused"]` of the error is true if a retry cannot succeed: the peer refused the call, or the call
     took longer than the slowest acceptable rate allows. `fields["answered"]` is true if the peer itself
     reported the error: the peer is alive and may have other files. `fields["unreachable"]` is true if the
-    peer gave no sign of life at all, or none for SILENT_S; `fields["altered"]` if bytes did not have their
-    digest.
+    peer gave no sign of life at all, or none for SILENT_S; `fields["lost"]` if the peer does not have the
+    file, or not all of it; `fields["altered"]` if bytes did not have their digest.
     """
 
     def __init__(self, endpoint: str, *, credentials: Credentials, gone_s: float = GONE_S) -> None:
@@ -186,7 +186,8 @@ class PeerClient:
         mark = getattr(error, "extra_info", b"")
         return Unavailable(
             f"Peer {self._endpoint}, {name.directory}/{name.file}: {reason.rstrip('.')}.",
-            refused=isinstance(error, _FINAL) or mark == wire.REFUSED,
+            refused=isinstance(error, _FINAL) or mark in (wire.REFUSED, wire.LOST),
+            lost=mark == wire.LOST,
             altered=mark == wire.ALTERED,
             answered=isinstance(error, flight.FlightServerError),
             unreachable=unreachable or (not was_alive and isinstance(error, _UNREACHED)),

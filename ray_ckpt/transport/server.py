@@ -15,7 +15,7 @@ import pyarrow.flight as flight
 from typing_extensions import Buffer
 
 from ray_ckpt.config import ADDRESS_ENV
-from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError, text_of
+from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError, is_lost, text_of
 from ray_ckpt.format.blocks import merge_ranges
 from ray_ckpt.transport import wire
 from ray_ckpt.transport.credentials import ServiceKeys
@@ -148,20 +148,20 @@ def _check_run(context: Any, name: wire.FileName) -> None:
 
 @contextlib.contextmanager
 def _errors_sent() -> Iterator[None]:
-    """Send an error in the block to the peer, with a mark if a retry cannot succeed, or for altered bytes."""
+    """Send an error in the block to the peer, with a mark; see `_mark`."""
     try:
         yield
     except (CheckpointError, OSError, EOFError) as error:
-        altered = wire.ALTERED if isinstance(error, CorruptionError) else b""
-        mark = wire.REFUSED if _is_final(error) else altered
-        raise flight.FlightServerError(text_of(error), extra_info=mark) from error
+        raise flight.FlightServerError(text_of(error), extra_info=_mark(error)) from error
 
 
-def _is_final(error: Exception) -> bool:
-    """Return False if a retry helps: bytes were changed on the way, or `files` is busy (`refused=False`)."""
+def _mark(error: Exception) -> bytes:
+    """Return the mark of an error; b"" if a retry may help: `files` is busy (`refused=False`)."""
     if isinstance(error, CheckpointError) and "refused" in error.fields:
-        return bool(error.fields["refused"])
-    return not isinstance(error, CorruptionError) or isinstance(error, FormatError)
+        return wire.REFUSED if error.fields["refused"] else b""
+    if isinstance(error, CorruptionError) and not isinstance(error, FormatError):
+        return wire.ALTERED
+    return wire.LOST if is_lost(error) else wire.REFUSED
 
 
 def _free_ports(host: str, ports: range | None) -> Iterator[int]:

@@ -27,6 +27,7 @@ TOKEN_PREFIX = "Bearer "
 NOT_HERE = -1  # the size of a file that a peer does not have
 BYTES_WANTED = "bytes"  # answer to a put request with `like` if the peer lacks that file; no digest
 REFUSED = b"refused"  # sent with an error that would occur again in a retry
+LOST = b"lost"  # sent with an error about a file that is not here, or not whole; a retry fails too
 ALTERED = b"altered"  # sent with an error about bytes that differ from their digest
 SMALL_BYTES = 64 << 10  # smaller blocks are merged: a message takes as long as a copy of a few MiB
 KEPT_BLOCK_BYTES = 31 << 20  # just below 32 MiB, the largest block to which glibc adapts

@@ -196,7 +196,23 @@ def test_a_manifest_that_cannot_be_read_is_damage(
         assert not own.is_whole and not own.damage
         whole = await restore.ticket(is_whole=True)
         assert whole.manifest is None and "No source has manifest-00001-of-00002" in whole.damage[0]
+        assert not whole.is_unreachable
         assert replace(whole, damage=()).checkpoint == own.checkpoint
+        restore.close_shared()
+
+    run_in_loop(story())
+
+
+@pytest.mark.parametrize("error", [Unavailable("no source was reached"), OSError(24, "too many open files")])
+def test_a_manifest_that_cannot_be_reached_now_may_be_read_later(
+    stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(SourceFinder, "ticket", Mock(side_effect=error))
+
+    async def story() -> None:
+        restore = Stage(stack, nodes, saved, is_proven=True).restore()
+        whole = await restore.ticket(is_whole=True)
+        assert len(whole.damage) == 1 and whole.is_unreachable
         restore.close_shared()
 
     run_in_loop(story())

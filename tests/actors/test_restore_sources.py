@@ -19,7 +19,7 @@ from ray_ckpt.actors.agent import manifest_memory
 from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.core.values import ResumePoint, SessionNode, SessionPlan
-from ray_ckpt.errors import CorruptionError, InsufficientSpace, RestoreError
+from ray_ckpt.errors import CorruptionError, InsufficientSpace, RestoreError, Unavailable
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.restore.manifest import MappedManifest
@@ -163,6 +163,18 @@ def test_a_manifest_that_nobody_has_is_named(nodes: Nodes, saved: SampleCheckpoi
     for holder in (A, B):
         (nodes.folder(holder, saved) / fragment_file(1, 2)).write_bytes(b"PAR1")
     with pytest.raises(RestoreError, match=f"No source has {fragment_file(1, 2)} of step 10 intact"):
+        ticket(nodes, saved)
+
+
+def test_a_manifest_whose_holders_do_not_answer_is_not_lost(nodes: Nodes, saved: SampleCheckpoint) -> None:
+    both(nodes, saved)
+    del nodes.endpoints[B]
+    (nodes.folder(A, saved) / fragment_file(1, 2)).unlink()
+    with pytest.raises(Unavailable, match=f"No source with {fragment_file(1, 2)} of step 10 was reached"):
+        ticket(nodes, saved)
+    nodes.put(A, saved, 1)
+    other_manifest(nodes, saved, A, 1)
+    with pytest.raises(Unavailable, match="Not all sources of the manifest of step 10 were reached"):
         ticket(nodes, saved)
 
 

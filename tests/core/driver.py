@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from ray_ckpt.config import Resume, RunOptions
@@ -228,9 +228,13 @@ class Harness:
         *,
         session_key: SessionKey | None = None,
         damage: Sequence[str] = (),
+        is_unreachable: bool = False,
         bad_nodes: Sequence[str] = (),
     ) -> m.NodeRestored:
         """Return the event that all ranks of `node` have restored, with the token `restored-<node>`."""
+        report = RankRestore(
+            rank=0, damage=tuple(damage), is_unreachable=is_unreachable, bad_nodes=tuple(bad_nodes)
+        )
         plan = self.plan
         here = next((p for p in plan.nodes if p.node_id == node), None)
         ranks = here.ranks if here else ()
@@ -238,7 +242,7 @@ class Harness:
             token=f"restored-{node}",
             session_key=session_key or plan.session_key,
             node_id=node,
-            ranks=tuple(RankRestore(rank=k, damage=tuple(damage), bad_nodes=tuple(bad_nodes)) for k in ranks),
+            ranks=tuple(replace(report, rank=rank) for rank in ranks),
         )
 
     def open(self, nodes: str = "ab", *, resume: Resume = "auto") -> tuple[m.Effect, ...]:

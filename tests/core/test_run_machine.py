@@ -11,6 +11,7 @@ import pytest
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.maintenance import MAINTENANCE_S
 from ray_ckpt.core.retirement import GATHER_S
+from ray_ckpt.core.sessions import MAX_REREADS, REREAD_S
 from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import (
     CollectiveError,
@@ -745,6 +746,78 @@ def test_damage_on_one_node_takes_all_to_the_older_checkpoint_in_a_new_session()
     assert (start.plan.session, start.plan.resume and start.plan.resume.checkpoint.step) == (3, 10)
     assert not of(effects, m.Reply)
     assert len(of([*run.feed(run.restored("a")), *run.feed(run.restored("b"))], m.Reply)) == 2
+
+
+def test_a_checkpoint_whose_sources_were_not_reached_is_read_again_by_all() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.save(20)
+    run.feed(run.group("ab", token="t"))
+    cut_off = run.restored("b", damage=["shard-00001: model.weight"], is_unreachable=True, bad_nodes=["a"])
+    effects = run.feed(run.restored("a"), cut_off)
+    assert one(effects, m.RequestInventory).token == "t"
+    assert "Step 20 is read again in 2 s: no source was reached of shard-00001" in of(effects, m.Warn)[0].text
+    assert not of(run.feed(run.inventory("t")), m.StartSession), "the pause is not over"
+    start = one(run.tick(REREAD_S), m.StartSession)
+    assert start.tokens == ("restored-a", "restored-b")
+    assert (start.plan.session, start.plan.resume and start.plan.resume.checkpoint.step) == (3, 20)
+    effects = run.feed(run.restored("a"), run.restored("b"), run.ticked)
+    assert [reply.token for reply in of(effects, m.Reply)] == ["restored-a", "restored-b"]
+    assert not of(run.tick(MAINTENANCE_S), m.Scrub), "b may have read bad bytes of another session"
+
+
+def test_sources_that_never_return_cost_an_older_checkpoint_after_a_bounded_time() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.save(20)
+    run.feed(run.group("ab", token="t"))
+    begun_s, steps = run.now_s, list[int]()
+    while not steps or steps[-1] == 20:
+        effects = run.feed(run.restored("a"), run.restored("b", damage=["x"], is_unreachable=True))
+        if not of(effects, m.StartSession):
+            run.feed(run.inventory("t"))
+            effects = run.tick(REREAD_S * 2 ** len(steps))
+        resume = one(effects, m.StartSession).plan.resume
+        assert resume is not None
+        steps.append(resume.checkpoint.step)
+    assert steps == [20] * MAX_REREADS + [10]
+    assert run.now_s - begun_s == REREAD_S * (2**MAX_REREADS - 1)
+
+
+def test_damage_that_no_source_can_mend_is_not_read_again() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.save(20)
+    run.feed(run.group("ab"))
+    effects = run.feed(run.restored("a", damage=["x"], is_unreachable=True), run.restored("b", damage=["y"]))
+    resume = one(effects, m.StartSession).plan.resume
+    assert resume is not None and resume.checkpoint.step == 10
+
+
+def test_an_older_checkpoint_is_restored_if_the_sources_turn_out_to_be_lost() -> None:
+    run = Harness("abc", inventory_wait_s=0)
+    run.open("ab")
+    run.save(10)
+    run.save(20, copies=False)
+    run.tick(61)
+    run.feed(run.group("ac", token="t"))
+    run.feed(run.restored("a"), run.restored("c", damage=["x"], is_unreachable=True))
+    run.lose("b")
+    run.feed(run.inventory("t"))
+    resume = one(run.tick(REREAD_S), m.StartSession).plan.resume
+    assert resume is not None and resume.checkpoint.step == 10
+
+
+def test_a_report_that_a_node_repeats_ends_the_call_before_it() -> None:
+    run = Harness("ab")
+    run.feed(run.group("ab"))
+    first, again = run.restored("a"), replace(run.restored("a"), token="again")
+    run.feed(first)
+    assert run.feed(again) == (m.Reply(token=first.token, value=False),)
+    assert [reply.token for reply in of(run.feed(run.restored("b")), m.Reply)] == ["again", "restored-b"]
 
 
 def test_a_copy_that_a_restore_finds_damaged_is_scrubbed_at_once() -> None:

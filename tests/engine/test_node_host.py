@@ -29,9 +29,10 @@ from ray_ckpt.engine.node_ports import (
 from ray_ckpt.engine.node_session import (
     BARRIER_GATHER_S,
     MAX_BARRIERS,
+    NO_COORDINATOR_S,
     RESTORED_AGAIN_S,
 )
-from ray_ckpt.errors import Fenced, RunConflict, RunInUse, RunSuperseded, Unavailable
+from ray_ckpt.errors import Fenced, RestoreError, RunConflict, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.types import Level, RankRestore, SaveFacts
 from tests.core.test_node_machine import MANIFEST, attempt, every_order, plan, published, sealed, written
 from tests.engine.node_driver import NodeStory
@@ -479,7 +480,7 @@ def test_ranks_train_when_the_whole_group_has_restored() -> None:
 def test_ranks_that_report_their_restore_again_after_an_error_are_reported_again() -> None:
     story = started()
     story.host.handle(restored("0", 0), restored("1", 1))
-    story.answer(error=Unavailable("The coordinator did not answer."))
+    story.answer(error=RestoreError("No checkpoint is left."))
     story.wait(RESTORED_AGAIN_S)
     assert went(story, "0", "1") != ["waits"] * 2 and not story.ports.reports and not story.ports.timers
     story.host.handle(restored("again", 0))
@@ -513,9 +514,52 @@ def test_ranks_restore_again_when_the_group_falls_back_to_an_older_checkpoint() 
     assert went(story, "again") == ["waits"]
 
 
+def test_a_restore_is_reported_until_a_coordinator_answers() -> None:
+    story = started()
+    story.host.handle(restored("0", 0), restored("1", 1))
+    (report,) = story.ports.reports
+    for error in (GONE, Fenced("Another coordinator owns the run."), Unavailable("No run is open here.")):
+        story.answer(error=error)
+        assert went(story, "0", "1") == ["waits"] * 2 and not story.ports.reports
+        story.wait(RESTORED_AGAIN_S)
+        assert story.ports.reports == [report]
+    story.answer()
+    assert went(story, "0", "1") == [True, True]
+
+
+def test_ranks_whose_session_did_not_begin_get_the_reason() -> None:
+    """The coordinator has answered with an error, and then knows nothing of the session any more."""
+    story, reason = started(), Unavailable("A node did not take session 2: it is full.")
+    story.host.handle(restored("0", 0), restored("1", 1))
+    story.answer(error=reason)
+    story.wait(RESTORED_AGAIN_S)
+    story.answer(error=RunSuperseded("A newer session owns this run."))
+    assert went(story, "0", "1") == [reason, reason]
+
+
+def test_a_new_coordinator_hears_of_a_restore_whoever_had_its_answer() -> None:
+    """The last one has answered this node and no other."""
+    story = started()
+    story.host.handle(restored("0", 0))
+    returned = n.CoordinatorReturned(epoch=1)
+    assert story.order("early", returned) is None and not story.ports.reports, "rank 1 still reads"
+    story.host.handle(restored("1", 1))
+    (report,) = story.ports.reports
+    story.answer()
+    story.order("late", returned)
+    assert story.ports.reports == [report]
+    story.answer()
+    assert went(story, "0", "1") == [True, True]
+    assert story.ports.memory.count("free restore") == 1
+
+
 def test_a_restore_fails_without_a_coordinator_and_with_its_session() -> None:
     story = started()
     story.host.handle(restored("0", 0), restored("1", 1))
+    story.answer(error=GONE)
+    story.wait(NO_COORDINATOR_S)
+    story.answer(error=GONE)
+    story.wait(RESTORED_AGAIN_S)
     story.answer(error=GONE)
     assert went(story, "0", "1") == [GONE, GONE]
     story.start(2)

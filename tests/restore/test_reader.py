@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from typing_extensions import Buffer
 
-from ray_ckpt.errors import Unavailable
+from ray_ckpt.errors import FormatError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
 from ray_ckpt.plan.restore import RowKey, row_key
@@ -425,6 +427,68 @@ def test_a_peer_that_is_busy_for_long_is_no_damage(peer: PeerRig, monkeypatch: p
     reader, rows = peer.reader(peer.sources), peer.checkpoint.rows[4:14]
     check(peer.checkpoint, rows, read(reader, rows), reader)
     assert not reader.damage
+
+
+NOT_HERE = FileNotFoundError(errno.ENOENT, "no such file")
+BAD_SECTOR = OSError(errno.EIO, "a bad sector")
+MANY_FILES = OSError(errno.EMFILE, "too many open files")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_unreachable"),
+    [
+        (Unavailable("the run is not open here"), True),
+        (Unavailable("others read here", refused=False), True),
+        (MANY_FILES, True),
+        (NOT_HERE, False),
+        (BAD_SECTOR, False),
+        (FormatError("a header of another file"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_peer_that_does_not_have_a_row_is_told_from_one_that_cannot_send_it_now(
+    peer: PeerRig, monkeypatch: pytest.MonkeyPatch, error: Exception, is_unreachable: bool
+) -> None:
+    monkeypatch.setattr(peer.files, "read", Mock(side_effect=error))
+    reader, rows = peer.reader(peer.sources), peer.checkpoint.rows[:2]
+    reader.read(rows, lambda row: FlatSink(np.empty(row.nbytes, np.uint8)))
+    assert len(reader.damage) == 2 and reader.is_unreachable == is_unreachable
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_rows_are_unreachable_only_if_each_of_them_may_be_intact_somewhere(
+    peer: PeerRig, answers: bool
+) -> None:
+    if not answers:
+        peer.server.shutdown()
+    rows = peer.checkpoint.rows[3:5]  # the first is bad at the peer
+    reader = peer.reader(peer.checkpoint.copy("disk", [row_key(row) for row in rows]), peer.sources)
+    assert not reader.is_unreachable
+    reader.read(rows, lambda row: FlatSink(np.empty(row.nbytes, np.uint8)))
+    assert len(reader.damage) == (1 if answers else 2)
+    assert reader.is_unreachable == (not answers)
+    reader.read_bytes(replace(rows[0], file="shard-00009-of-00010.safetensors"))
+    assert not reader.is_unreachable, "no source has this one"
+
+
+def test_a_peer_whose_address_is_not_known_is_not_reached(peer: PeerRig) -> None:
+    nowhere = {file: replace(source, endpoint="") for file, source in peer.sources.items()}
+    reader = peer.reader(nowhere)
+    reader.read_bytes(peer.checkpoint.rows[0])
+    assert reader.is_unreachable and not reader._peers.gone
+
+
+@pytest.mark.parametrize(
+    ("error", "is_unreachable"), [(TimeoutError("503 SlowDown"), True), (NOT_HERE, False), (MANY_FILES, True)]
+)
+def test_a_store_that_does_not_answer_is_not_reached(
+    tmp_path: Path, error: Exception, is_unreachable: bool
+) -> None:
+    checkpoint = Checkpoint.make(tmp_path, [100])
+    tier = Mock(read=Mock(side_effect=error))
+    reader = checkpoint.reader({FILE: FileSource(tier="remote", where="s3://b")}, remote=tier)
+    assert reader.read_bytes(checkpoint.rows[0]) is None
+    assert reader.is_unreachable == is_unreachable
 
 
 def test_a_peer_that_only_says_that_it_is_busy_is_no_source(

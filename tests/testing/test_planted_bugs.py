@@ -61,6 +61,7 @@ FIRST_SEEDS = {  # before which no schedule shows the bug; a change of the sched
     "never_use_another_holder": 25,
     "ranks_do_not_report_their_group": 1000917,
     "ranks_train_when_those_of_their_node_have_restored": 122,
+    "sources_that_were_not_reached_are_lost": 147,
     "survivors_save_whatever_step_they_have": 1609,
     "sweep_without_a_note": 191,
     "the_state_of_another_step_is_taken": 2399,
@@ -574,6 +575,11 @@ def ranks_train_when_those_of_their_node_have_restored(patch: pytest.MonkeyPatch
     patch.setattr(NodeSession, "_rank_restored", restored)
 
 
+def sources_that_were_not_reached_are_lost(patch: pytest.MonkeyPatch) -> None:
+    """A group falls back to an older checkpoint although the newest one is intact."""
+    patch.setattr(sessions.Sessions, "_may_reread", lambda self, ranks: False)
+
+
 SILENCES: tuple[tuple[Plant, str], ...] = (
     (wait_for_silent_holders, "nothing was committed|complete and is dropped"),
     (never_use_another_holder, "has no copies"),
@@ -610,6 +616,7 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (retire_the_last_durable, "P5"),
     (guess_on_unknown, "P3|P6"),
     (restore_without_a_session, "P3"),
+    (sources_that_were_not_reached_are_lost, "P2"),
     (drop_what_is_being_committed, "P2|P5|P6"),
     (sweep_without_a_note, "P5"),
     (sweep_without_an_age, "P5"),

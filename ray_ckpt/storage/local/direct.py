@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from typing_extensions import Buffer
 
-from ray_ckpt.errors import CorruptionError
+from ray_ckpt.errors import LOST_BYTES, CorruptionError
 from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.storage.local import files
 
@@ -46,7 +46,6 @@ BLOCK_BYTES = 8 << 20  # per request: smaller requests measured slower, larger o
 DEPTH = 4  # write requests per file: 2 keep the device busy, 4 do so even if a thread is late (measured)
 READ_AHEAD = 8  # read requests per file: enough for a reader that hashes and copies (measured)
 COPY_BYTES = 1 << 20  # copied, then hashed in the CPU's cache: smaller pieces cost too many calls
-LOST_BYTES = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)  # a bad sector; a checksum of the file system differs
 MAX_IDLE_BUFFERS = 10  # 80 MiB for the next files, one reader or two writers: new memory is slow
 
 
