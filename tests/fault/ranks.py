@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.cluster.ranks import CALL_S, Training
 from tests.fault.journal import Journal
 
 LEVELS = ("local", "replicated", "durable")
+LOOK_S = 0.1  # between two looks for a file
 ACK_S = 10.0  # how long rank 0 waits for a level; then it goes on without an acknowledgement
 
 
@@ -92,9 +94,10 @@ class Group:
         """Return the step that each rank has reached; raise the error of a rank."""
         return self._get(self.calls, timeout_s)
 
-    def restore(self, job: Job) -> list[tuple[int, str]]:
-        """Restore without training; return step and digest of each rank."""
-        return self._get([actor.run.remote(restore, job) for actor in self.actors], CALL_S)
+    def restore(self, job: Job, *, until: Path | None = None) -> list[tuple[int, str]]:
+        """Restore without training; return step and digest of each rank. Rank 1 waits for `until`."""
+        call = partial(restore, until=until)
+        return self._get([actor.run.remote(call, job) for actor in self.actors], CALL_S)
 
     def _get(self, calls: list[Any], timeout_s: float | None) -> list[Any]:
         try:
@@ -135,9 +138,14 @@ def session_of(ckpt: Checkpointer) -> int:
     return ckpt._session_key[1]
 
 
-def restore(job: Job) -> tuple[int, str]:
-    """Return the step and the digest of the newest checkpoint; the group does not train."""
+def restore(job: Job, *, until: Path | None = None) -> tuple[int, str]:
+    """Return the step and the digest of the newest checkpoint; the group does not train.
+
+    Rank 1 begins only when `until` exists.
+    """
     training = Training(job.run, job.storage, **job.options)
+    while training.rank == 1 and until is not None and not until.exists():
+        time.sleep(LOOK_S)
     info = training.ckpt.restore()
     step, digest = info.step if info else 0, state_digest(training)
     journal = Journal(Path(job.journal), training.rank)

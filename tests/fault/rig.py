@@ -71,11 +71,14 @@ class Rig:
         self.group.start(job or self.job)
         return self.group
 
-    def restore(self, nodes: Sequence[str]) -> int:
-        """Restore in a new group; return the step. Every rank must have the journal's state."""
+    def restore(self, nodes: Sequence[str], *, until: Path | None = None) -> int:
+        """Restore in a new group; return the step. Every rank must have the journal's state.
+
+        Rank 1 begins only when `until` exists.
+        """
         self.stop()
         self.group = Group([self.cluster.nodes[name].node_id for name in nodes])
-        steps = {step for step, _ in self.group.restore(self.job)}
+        steps = {step for step, _ in self.group.restore(self.job, until=until)}
         assert len(steps) == 1
         self.check()
         return steps.pop()
@@ -123,6 +126,10 @@ class Rig:
     def restored(self) -> int:
         """Return the last step that any group has restored; 0 if none."""
         return max((e.step for e in journal.read(self.journal) if e.kind == "restored"), default=0)
+
+    def num_sessions(self) -> int:
+        """Return the number of sessions in the log."""
+        return int(self.catalog.events()["op"].to_pylist().count("session"))
 
     def status(self) -> RunStatus:
         """Return the status of the coordinator, which may be starting at the moment."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,7 @@ from ray_ckpt.storage.remote.object_store import PART_BYTES
 from ray_ckpt.types import CheckpointInfo, Level
 from tests.fault.conftest import Home
 from tests.fault.rig import Rig, wait_for
-from tests.servers.strict_store.faults import Down, Fault
+from tests.servers.strict_store.faults import Down, Fault, Match, Status
 from tests.servers.strict_store.process import StrictStore
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -162,6 +164,33 @@ def test_a_store_that_is_down_for_a_minute(rig: Rig, store: StrictStore) -> None
     print(
         f"{gone_at - steps_before} steps while away, {appended} held and appended, durable in {took_s:.1f} s"
     )
+
+
+def test_a_restore_waits_for_a_store_that_refuses_reads(rig: Rig, store: StrictStore) -> None:
+    """The newest checkpoint is on the storage path alone, which is too busy for the first reads."""
+    rig.train(NODES)
+    rig.wait_commits(3)
+    rig.stop()
+    wait_for(lambda: all_durable(rig), within_s=180.0, what="all durable", every_s=rig.poll_s)
+    newest, num_sessions = rig.commits()[-1], rig.num_sessions()
+    for node in rig.cluster.nodes:
+        shutil.rmtree(rig.staged(node, newest), ignore_errors=True)
+        rig.kill_agent(node)  # and its arenas
+    fault = store.add_fault(
+        Fault(
+            match=Match(operation="GetObject", key=f"{newest.directory}/shard"),
+            action=Status(503, "SlowDown"),
+        )
+    )
+    with ThreadPoolExecutor(1) as pool:
+        begun_s = time.monotonic()
+        restoring = pool.submit(rig.restore, NODES)
+        try:
+            wait_for(lambda: rig.num_sessions() > num_sessions + 1, what="a second session", within_s=120.0)
+        finally:
+            store.remove_fault(fault)
+        assert restoring.result(120.0) == newest.step
+    print(f"restored after {rig.num_sessions() - num_sessions} sessions, {time.monotonic() - begun_s:.1f} s")
 
 
 def _is_beyond(rig: Rig, durable: int) -> bool:

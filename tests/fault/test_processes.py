@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +17,8 @@ pytestmark = pytest.mark.cluster
 RECOVERY_S = 5.0  # from the death of the coordinator to the next commit
 KILLS = 3
 IDLE_S = 3.0
+RESTORE_S = 3.0  # in which the first rank restores its few bytes
+RECOVERED_S = 60.0
 
 
 @pytest.mark.slow
@@ -31,6 +36,29 @@ def test_the_next_commit_comes_soon_after_the_coordinator_died(make_rig: MakeRig
     acked = rig.commits()[-1].step
     rig.kill_rank(1)
     assert rig.restore(["node-a", "node-b"]) >= acked
+
+
+@pytest.mark.slow
+def test_a_restore_goes_on_when_the_coordinator_dies_in_it(make_rig: MakeRig, tmp_path: Path) -> None:
+    """P7: rank 0 has restored and waits for rank 1; the next coordinator hears of both."""
+    rig = make_rig("restoring", every_steps=1, max_block_s=1.0)
+    rig.train(["node-a", "node-b"])
+    rig.wait_commits(3)
+    rig.stop()
+    newest, num_sessions = rig.commits()[-1].step, rig.num_sessions()
+    begin = tmp_path / "begin"
+    with ThreadPoolExecutor(1) as pool:
+        restoring = pool.submit(rig.restore, ["node-a", "node-b"], until=begin)
+        try:
+            wait_for(lambda: rig.num_sessions() > num_sessions, what="a session")
+            time.sleep(RESTORE_S)
+            epoch = rig.epoch()
+            rig.kill_coordinator()
+            wait_for(lambda: rig.epoch() > epoch, what="the next coordinator")
+        finally:
+            begin.touch()
+        assert restoring.result(RECOVERED_S) >= newest
+    assert rig.num_sessions() == num_sessions + 1
 
 
 @pytest.mark.slow
