@@ -137,7 +137,7 @@ class NodeAgent(RankEndpoints, RelayEndpoints):
         return True
 
     async def inventory(self, run_uid: str) -> Inventory:
-        return await in_thread(self._node.disk_io, inventory, self._runs.get(run_uid))
+        return await self._node.inventory_io.run(inventory, self._runs.get(run_uid))
 
     async def disk(self, run_uid: str) -> DiskSpace:
         """Return the space of the file systems of the run's staging folders."""

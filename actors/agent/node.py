@@ -19,7 +19,7 @@ from ray_ckpt.actors.agent.relay import OtherAgents, ReportRelay
 from ray_ckpt.actors.failures import reason
 from ray_ckpt.actors.messages import GatheredAnswer, GatheredReport
 from ray_ckpt.actors.metrics import Meters
-from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.actors.threads import BriefThreads, in_thread
 from ray_ckpt.engine.relays import REPORT_S, ReportRoute
 from ray_ckpt.errors import CheckpointError, Unavailable
 from ray_ckpt.preemption.cloud import CloudNotices
@@ -29,6 +29,7 @@ from ray_ckpt.transport.credentials import Credentials, ServiceKeys
 log = logging.getLogger("ray_ckpt.agent")
 
 DISK_THREADS = 4  # concurrent local work; more would only queue at the device
+INVENTORY_THREADS = 2  # concurrent inventories of runs; more would only queue at the device
 STREAM_THREADS = 64  # one per rank of a node, since a stream occupies its thread while the rank copies
 PEER_THREADS = 4  # concurrent copies to peers
 CODE_THREADS = 2  # concurrent computations for parity groups; each reads from a whole group
@@ -47,6 +48,8 @@ class Node:
         limit_heaps()
         self.stream_io = ThreadPoolExecutor(STREAM_THREADS, "ray_ckpt-stream", yield_to_training)
         self.disk_io = ThreadPoolExecutor(DISK_THREADS, "ray_ckpt-disk", yield_to_training)
+        # A group that opens waits for inventories: not behind writes, and not at their priority.
+        self.inventory_io = BriefThreads(INVENTORY_THREADS, "ray_ckpt-inventory")
         self.peer_io = ThreadPoolExecutor(PEER_THREADS, "ray_ckpt-peer", yield_to_training)
         self.code_io = ThreadPoolExecutor(CODE_THREADS, "ray_ckpt-code", yield_to_training)
         self.probe_io = ThreadPoolExecutor(PROBE_THREADS, "ray_ckpt-probe", yield_to_training)

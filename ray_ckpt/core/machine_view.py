@@ -80,6 +80,11 @@ class MachineView:
         return self._parts.sessions.opening_token
 
     @property
+    def opening_nodes(self) -> frozenset[str]:
+        """The nodes of that group."""
+        return self._parts.sessions.opening_nodes
+
+    @property
     def end_cause(self) -> EndCause | None:
         """The end that the launcher reported; None before the report and after the next group opens."""
         return self._parts.finishing.end_cause

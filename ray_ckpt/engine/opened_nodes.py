@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.context import names_of
 from ray_ckpt.core.values import Inventory, SessionKey, SessionPlan
 from ray_ckpt.engine.ports import (
     Answered,
     Call,
     Failure,
     GroupFound,
+    GroupRequested,
     InventoryDue,
     OpenOnNode,
     RunOpened,
@@ -30,6 +32,7 @@ _Both: TypeAlias = tuple[frozenset[str], frozenset[str], frozenset[str]]  # two 
 log = logging.getLogger("ray_ckpt.coordinator")
 
 OPEN_S = 240.0  # longest opening of a node: two starts of an agent
+SLOW_NODE_S = 10.0  # for which a run's later groups wait for nodes that are not their own
 
 
 @dataclass(slots=True)
@@ -87,9 +90,9 @@ class OpenedNodes:
     def open_on_all(self, event: Waiting) -> None:
         """Start missing agents, open the run on all live nodes, and pass the inventories to the host.
 
-        The round begins when this coordinator's epoch is in the log. An error of a node's configuration ends
-        the round, unless a group is at work, on other nodes. If a node does not find the storage path, this
-        is an error only for a RunOpened that checks it, since the path may be away for a while.
+        The round begins when this coordinator's epoch is in the log. An error of a node ends the round,
+        except for nodes that a group of a run that has had one before can do without; see `_may_leave_out`.
+        A launcher of such a run waits SLOW_NODE_S for nodes that are not of its group.
         """
         self._num_rounds += 1
         self._rounds[self._num_rounds] = _Round(event)
@@ -112,6 +115,9 @@ class OpenedNodes:
         for number, opening in list(self._rounds.items()):
             if opening.pending is None and self._host.machine.is_open:
                 self._begin(number, opening)
+            elif opening.pending is not None and self._is_late(opening, opening.pending):
+                log.warning("%s does not answer yet and is left out", names_of(opening.pending))
+                self._end(number, opening)
         if not self.is_ready:  # the log is still being opened
             return
         self._host.apply(self._now(self._live_and_opened(event.live), event))
@@ -255,11 +261,40 @@ class OpenedNodes:
                 return False
 
     def _may_leave_out(self, node: str, error: Exception, event: Waiting) -> bool:
-        """Return whether a round may go on without a node that has this error."""
-        if isinstance(event, GroupFound) and node not in self._members_of(event.plan):
+        """Return whether a round may go on without a node that has this error.
+
+        The nodes of a group have to be in order, and all nodes at the first group of a run. If a node does
+        not find the storage path, this is an error only for a RunOpened that checks it, since the path may be
+        away for a while.
+        """
+        is_path = isinstance(error, StorageNotShared | StoragePathError)
+        if isinstance(event, RunOpened) and event.checks_storage and is_path:
+            return False
+        return is_path or not self._is_needed(node, event)
+
+    def _is_needed(self, node: str, event: Waiting) -> bool:
+        """Return whether an event cannot go on without a node."""
+        if isinstance(event, GroupFound):
+            return node in self._members_of(event.plan)
+        if self._host.machine.history.session is None:
             return True
-        checks = isinstance(event, RunOpened) and event.checks_storage
-        return isinstance(error, StorageNotShared | StoragePathError) and not checks
+        match event:
+            case GroupRequested(nodes=nodes):
+                return any(member.node_id == node for member in nodes)
+            case InventoryDue():
+                return node in self._host.machine.view.opening_nodes
+            case RunOpened():
+                return False  # the nodes of the group are not known yet
+
+    def _is_late(self, opening: _Round, pending: Set[str]) -> bool:
+        """Return whether a launcher has waited long enough for nodes that its group does without."""
+        if self._host.ports.now_s() - opening.asked_s < SLOW_NODE_S:
+            return False
+        match opening.event:
+            case GroupRequested() | RunOpened(checks_storage=False) as event:
+                return not any(self._is_needed(node, event) for node in pending)
+            case _:
+                return False
 
     def _open(self, node: str, number: int) -> None:
         order = OpenOnNode(epoch=self._host.machine.history.epoch, number=number)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.values import GroupPlaces
+from ray_ckpt.core.values import GroupPlaces, SessionPlan
 from ray_ckpt.engine.answers import DRAIN_SLACK_S, code_bound_s, drain_bound_s
 from ray_ckpt.engine.idle_agents import IdleAgents
+from ray_ckpt.engine.opened_nodes import SLOW_NODE_S
 from ray_ckpt.engine.ports import (
     AgentDied,
     ExitRefused,
@@ -68,6 +71,55 @@ def test_an_error_of_a_nodes_configuration_fails_the_group() -> None:
     story.failures = {"b": Failure(text="no zstd", error=ConfigError("no zstd"))}
     story.request("1")
     assert isinstance(story.ports.replies["1"], ConfigError)
+
+
+BAD_DISK = Failure(text="EIO", error=OSError(errno.EIO, "the disk is broken"))
+
+
+def test_an_error_of_a_node_that_is_not_of_the_group_ends_no_restart() -> None:
+    story = trained("abc")
+    story.failures = {"c": BAD_DISK}
+    story.host.handle(RunOpened(token="open", checks_storage=True))
+    assert story.ports.replies["open"] is None
+    story.request("again", "ab")
+    assert isinstance(story.ports.replies["again"], SessionPlan)
+    assert story.host.nodes.opened == {"a", "b"}
+    story.request("elsewhere", "ac")
+    assert story.ports.replies["elsewhere"] is BAD_DISK.error, "its own nodes must be in order"
+
+
+def test_a_node_with_an_error_fails_the_first_group_of_a_run() -> None:
+    """The user is there, and learns it before the run depends on the node."""
+    story = Story("abc")
+    story.failures = {"c": BAD_DISK}
+    story.request("1", "ab")
+    assert story.ports.replies["1"] is BAD_DISK.error
+
+
+def test_a_restart_waits_only_a_while_for_nodes_that_are_not_of_the_group() -> None:
+    story = trained("abcd")
+    story.silent = {"b", "c", "d"}
+    story.request("again", "ab")
+    story.tick(SLOW_NODE_S)
+    assert "again" not in story.ports.replies, "b is of the group"
+    story.silent = set()
+    number = max(call.order.number for call in story.calls(OpenOnNode) if isinstance(call.order, OpenOnNode))
+    late = [call for call in story.calls(OpenOnNode) if call.order == OpenOnNode(epoch=1, number=number)]
+    story.answer(next(call for call in late if call.node == "b"))
+    assert "again" not in story.ports.replies
+    story.tick()
+    assert isinstance(story.ports.replies["again"], SessionPlan)
+    story.tick()
+    assert story.host.nodes.opened == set("abcd"), "the others join when they answer"
+    story.answer(next(call for call in late if call.node == "c"))
+
+
+def test_the_first_group_of_a_run_waits_for_all_nodes() -> None:
+    story = Story("abc")
+    story.silent = {"c"}
+    story.request("1", "ab")
+    story.tick(SLOW_NODE_S)
+    assert "1" not in story.ports.replies
 
 
 def test_an_inventory_is_taken_again_after_a_while() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ray_ckpt.actors.client import coordinator, get_result
 from tests.fault.conftest import MakeRig
-from tests.fault.rig import Rig, wait_for
+from tests.fault.rig import Rig, frozen, wait_for
 
 pytestmark = pytest.mark.cluster
 RECOVERY_S = 5.0  # from the death of the coordinator to the next commit
@@ -19,6 +19,7 @@ KILLS = 3
 IDLE_S = 3.0
 RESTORE_S = 3.0  # in which the first rank restores its few bytes
 RECOVERED_S = 60.0
+HUNG_S = 60.0  # half of the time that one call of an agent that hangs took before
 
 
 @pytest.mark.slow
@@ -77,6 +78,22 @@ def test_an_agent_that_died_is_replaced_and_finds_its_disk(make_rig: MakeRig) ->
         rig.kill_agent(name)
     newest = rig.commits()[-1].step
     assert rig.restore(["node-a", "node-b"]) >= newest
+
+
+@pytest.mark.slow
+def test_a_group_starts_while_the_agent_of_another_node_hangs(make_rig: MakeRig) -> None:
+    """P7: a node whose agent does not answer holds up nobody, and counts again when it does."""
+    rig = make_rig("hung", every_steps=1, max_block_s=1.0)
+    rig.train(["node-a", "node-b"])
+    rig.wait_commits(3)
+    rig.stop()
+    newest, begun_s = rig.commits()[-1].step, time.monotonic()
+    with frozen(*rig.actors("NodeAgent", ["node-c"])):
+        assert rig.restore(["node-a", "node-b"]) >= newest
+        took_s = time.monotonic() - begun_s
+        print(f"restored in {took_s:.1f} s beside an agent that hangs")
+        assert took_s < HUNG_S
+    assert rig.restore(["node-a", "node-c"]) >= newest
 
 
 @pytest.mark.slow
