@@ -8,10 +8,27 @@ from concurrent.futures import Executor
 from functools import partial
 
 from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena, ShmRoom, SignalPage, choose_mode, make_arena
-from ray_ckpt.actors.threads import in_thread
+from ray_ckpt.actors.threads import BriefThreads, in_thread
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.storage.local.memory import available_memory_bytes
 from ray_ckpt.trainer.link import SealedShard
+
+
+class Freeing:
+    """Memory that a thread frees, because the kernel takes 0.2 s per GiB, and ranks wait for answers."""
+
+    def __init__(self) -> None:
+        self._threads = BriefThreads(1, "ray_ckpt-free")
+        self._last: asyncio.Future[None] | None = None
+
+    def add(self, close: Callable[[], None]) -> None:
+        """Call `close()` in the thread. It must drop all references to the memory."""
+        self._last = asyncio.ensure_future(self._threads.run(close))
+
+    async def wait(self) -> None:
+        """Wait until all memory that was added is free."""
+        if self._last is not None:
+            await asyncio.wait({self._last})
 
 
 class RankMemory:
@@ -19,6 +36,7 @@ class RankMemory:
 
     def __init__(self) -> None:
         self.arenas: dict[int, RankArena] = {}
+        self.freeing = Freeing()
         self._reserved: dict[int, int] = {}  # size of each rank's arena, made or not yet made
         self._opening = asyncio.Lock()  # one arena at a time, so that free memory is measured right
         self._page: SignalPage | None = None  # made at the first request
@@ -66,6 +84,7 @@ class RankMemory:
             old.close()
         self._reserved[rank] = size_bytes
         async with self._opening:
+            await self.freeing.wait()
             make = partial(
                 make_arena,
                 rank,
@@ -124,13 +143,15 @@ class RankMemory:
             buffer.layout = shard.layout
         return buffer.layout is not None and buffer.layout.signature == shard.layout_signature
 
-    def close_arenas(self) -> None:
-        while self.arenas:
-            self.arenas.popitem()[1].close()
+    def free_arenas(self) -> None:
+        """Free all arenas, in a thread."""
+        arenas = dict(self.arenas)
+        self.arenas.clear()
+        self.freeing.add(partial(_close_all, arenas))
 
     def close(self) -> None:
         """Free all memory; no rank uses the memory any more."""
-        self.close_arenas()
+        _close_all(self.arenas)
         if self._page is not None:
             self._page.close()
             self._page = None
@@ -142,6 +163,11 @@ class RankMemory:
     def _named_bytes(self) -> int:
         """Return the bytes that arenas of the run take in /dev/shm."""
         return sum(arena.named_bytes for arena in self.arenas.values())
+
+
+def _close_all(arenas: dict[int, RankArena]) -> None:
+    while arenas:
+        arenas.popitem()[1].close()
 
 
 def _close_unused(made: asyncio.Future[RankArena]) -> None:

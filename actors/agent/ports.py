@@ -246,13 +246,14 @@ class RayNodePorts:
 
     def free_restore(self) -> None:
         if self._run.restore is not None:
-            self._run.restore.close_shared()
+            self._run.restore.close_shared(self._run.memory.freeing.add)
 
     def free_arenas(self) -> None:
-        self._run.memory.close_arenas()
+        self._run.memory.free_arenas()
 
     def free(self) -> None:
-        self.free_restore()
+        if self._run.restore is not None:
+            self._run.restore.close_shared()
         self._run.memory.close()
 
     # -- callers, clock --------------------------------------------------------------------------------

@@ -83,7 +83,9 @@ class RankEndpoints:
 
         `named` means that the arena has to be in /dev/shm.
         """
-        self._runs.get(run_uid).reserve(rank, size_bytes, named=named)
+        run = self._runs.get(run_uid)
+        await run.memory.freeing.wait()
+        run.reserve(rank, size_bytes, named=named)
 
     async def open_arena(
         self, run_uid: str, session_key: SessionKey, rank: int, size_bytes: int, named: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,6 +31,10 @@ RESTORE_THREADS = 3  # of a restore: for the own ticket, the whole one, and rows
 PREFETCH_S = 600.0  # without a request for a ticket; longer than Ray waits for a group's processes
 END_S = 120.0  # to read files ahead that are begun when ranks want their ticket: they wait OPEN_S for it
 STALL_S = 5.0  # without progress of a prefetch; then the ranks read by themselves, from other sources too
+
+
+def _now(free: Callable[[], None]) -> None:
+    free()
 
 
 class NodeRestore:
@@ -149,17 +153,20 @@ class NodeRestore:
         self._is_superseded = True
         self.close_shared()
 
-    def close_shared(self) -> None:
-        """Free the memory that ranks map: shared rows, prefetched files, and the manifest."""
+    def close_shared(self, free: Callable[[Callable[[], None]], None] = _now) -> None:
+        """Free the memory that ranks map: shared rows, prefetched files, and the manifest.
+
+        `free` calls the functions that free most of it.
+        """
         self._is_freed = True
-        self._prefetch.close()
+        free(self._prefetch.close)
         if self._unused is not None:
             self._unused.cancel()
         if self._shared is not None:
             self._shared.close()
             self._shared = None
-        while self._memories:
-            self._memories.pop().close()
+        memories, self._memories = self._memories, []
+        free(partial(_close_all, memories))
 
     async def _make_ticket(self, *, named: bool, is_whole: bool) -> RestoreTicket | None:
         """Make a ticket; None if this node's own fragment is wanted and does not suffice."""
@@ -202,6 +209,11 @@ class NodeRestore:
             if self._shared is not None:
                 self._shared.use(ticket)
         return ticket
+
+
+def _close_all(memories: list[ManifestMemory]) -> None:
+    while memories:
+        memories.pop().close()
 
 
 def _num_ranks(plan: SessionPlan, node_id: str) -> int:

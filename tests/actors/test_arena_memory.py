@@ -382,3 +382,34 @@ def test_memory_of_a_call_that_is_cancelled_is_freed(monkeypatch: pytest.MonkeyP
         assert not memory.arenas
 
     asyncio.run(story())
+
+
+def test_nobody_waits_for_memory_that_is_being_freed_but_a_new_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes seconds for the memory of a large group, which is told to train at that moment."""
+    may_go, close = threading.Event(), ArenaMemory.close
+
+    def slowly(self: ArenaMemory) -> None:
+        assert may_go.wait(10)
+        close(self)
+
+    async def story() -> None:
+        memory = RankMemory()
+        with ThreadPoolExecutor(1) as pool:
+
+            async def opened(rank: int) -> RankArena:
+                mode = {"mode": "single", "named": True}
+                return await memory.open(rank, MIB, **mode, is_current=lambda: True, pool=pool)  # type: ignore[arg-type]
+
+            old = await opened(0)
+            monkeypatch.setattr(ArenaMemory, "close", slowly)
+            memory.free_arenas()
+            assert not memory.arenas and Path(old.buffers[0].path).exists()
+            opening = asyncio.ensure_future(opened(1))
+            assert not (await asyncio.wait({opening}, timeout=0.1))[0], "it would measure too little memory"
+            may_go.set()
+            await opening
+        assert not Path(old.buffers[0].path).exists() and list(memory.arenas) == [1]
+        memory.close()
+        assert not memory.arenas
+
+    asyncio.run(story())
