@@ -237,10 +237,17 @@ def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
     damaged = verify_fragment(path, node_index, num_nodes) + damaged_parity(
         run, attempt, node_index, num_nodes
     )
+    with run.staging.no_links:  # otherwise a save may share a bad file that is listed already
+        shared = _take_away(run, attempt.directory, damaged)
+    return ScrubResult(damage=damaged, shared=tuple(sorted(shared, key=lambda pair: (pair[0].step, pair[1]))))
+
+
+def _take_away(run: NodeRun, directory: str, damaged: Sequence[str]) -> set[tuple[AttemptId, int]]:
+    """Move bad files to quarantine from all checkpoints; return the other fragments that had them."""
     shared: set[tuple[AttemptId, int]] = set()
     bad: list[tuple[str, str]] = []  # folders and files; the own folder last, by which others are found
     for file in damaged:
-        for other in run.staging.sharers(run.run_uid, attempt.directory, file):
+        for other in run.staging.sharers(run.run_uid, directory, file):
             for held in run.staging.holdings(run.run_uid, directory=other):
                 if file in {entry.name for entry in held.fragment.files}:
                     shared.add((held.fragment.attempt, held.fragment.node_index))
@@ -248,9 +255,9 @@ def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
                 if file in {layer.parity_file(header.position) for layer in header.layers}:
                     shared.add((header.attempt, header.group.members[header.position]))
             bad.append((other, file))
-        bad.append((attempt.directory, file))
+        bad.append((directory, file))
     _quarantine(run, bad)
-    return ScrubResult(damage=damaged, shared=tuple(sorted(shared, key=lambda pair: (pair[0].step, pair[1]))))
+    return shared
 
 
 def _quarantine(run: NodeRun, bad: Sequence[tuple[str, str]]) -> None:

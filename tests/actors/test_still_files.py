@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -579,6 +580,28 @@ def test_what_a_scrub_has_moved_is_reported_although_a_file_could_not_be_moved(
     assert found.damage == (STILL_FILE,)
     assert [held.step for held, _ in found.shared] == [2, 3]
     assert "stays in" in caplog.text and node.steps() == [3]
+
+
+def test_a_save_during_a_quarantine_shares_no_bad_file(
+    node: StillNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        node.save(step, BASE, head(step))
+    flip(node.path(1))
+    sharers = node.run.staging.sharers
+
+    def list_slowly(run: str, directory: str, file: str) -> tuple[str, ...]:
+        found: tuple[str, ...] = sharers(run, directory, file)
+        saving.start()
+        saving.join(0.2)  # such a save would be in none of the lists
+        return found
+
+    monkeypatch.setattr(node.run.staging, "sharers", list_slowly)
+    saving = threading.Thread(target=node.save, args=(3, BASE, head(3)))
+    assert [held.step for held, _ in node.scrub(1).shared] == [2]
+    saving.join(10)
+    monkeypatch.undo()
+    assert node.steps() == [3] and node.scrub(3).damage == ()
 
 
 def test_a_save_whose_shared_file_a_scrub_takes_away_before_its_end_fails(node: StillNode) -> None:

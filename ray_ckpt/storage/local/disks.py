@@ -49,6 +49,7 @@ class Disks:
         self._linkless: set[Path] = set()  # roots on file systems without hard links
         self._pending: dict[Path, int] = dict.fromkeys(roots, 0)  # bytes that are being written to each root
         self._lock = threading.Lock()  # for `_out` and `_pending`
+        self.no_links = threading.Lock()  # held while a file is taken away from all that share it
         broken: StagingError | None = None
         try:
             for root in self._pending:
@@ -156,7 +157,8 @@ class Disks:
         if stage.root in self._out or stage.root in self._linkless:
             return False
         try:
-            stage.link(run_uid, source, directory, file)
+            with self.no_links:
+                stage.link(run_uid, source, directory, file)
         except OSError as error:
             if error.errno in LINKLESS:
                 self._linkless.add(stage.root)
