@@ -497,6 +497,7 @@ class Sessions:
         """Choose a checkpoint again, after a pause and with new inventories: normally the same one."""
         wait_s = REREAD_S * 2**self._num_rereads
         self._num_rereads, self._reread_s = self._num_rereads + 1, self._context.now_s + wait_s
+        self._forget_restored()  # nobody waits for a rank
         parts = "; ".join(damage[:5])
         text = f"Step {checkpoint.step} is read again in {wait_s:.0f} s: no source was reached of {parts}."
         yield m.Warn(text=text)
