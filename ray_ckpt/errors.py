@@ -158,11 +158,14 @@ class Unavailable(ServiceError):
     """An agent, a peer or the store did not answer in time."""
 
 
-def is_lost(error: Exception) -> bool:
+def is_lost(error: Exception, *, is_remote: bool = False) -> bool:
     """Return True if a source does not have the bytes that were read, or no intact ones.
 
-    False if they may be intact there: a peer or a store did not answer, or too many files are open.
+    False if they may be intact there: a peer or a store did not answer, or too many files are open. On the
+    storage path (`is_remote`) an EIO, or an end that comes too early, is mostly that of a connection.
     """
+    if is_remote:
+        return isinstance(error, FileNotFoundError | CorruptionError)
     if isinstance(error, Unavailable):
         return bool(error.fields.get("lost"))
     if isinstance(error, OSError) and error.errno in LOST_BYTES:

@@ -289,7 +289,7 @@ class SourceFinder:
                 newer = newer or error.at(name)
                 continue
             except (OSError, EOFError, CheckpointError) as error:
-                if not is_lost(error):
+                if not is_lost(error, is_remote=source.tier == "remote"):
                     self._unreached.add(index)
                 continue
             is_there = True

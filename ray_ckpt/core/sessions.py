@@ -51,6 +51,8 @@ class Sessions:
         self._num_rereads = 0  # of the checkpoint that was chosen last
         self._reread_s = -math.inf  # the earliest time of the next one
         self._restored: dict[str, m.NodeRestored] = {}
+        self._calls: tuple[Token, ...] = ()  # of these reports, which nodes may repeat
+        self._left: set[SessionKey] = set()  # sessions that this group has left for another checkpoint
         self._waiting_ranks: dict[str, tuple[int, ...]] = {}  # node -> its ranks that are done early
         self._first_s: float | None = None  # end of the restore of the first rank
         self._has_warned = False  # warned of ranks that do not restore
@@ -118,7 +120,7 @@ class Sessions:
         self._group, self._since_s = event, self._context.now_s
         self._waiting, self._choosing, self._requested = (event.token,), True, False
         self._excluded, self.is_training, self._inventories = set(), False, {}
-        self._num_rereads, self._reread_s = 0, -math.inf
+        self._num_rereads, self._reread_s, self._left = 0, -math.inf, set()
         self._learn(event.inventories, event.asked_s - CLOCK_S)
 
     def inventory_taken(self, event: m.InventoryTaken) -> bool:
@@ -175,8 +177,8 @@ class Sessions:
 
     def fail(self, error: CheckpointError) -> Iterator[m.Effect]:
         """Send `error` to all waiting callers."""
-        tokens = (*self._waiting, *(report.token for report in self._restored.values()))
-        self._waiting, self._restored, self._choosing = (), {}, False
+        tokens = (*self._waiting, *self._calls)
+        self._waiting, self._restored, self._calls, self._choosing = (), {}, (), False
         self._forget_restored()
         for token in tokens:
             yield m.Fail(token=token, error=error)
@@ -207,7 +209,9 @@ class Sessions:
                 error = Unavailable("The log of the run does not answer, and too many groups have failed.")
                 yield from self.end(error)
                 return
-            yield from self._choose(context.ledger.projected(), from_nodes_only=True)
+            # A checkpoint that is read again may be on the storage path alone.
+            from_nodes_only = not self._num_rereads
+            yield from self._choose(context.ledger.projected(), from_nodes_only=from_nodes_only)
         if self._waiting and not self._choosing:
             yield m.Warn(
                 text="The log does not answer: the group goes on with what the nodes hold, "
@@ -352,7 +356,7 @@ class Sessions:
                 else ()
             ),
         )
-        self._restored, self.is_training, self._since_s = {}, False, context.now_s
+        self._restored, self._calls, self.is_training, self._since_s = {}, (), False, context.now_s
         self._forget_restored()
         yield from self._warn_of_few_copies(context.plan)
         tokens, self._waiting = self._waiting, ()
@@ -445,6 +449,12 @@ class Sessions:
     def node_restored(self, event: m.NodeRestored) -> Iterator[m.Effect]:
         """Send `go` when all nodes have restored; after damage, choose a checkpoint again for all nodes."""
         plan = self._context.plan
+        if event.session_key in self._left and (plan is not None or self._waiting):  # a repeated report
+            if self._waiting:
+                self._waiting += (event.token,)
+            else:
+                yield m.Reply(token=event.token, value=False)
+            return
         if plan is None or event.session_key != plan.session_key:
             yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
             return
@@ -453,17 +463,18 @@ class Sessions:
         if self._sent_go == plan.session_key or is_logged:  # the node did not get the answer
             yield m.Reply(token=event.token, value=None)
             return
-        if (earlier := self._restored.get(event.node_id)) is not None:  # the node repeats its report
-            yield m.Reply(token=earlier.token, value=False)
         self._restored[event.node_id] = event
+        self._calls += (event.token,)
         self._note_first()
         if len(self._restored) < len(plan.nodes):
             return
         reports, self._restored = list(self._restored.values()), {}
+        tokens, self._calls = self._calls, ()
         ranks = sorted((rank for e in reports for rank in e.ranks), key=lambda k: k.rank)
         damage = sorted({d for rank in ranks for d in rank.damage})
         if damage and plan.resume is not None and self._may_reread(ranks):
-            self._waiting, self._choosing = tuple(e.token for e in reports), True
+            self._waiting, self._choosing = tokens, True
+            self._left.add(plan.session_key)
             yield from self._reread(plan.resume.checkpoint, damage)
             return
         if plan.resume is not None:
@@ -480,13 +491,14 @@ class Sessions:
                     self._context.measure(telemetry.RECOVERY, time_s, phase=phase)
                 for tier, size in restored.read_bytes.items():
                     self._context.measure(telemetry.RESTORE_BYTES, size, tier=tier)
-            for report in reports:
-                yield m.Reply(token=report.token, value=None)
+            for token in tokens:
+                yield m.Reply(token=token, value=None)
             return
         bad, self._num_rereads = plan.resume.checkpoint, 0
         self._excluded.add(bad.id.attempt)
         yield m.Warn(text=f"Step {bad.step} cannot be restored: no intact copy of {'; '.join(damage[:5])}.")
-        self._waiting, self._choosing = tuple(e.token for e in reports), True
+        self._waiting, self._choosing = tokens, True
+        self._left.add(plan.session_key)
 
     def _may_reread(self, ranks: Iterable[RankRestore]) -> bool:
         """Return True if all that ranks could not read may be intact at a source that was not reached."""
@@ -497,6 +509,7 @@ class Sessions:
         """Choose a checkpoint again, after a pause and with new inventories: normally the same one."""
         wait_s = REREAD_S * 2**self._num_rereads
         self._num_rereads, self._reread_s = self._num_rereads + 1, self._context.now_s + wait_s
+        self._since_s = self._reread_s  # nodes that are just away get `inventory_wait_s` again
         self._forget_restored()  # nobody waits for a rank
         parts = "; ".join(damage[:5])
         text = f"Step {checkpoint.step} is read again in {wait_s:.0f} s: no source was reached of {parts}."
@@ -526,7 +539,7 @@ class Sessions:
     def awaited(self) -> Iterator[Awaited]:
         """Yield the ranks for which restored ranks have been waiting for some time."""
         plan = self._context.plan
-        if plan is None or self.is_training or self._first_s is None:
+        if plan is None or self.is_training or self._first_s is None or self._waiting:
             return
         since_s = self._context.now_s - self._first_s
         if since_s < AWAITED_AFTER_S:

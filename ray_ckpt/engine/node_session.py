@@ -32,6 +32,7 @@ MAX_BARRIERS = 16  # barriers kept so that late ranks get the result; the coordi
 BARRIER_GATHER_S = 1.0  # wait for all ranks of a node at a barrier; then the ranks present are reported
 PROGRESS_WAITS = 0.8  # share of the period for which a relay may keep a report, to send it with others
 RESTORED_AGAIN_S = 2.0  # between a node's reports of its ranks that have restored and wait for others
+TAKEN_S = 10.0  # a report that fails later was taken by a coordinator, which has died since
 NO_COORDINATOR_S = 300.0  # without a coordinator, ranks that have restored wait; a restart of one is shorter
 
 
@@ -61,6 +62,7 @@ class NodeSession:
         self._restoring: list[Token] = []  # callers that wait for the group's restore
         self._reports_waiting = False  # a report of the ranks that wait is due
         self._is_lost = False  # no coordinator has the report that all ranks have restored: it is repeated
+        self._reported_s = 0.0  # when it was sent last
         self._until_s = 0.0  # when a report that no coordinator takes is given up
         self._answered: Unavailable | None = None  # a coordinator's first error
         self._asking: list[Token] = []  # ranks that wait to be asked for an offer
@@ -259,7 +261,6 @@ class NodeSession:
             return
         self._restored[event.report.rank] = event.report
         self._restoring.append(event.token)
-        self._until_s = self._host.ports.now_s() + NO_COORDINATOR_S
         self.report_restored()
         if not self._reports_waiting:
             self._reports_waiting = True
@@ -271,7 +272,7 @@ class NodeSession:
         A new coordinator needs the report although an earlier one has answered it: other nodes may wait.
         """
         if len(self._restored) == len(self._ranks):
-            self._is_lost = False
+            self._is_lost, self._reported_s = False, self._host.ports.now_s()
             ranks, key = tuple(self._restored.values()), self.plan.session_key
             node_id = self._host.node_id
             self._host.ports.report(m.NodeRestored(token="", session_key=key, node_id=node_id, ranks=ranks))
@@ -290,8 +291,10 @@ class NodeSession:
 
     def _restore_answered(self, event: ReportAnswered) -> None:
         """Let the ranks train, unless the coordinator begins another session; a lost report is repeated."""
-        error = event.error
-        if isinstance(error, Unavailable | Fenced) and self._host.ports.now_s() <= self._until_s:
+        error, now_s = event.error, self._host.ports.now_s()
+        if not self._until_s or now_s - self._reported_s > TAKEN_S:  # a coordinator had the last report
+            self._until_s = now_s + NO_COORDINATOR_S
+        if isinstance(error, Unavailable | Fenced) and now_s <= self._until_s:
             self._is_lost = True
             if isinstance(error, Unavailable) and error.fields.get("reached", True):
                 self._answered = self._answered or error  # no session begins: the repeated report is refused

@@ -32,6 +32,8 @@ _Both: TypeAlias = tuple[frozenset[str], frozenset[str], frozenset[str]]  # two 
 log = logging.getLogger("ray_ckpt.coordinator")
 
 OPEN_S = 240.0  # longest opening of a node: two starts of an agent
+FAILED_AGAIN_S = 30.0  # until a node that had an error is tried again; doubled after each error
+MAX_FAILED_S = 1800.0  # FAILED_AGAIN_S doubles up to this
 SLOW_NODE_S = 10.0  # for which a run's later groups wait for nodes that are not their own
 
 
@@ -56,6 +58,7 @@ class OpenedNodes:
         self.opened: frozenset[str] = frozenset()  # nodes whose agents have opened the run
         self.skipped: set[str] = set()  # nodes that failed or are idle, until the next group opens
         self.is_ready = False  # the run has been opened on all nodes
+        self._failed: dict[str, tuple[float, float]] = {}  # node with an error -> next try, pause before it
         self._joining: set[str] = set()  # nodes on which the run is being opened since they joined
         self._is_released = False  # the launcher has ended the run, and the agents were notified
         self._seen = m.NodesSeen(live=frozenset())  # the cluster at the last look
@@ -117,7 +120,7 @@ class OpenedNodes:
                 self._begin(number, opening)
             elif opening.pending is not None and self._is_late(opening, opening.pending):
                 log.warning("%s does not answer yet and is left out", names_of(opening.pending))
-                self._end(number, opening)
+                self._end(number, opening, is_late=True)
         if not self.is_ready:  # the log is still being opened
             return
         self._host.apply(self._now(self._live_and_opened(event.live), event))
@@ -132,10 +135,21 @@ class OpenedNodes:
                 )
                 self._host.send(sorted(self.opened), released)
         if cause is None:
+            self._try_failed()
             self.renew()
             if len(self._live_opened[2]) < len(event.live):
                 for node in sorted(event.live - self.known()):
                     self._join(node)
+
+    def _try_failed(self) -> None:
+        """Open the run again on nodes that had an error when they joined."""
+        now_s = self._host.ports.now_s()
+        for node, (due_s, pause_s) in list(self._failed.items()):
+            if node not in self.live or node not in self.skipped:
+                del self._failed[node]
+            elif now_s >= due_s:
+                self._failed[node] = now_s + pause_s, pause_s
+                self._join(node)
 
     def agent_died(self, node: str) -> None:
         """Open the run on a node whose agent has died; after the end of the run, only to upload from it."""
@@ -226,7 +240,7 @@ class OpenedNodes:
         if not self.live:
             self._end(number, opening)
 
-    def _end(self, number: int, opening: _Round) -> None:
+    def _end(self, number: int, opening: _Round, *, is_late: bool = False) -> None:
         del self._rounds[number]
         self.asked_s = opening.asked_s
         if opening.error is not None:
@@ -234,7 +248,7 @@ class OpenedNodes:
             return
         self.silent = opening.asked - opening.inventories.keys() - opening.renewed
         kept = self.opened & self.live
-        if self._decides(opening.event):
+        if self._decides(opening.event) and not is_late:
             kept -= self.silent
         self.opened, self.skipped, self.is_ready = kept.union(opening.inventories), set(), True
         self._host.apply(self._now(self.opened, self._seen))
@@ -256,7 +270,8 @@ class OpenedNodes:
             case GroupFound():
                 return True
             case InventoryDue(token=token):
-                return token == self._host.machine.view.opening_token
+                view = self._host.machine.view
+                return bool(view.opening_nodes) and token == view.opening_token
             case _:
                 return False
 
@@ -282,17 +297,22 @@ class OpenedNodes:
             case GroupRequested(nodes=nodes):
                 return any(member.node_id == node for member in nodes)
             case InventoryDue():
-                return node in self._host.machine.view.opening_nodes
+                return True  # otherwise its copies would count as lost
             case RunOpened():
                 return False  # the nodes of the group are not known yet
 
     def _is_late(self, opening: _Round, pending: Set[str]) -> bool:
-        """Return whether a launcher has waited long enough for nodes that its group does without."""
+        """Return whether a group has waited long enough for nodes that it can do without.
+
+        The agent of a node that has not opened the run before may be starting.
+        """
         if self._host.ports.now_s() - opening.asked_s < SLOW_NODE_S:
             return False
         match opening.event:
             case GroupRequested() | RunOpened(checks_storage=False) as event:
-                return not any(self._is_needed(node, event) for node in pending)
+                return pending <= self.opened and not any(self._is_needed(node, event) for node in pending)
+            case InventoryDue():
+                return not pending & self._host.machine.view.opening_nodes
             case _:
                 return False
 
@@ -312,6 +332,7 @@ class OpenedNodes:
             return  # the run is opened on all nodes together, for a group
         if inventory is not None:
             self.skipped.discard(node)
+            self._failed.pop(node, None)
             self.opened |= {node}
             self.has_session(node, inventory.plan)
             for opening in self._rounds.values():
@@ -326,6 +347,9 @@ class OpenedNodes:
             name = self._host.machine.history.run_name
             log.warning("node %s cannot hold checkpoints of %s: %s", node[:12], name, failure.error)
             self.skipped.add(node)
+            _, pause_s = self._failed.get(node, (0.0, FAILED_AGAIN_S / 2))
+            pause_s = min(2 * pause_s, MAX_FAILED_S)
+            self._failed[node] = self._host.ports.now_s() + pause_s, pause_s
             if node in self.opened:  # with a new agent, perhaps; the group at work there can still save
                 self.has_session(node, None)
                 self.renew()

@@ -59,10 +59,10 @@ class GroupSources:
 def group_sources(
     places: GroupPlaces, num_nodes: int, endpoints: Mapping[str, str]
 ) -> tuple[GroupSources, ...]:
-    """Return the ways to compute files of a group, that with P first, without nodes that have no address."""
+    """Return the ways to compute files of a group, that with P first. A node without an address has ""."""
 
     def addresses(held: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-        return tuple(tuple(endpoints[node] for node in nodes if node in endpoints) for nodes in held)
+        return tuple(tuple(endpoints.get(node, "") for node in nodes) for nodes in held)
 
     first = GroupSources(
         group=places.group,
@@ -169,7 +169,7 @@ class GroupReader:
         with self._lock:
             if self._header is not None:
                 return self._header
-        failure = Unavailable("No parity file of the group can be read.", refused=True)
+        failure: Unavailable | None = None
         for position in range(self._sources.group.size):
             try:
                 return self._read_header(position)
@@ -177,6 +177,9 @@ class GroupReader:
                 continue
             except Unavailable as error:  # its node is busy
                 failure = error
+        if failure is None:
+            is_sure = not (self._has_unreached or self._peers.gone)
+            failure = Unavailable("No parity file of the group can be read.", refused=True, lost=is_sure)
         raise failure
 
     def _read_header(self, position: int) -> ParityHeader:

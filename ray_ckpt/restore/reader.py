@@ -264,6 +264,7 @@ class SourceReader:
         while rounds_left and wanted:
             num_rows = sum(map(len, wanted.values()))
             self._busy.clear()
+            self._unreached.difference_update(wanted)
             turn, extents = 0, self._extents(wanted, 0)
             while extents:
                 self._read_extents(extents, sink_for, pools, left)
@@ -390,11 +391,11 @@ class SourceReader:
                 break
             except (OSError, EOFError, Unavailable) as error:
                 self._reject(f"{tally.file} on {tally.source_text}: {error}")
-                if not is_lost(error):
-                    self._unreached.add(tally.file)
                 fields = error.fields if isinstance(error, Unavailable) else {}
                 if tries_left and not fields.get("refused"):
                     continue
+                if not is_lost(error, is_remote=tally.tier == "remote"):
+                    self._unreached.add(tally.file)
                 if not fields.get("answered"):
                     extent.source.give_up()
                 elif not fields.get("refused"):

@@ -813,13 +813,33 @@ def test_an_older_checkpoint_is_restored_if_the_sources_turn_out_to_be_lost() ->
     assert resume is not None and resume.checkpoint.step == 10
 
 
-def test_a_report_that_a_node_repeats_ends_the_call_before_it() -> None:
+def test_all_calls_of_a_node_that_repeats_its_report_are_answered() -> None:
+    """The sender of the newest one may have given up, as the one of an earlier one."""
     run = Harness("ab")
     run.feed(run.group("ab"))
-    first, again = run.restored("a"), replace(run.restored("a"), token="again")
-    run.feed(first)
-    assert run.feed(again) == (m.Reply(token=first.token, value=False),)
-    assert [reply.token for reply in of(run.feed(run.restored("b")), m.Reply)] == ["again", "restored-b"]
+    again = replace(run.restored("a"), token="again")
+    assert not run.feed(run.restored("a"), again)
+    replies = of(run.feed(run.restored("b")), m.Reply)
+    assert [(reply.token, reply.value) for reply in replies] == [
+        ("restored-a", None),
+        ("again", None),
+        ("restored-b", None),
+    ]
+
+
+def test_a_report_that_is_repeated_after_the_decision_decides_nothing() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.feed(run.group("ab", token="t"))
+    old = run.restored("b", damage=["x"], is_unreachable=True)
+    run.feed(run.restored("a"), old)
+    assert not run.feed(replace(old, token="again"), replace(run.restored("a"), token="also"))
+    run.feed(run.inventory("t"))
+    start = one(run.tick(REREAD_S), m.StartSession)
+    assert start.tokens == ("restored-a", "restored-b", "again", "also")
+    late = run.feed(replace(old, token="late"))
+    assert late == (m.Reply(token="late", value=False),), "the plan of the next session is on its way"
 
 
 def test_a_copy_that_a_restore_finds_damaged_is_scrubbed_at_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.open_attempts import MAX_WAITING_COMMITS
-from ray_ckpt.core.sessions import MAX_WAITING_SESSIONS
+from ray_ckpt.core.sessions import MAX_REREADS, MAX_WAITING_SESSIONS, REREAD_S
 from ray_ckpt.core.values import RankProgress, SessionPlan
 from ray_ckpt.errors import RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
@@ -197,6 +197,28 @@ def test_a_checkpoint_that_only_the_storage_path_has_is_not_chosen() -> None:
     run.feed(run.group("bc"))
     plan = one(run.tick(STORE_WAIT_S), m.StartSession).plan
     assert plan.resume is not None and plan.resume.checkpoint.step == 10
+
+
+def test_a_checkpoint_that_only_the_storage_path_has_is_read_again_without_the_log() -> None:
+    """The storage path neither serves reads nor takes records: that is no reason for an older checkpoint."""
+    run = Harness("abc", replicas=0, remote_every=1, store_wait_s=STORE_WAIT_S, inventory_wait_s=0.0)
+    run.open("bc")
+    run.save(10)
+    run.open("ab")
+    run.drain_all(run.save(20))
+    run.lose("a")
+    run.feed(run.group("bc", token="t"))
+    run.store_mode = "silent"
+    steps = []
+    for _ in range(MAX_REREADS + 1):
+        assert run.plan.resume is not None
+        steps.append(run.plan.resume.checkpoint.step)
+        run.feed(run.restored("b", damage=["x"], is_unreachable=True), run.restored("c"))
+        run.feed(run.inventory("t"))
+        run.tick(REREAD_S * 2**MAX_REREADS)
+        run.tick(STORE_WAIT_S)
+    assert steps == [20] * (MAX_REREADS + 1)
+    assert run.plan.resume is not None and run.plan.resume.checkpoint.step == 10
 
 
 def test_without_the_log_a_group_of_a_new_run_starts_from_scratch() -> None:

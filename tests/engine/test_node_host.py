@@ -527,6 +527,17 @@ def test_a_restore_is_reported_until_a_coordinator_answers() -> None:
     assert went(story, "0", "1") == [True, True]
 
 
+def test_a_coordinator_that_dies_late_in_a_restore_is_waited_for_too() -> None:
+    story = started()
+    story.host.handle(restored("0", 0), restored("1", 1))
+    (report,) = story.ports.reports
+    story.now_s += 2 * NO_COORDINATOR_S
+    story.answer(error=GONE)
+    assert went(story, "0", "1") == ["waits"] * 2
+    story.wait(RESTORED_AGAIN_S)
+    assert story.ports.reports == [report]
+
+
 def test_ranks_whose_session_did_not_begin_get_the_reason() -> None:
     """The coordinator has answered with an error, and then knows nothing of the session any more."""
     story, reason = started(), Unavailable("A node did not take session 2: it is full.")

@@ -12,7 +12,7 @@ from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import GroupPlaces, SessionPlan
 from ray_ckpt.engine.answers import DRAIN_SLACK_S, code_bound_s, drain_bound_s
 from ray_ckpt.engine.idle_agents import IdleAgents
-from ray_ckpt.engine.opened_nodes import SLOW_NODE_S
+from ray_ckpt.engine.opened_nodes import FAILED_AGAIN_S, SLOW_NODE_S
 from ray_ckpt.engine.ports import (
     AgentDied,
     ExitRefused,
@@ -112,6 +112,42 @@ def test_a_restart_waits_only_a_while_for_nodes_that_are_not_of_the_group() -> N
     story.tick()
     assert story.host.nodes.opened == set("abcd"), "the others join when they answer"
     story.answer(next(call for call in late if call.node == "c"))
+
+
+def test_a_restart_waits_for_agents_that_are_being_started() -> None:
+    """Otherwise the group's copies are placed without them, for all of its session."""
+    story = trained("ab")
+    story.nodes.add("c")
+    story.silent = {"c"}
+    story.request("again", "ab")
+    story.tick(SLOW_NODE_S)
+    assert "again" not in story.ports.replies
+
+
+def test_the_copies_of_a_node_with_an_error_in_a_later_inventory_still_count() -> None:
+    story = trained("abc")
+    story.failures = {"c": BAD_DISK}
+    story.harness_effect(m.RequestInventory(token=""))
+    story.tick(INVENTORY_AGAIN_S)
+    assert story.host.nodes.opened == {"a", "b", "c"}
+
+
+def test_a_node_with_an_error_is_tried_again_after_a_while() -> None:
+    story = trained("abc")
+    story.failures = {"c": BAD_DISK}
+    story.request("again", "ab")
+    story.tick()
+    assert story.host.nodes.opened == {"a", "b"}
+    count = len(story.calls(OpenOnNode))
+    story.tick(FAILED_AGAIN_S / 2)
+    assert len(story.calls(OpenOnNode)) == count
+    story.tick(FAILED_AGAIN_S)
+    assert len(story.calls(OpenOnNode)) == count + 1
+    story.failures = {}
+    story.tick(FAILED_AGAIN_S)
+    assert story.host.nodes.opened == {"a", "b"}, "the pause is twice as long"
+    story.tick(FAILED_AGAIN_S)
+    assert story.host.nodes.opened == {"a", "b", "c"}
 
 
 def test_the_first_group_of_a_run_waits_for_all_nodes() -> None:

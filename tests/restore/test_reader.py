@@ -471,6 +471,17 @@ def test_rows_are_unreachable_only_if_each_of_them_may_be_intact_somewhere(
     assert not reader.is_unreachable, "no source has this one"
 
 
+def test_a_connection_that_breaks_before_the_damage_is_seen_leaves_damage(peer: PeerRig) -> None:
+    def once() -> None:
+        if peer.files.num_reads == 1:
+            raise RuntimeError("cut")
+
+    peer.files.trouble = once
+    reader = peer.reader(peer.sources)
+    assert reader.read_bytes(peer.checkpoint.rows[3]) is None
+    assert peer.files.num_reads == 2 and not reader.is_unreachable
+
+
 def test_a_peer_whose_address_is_not_known_is_not_reached(peer: PeerRig) -> None:
     nowhere = {file: replace(source, endpoint="") for file, source in peer.sources.items()}
     reader = peer.reader(nowhere)
@@ -479,7 +490,14 @@ def test_a_peer_whose_address_is_not_known_is_not_reached(peer: PeerRig) -> None
 
 
 @pytest.mark.parametrize(
-    ("error", "is_unreachable"), [(TimeoutError("503 SlowDown"), True), (NOT_HERE, False), (MANY_FILES, True)]
+    ("error", "is_unreachable"),
+    [
+        (TimeoutError("503 SlowDown"), True),
+        (BAD_SECTOR, True),  # of a network file system whose server did not answer
+        (EOFError("it ends early"), True),
+        (MANY_FILES, True),
+        (NOT_HERE, False),
+    ],
 )
 def test_a_store_that_does_not_answer_is_not_reached(
     tmp_path: Path, error: Exception, is_unreachable: bool
