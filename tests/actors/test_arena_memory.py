@@ -385,7 +385,7 @@ def test_memory_of_a_call_that_is_cancelled_is_freed(monkeypatch: pytest.MonkeyP
 
 
 def test_nobody_waits_for_memory_that_is_being_freed_but_a_new_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel takes seconds for the memory of a large group, which is told to train at that moment."""
+    """Freeing the memory of a large group takes seconds, in which the next group is told to train."""
     may_go, close = threading.Event(), ArenaMemory.close
 
     def slowly(self: ArenaMemory) -> None:

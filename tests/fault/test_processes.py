@@ -41,7 +41,7 @@ def test_the_next_commit_comes_soon_after_the_coordinator_died(make_rig: MakeRig
 
 @pytest.mark.slow
 def test_a_restore_goes_on_when_the_coordinator_dies_in_it(make_rig: MakeRig, tmp_path: Path) -> None:
-    """P7: rank 0 has restored and waits for rank 1; the next coordinator hears of both."""
+    """P7: rank 0 has restored, and rank 1 has not; the next coordinator is told of both."""
     rig = make_rig("restoring", every_steps=1, max_block_s=1.0)
     rig.train(["node-a", "node-b"])
     rig.wait_commits(3)
