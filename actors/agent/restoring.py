@@ -123,7 +123,11 @@ class NodeRestore:
         key = (named, is_whole)
         if key not in self._tickets:
             self._tickets[key] = asyncio.ensure_future(self._make_ticket(named=named, is_whole=is_whole))
-        return await asyncio.shield(self._tickets[key])
+        making = self._tickets[key]
+        ticket = await asyncio.shield(making)
+        if ticket is not None and ticket.is_unreachable and self._tickets.get(key) is making:
+            del self._tickets[key]  # a rank that asks again gets what is reached then
+        return ticket
 
     async def fetch(
         self,

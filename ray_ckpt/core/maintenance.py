@@ -26,6 +26,7 @@ from ray_ckpt.format.names import PARITY_PREFIX, is_still_name
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, ParityGroup
 
 MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
+RESTORE_FIRST_S = 60.0  # after a loss; until then repair leaves disks, network and cores to the restore
 MAX_DAMAGED = 1000  # damaged copies that are remembered, so that their repair is counted
 
 
@@ -47,6 +48,7 @@ class Maintenance:
         self._scrubs = Scrubs()
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
         self._next_s = self._next_compute_s = 0.0
+        self._lost_s: float | None = None  # time of the last loss; at first, of the first call of `decide`
         self._disks: dict[str, DiskSpace] = {}  # by node; readings not used yet
         self._last_disks: dict[str, DiskSpace] = {}  # by node; the last readings
         self._crowded: set[str] = set()  # nodes with full disks and nothing to evict, by their last readings
@@ -75,19 +77,24 @@ class Maintenance:
         """True while a node makes a file of a parity group."""
         return bool(self._context.holders.parity.makers)
 
-    def decide(self, *, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
+    def decide(self, *, busy: Collection[str], is_training: bool) -> Iterator[m.Effect]:
         """Yield the work that is due; call while no record is pending and a group has the run.
 
-        `busy` are the attempts that uploads or the current session read.
+        `busy` are the attempts that uploads or the current session read. From the loss of a node until the
+        next group trains, repair waits for up to RESTORE_FIRST_S, but not with copies of what leaves.
         """
         context = self._context
         period_s = context.paced(MAINTENANCE_S)
         self._next_s = context.now_s + period_s
-        self._copying.set_rate(context.options.repair_bytes_per_s, period_s)
+        if self._lost_s is None:
+            self._lost_s = context.now_s
+        is_recovering = not is_training or not context.holders.live.issuperset(context.session_nodes())
+        is_waiting = is_recovering and context.now_s < self._lost_s + RESTORE_FIRST_S
+        self._copying.set_rate(0 if is_waiting else context.options.repair_bytes_per_s, period_s)
         self._reading.set_rate(context.options.scrub_bytes_per_s, period_s)
-        yield from self._evict(wall_s, busy)
+        yield from self._evict(busy)
         yield from self._repair(busy)
-        yield from self._scrub(wall_s)
+        yield from self._scrub()
         live, lineage = context.history.live(), context.history.lineage()
         for lost in self._losses.due(
             live=live, lineage=lineage, holders=context.holders, now_s=context.now_s
@@ -95,7 +102,7 @@ class Maintenance:
             context.ledger.append(r.Lost(attempt=lost.id.attempt, reason="no live node holds all of it"))
             context.measure(telemetry.LOST)
 
-    def compute(self, busy: Collection[str], *, wall_s: float) -> Iterator[m.Effect]:
+    def compute(self, busy: Collection[str]) -> Iterator[m.Effect]:
         """Yield computations of what uploads wait for, if some are due; call while no group has the run."""
         groups_of = self._context.holders.parity.groups
         if self._context.now_s < self._next_compute_s or not any(map(groups_of, busy)):
@@ -103,7 +110,7 @@ class Maintenance:
         self._next_compute_s = self._context.now_s + self._context.paced(MAINTENANCE_S)
         budget = None if self._context.options.repair_bytes_per_s else self._copying  # nobody trains
         yield from self._compute((), busy, budget)
-        yield from self._scrub(wall_s, has_rounds=False)
+        yield from self._scrub(has_rounds=False)
 
     def _compute(
         self, checkpoints: Sequence[CheckpointInfo], busy: Collection[str], budget: Budget | None
@@ -146,6 +153,7 @@ class Maintenance:
             now_s=context.now_s,
             spares=self._spares(),
             may_hold=context.may_hold,
+            limit_bytes_per_s=context.options.replicate_bytes_per_s,
         ):
             context.holders.expect(copy.attempt.attempt, copy.node_index, copy.holder)
             yield copy
@@ -183,7 +191,7 @@ class Maintenance:
                     members = tuple(left[at] for at in group.members)
                     holders.parity.know(name, [ParityGroup(members=members, parity=parity)])
 
-    def _scrub(self, wall_s: float, *, has_rounds: bool = True) -> Iterator[m.Effect]:
+    def _scrub(self, *, has_rounds: bool = True) -> Iterator[m.Effect]:
         context = self._context
         for step in self._scrubs.assign(
             live=context.history.live(),
@@ -191,7 +199,7 @@ class Maintenance:
             every_s=context.options.scrub_every_s,
             budget=self._reading,
             now_s=context.now_s,
-            wall_s=wall_s,
+            wall_s=context.wall_s,
             has_rounds=has_rounds,
         ):
             if isinstance(step, r.Verified):
@@ -200,12 +208,12 @@ class Maintenance:
                 yield step
         context.holders.suspect_remote = set(self._scrubs.suspect_remote)
 
-    def _evict(self, wall_s: float, busy: Collection[str]) -> Iterator[m.Effect]:
+    def _evict(self, busy: Collection[str]) -> Iterator[m.Effect]:
         """Evict durable checkpoints from nodes: all but the last `keep_local`, and more if a disk is full."""
         context, options = self._context, self._context.options
         history = context.history
         stay = {*busy, *context.holders.unsafe_remote}
-        view = RetentionView(live=history.live(), lineage=history.lineage(), now_s=wall_s, busy=stay)
+        view = RetentionView(live=history.live(), lineage=history.lineage(), now_s=context.wall_s, busy=stay)
         for attempt in choose_evictions(view, keep_local=options.keep_local):
             for node in sorted(context.holders.anywhere(attempt)):
                 yield self._evicted(attempt, node)
@@ -402,6 +410,8 @@ class Maintenance:
         self._last_disks |= disks
 
     def nodes_changed(self, lost: frozenset[str]) -> None:
+        if lost:
+            self._lost_s = self._context.now_s
         self._repairs.lost(lost)
         self._coding.lost(lost)
         self._context.holders.parity.makers_lost(lost)

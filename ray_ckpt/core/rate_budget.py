@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+LEAST_BYTES_PER_S = 10 << 20  # slower work counts as stuck, as a slower peer does
+SLACK_S = 600.0  # time of such work beyond that of its bytes: busy disks and peers
+
+
+def longest_s(nbytes: float, limit_bytes_per_s: float | None = None) -> float:
+    """Return the time after which a read or a copy of `nbytes` at the rate of a limit counts as failed."""
+    return SLACK_S + nbytes / min(LEAST_BYTES_PER_S, limit_bytes_per_s or LEAST_BYTES_PER_S)
+
 
 class Budget:
     """A budget of `bytes_per_s` on average and `burst_bytes` at once; a rate of 0 allows nothing.

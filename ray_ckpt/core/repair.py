@@ -19,14 +19,13 @@ from ray_ckpt.core.links import Links
 from ray_ckpt.core.messages import ReplicaEnded, Replicate
 from ray_ckpt.core.parity_files import group_nodes
 from ray_ckpt.core.placement import domain_of
-from ray_ckpt.core.rate_budget import Budget
+from ray_ckpt.core.rate_budget import Budget, longest_s
 from ray_ckpt.types import CheckpointInfo, Level
 
 MAX_ACTIVE = 8  # copies under way: training comes first on the network
 MAX_TRIES = 3  # failures of one fragment on one holder; a later checkpoint starts from 0
 RETRY_S = 2.0  # pause before the next try of a fragment, doubled each time: a peer may restart
 MAX_RETRY_S = 300.0  # longest pause between tries: time to clear a disk
-REPAIR_TIMEOUT_S = 600.0  # after this time a copy counts as failed: 60 GB at 100 MB/s
 LOST_AFTER_S = 24 * 3600.0  # after this time a lost node is not expected back
 
 
@@ -68,7 +67,7 @@ class _Problem:
 
 @dataclass(frozen=True, slots=True)
 class _ActiveCopy:
-    started_s: float
+    until_s: float  # then the copy counts as failed
     taken_bytes: float  # bytes taken from the budget
 
 
@@ -93,11 +92,13 @@ class Repairs:
         now_s: float,
         spares: Set[str] = frozenset(),
         may_hold: Set[str] | None = None,
+        limit_bytes_per_s: float | None = None,
     ) -> Iterator[Replicate]:
         """Yield the copies to start now. `checkpoints` are worth copies and sorted from the newest.
 
         `spares` are idle nodes with room, each of which gets all fragments of the newest checkpoint.
-        `may_hold` are the nodes that may get the other copies; None for all that stay.
+        `may_hold` are the nodes that may get the other copies; None for all that stay. A node sends all
+        its copies together at the rate of `limit_bytes_per_s`.
         """
         self._expire(now_s)
         self._forget_others({c.id.attempt for c in checkpoints})
@@ -119,7 +120,8 @@ class Repairs:
                 nbytes = need.checkpoint.size_bytes / need.checkpoint.num_nodes
                 if need.staying and not budget.take(nbytes, now_s):  # an imminent loss needs no budget
                     return
-                self._active[copy] = _ActiveCopy(now_s, nbytes if need.staying else 0.0)
+                until_s = now_s + longest_s(nbytes, limit_bytes_per_s and limit_bytes_per_s / MAX_ACTIVE)
+                self._active[copy] = _ActiveCopy(until_s, nbytes if need.staying else 0.0)
                 load[copy.holder] += 1
                 yield copy
 
@@ -193,7 +195,7 @@ class Repairs:
 
     def _expire(self, now_s: float) -> None:
         for copy, underway in list(self._active.items()):
-            if now_s - underway.started_s > REPAIR_TIMEOUT_S:
+            if now_s > underway.until_s:
                 del self._active[copy]
                 self._failed(copy, now_s)
 

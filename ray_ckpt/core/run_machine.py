@@ -320,9 +320,9 @@ class RunMachine:
     def _maintain(self) -> Iterator[m.Effect]:
         busy = self._retirement.busy()
         if not self._sessions.owner_has_run:
-            yield from self._maintenance.compute(busy, wall_s=self._context.wall_s)
+            yield from self._maintenance.compute(busy)
             return
-        yield from self._maintenance.decide(wall_s=self._context.wall_s, busy=busy)
+        yield from self._maintenance.decide(busy=busy, is_training=self._sessions.is_training)
         if self._maintenance.found_crowded and self._ledger.is_settled:
             self._retirement.decide()
         self._drain_schedule.start_again()

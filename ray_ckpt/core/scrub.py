@@ -24,11 +24,10 @@ from dataclasses import dataclass, field
 
 from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.messages import REMOTE, Scrub, ScrubEnded
-from ray_ckpt.core.rate_budget import Budget
+from ray_ckpt.core.rate_budget import Budget, longest_s
 from ray_ckpt.format.records import Verified
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
-SCRUB_TIMEOUT_S = 1800.0  # after this time a read counts as failed: 60 GB at 33 MB/s, from a busy disk
 MAX_TRIES = 3  # failed reads of one copy; after these a round cannot verify the checkpoint
 AGAIN_S = 3600.0  # least time between two rounds of a checkpoint, good or bad: time for repairs
 
@@ -56,7 +55,7 @@ class Scrubs:
         self._round: _Round | None = None
         self._running: Scrub | None = None
         self._is_of_round = False  # the running read; False for a suspect's
-        self._started_s = 0.0
+        self._until_s = 0.0  # then it counts as failed
         self._not_before_s: dict[str, float] = {}  # by attempt: earliest time of the next round
 
     def assign(
@@ -77,7 +76,7 @@ class Scrubs:
         """
         if self._is_at_work(holders, now_s):
             return
-        known = {c.id for c in live}
+        known = {c.id: c for c in live}
         self._suspects = {
             scrub: tries
             for scrub, tries in self._suspects.items()
@@ -87,7 +86,7 @@ class Scrubs:
         durable = {c.id for c in live if c.level >= Level.DURABLE}
         if suspect := self._next_suspect(durable):
             self._suspects[suspect] += 1
-            self._running, self._is_of_round, self._started_s = suspect, False, now_s
+            self._start(suspect, known[suspect.attempt], now_s, is_of_round=False)
             yield suspect
             return
         if not has_rounds:
@@ -104,9 +103,13 @@ class Scrubs:
                 yield Verified(attempt=checkpoint.id.attempt)
             self._not_before_s[checkpoint.id.attempt] = now_s + min(AGAIN_S, every_s)
             self._round = None
-        elif budget.take(checkpoint.size_bytes / checkpoint.num_nodes, now_s):
-            self._running, self._is_of_round, self._started_s = self._round.todo.popleft(), True, now_s
+        elif budget.take(_mean_bytes(checkpoint), now_s):
+            self._start(self._round.todo.popleft(), checkpoint, now_s, is_of_round=True)
             yield scrub
+
+    def _start(self, scrub: Scrub, checkpoint: CheckpointInfo, now_s: float, *, is_of_round: bool) -> None:
+        self._running, self._is_of_round = scrub, is_of_round
+        self._until_s = now_s + longest_s(_mean_bytes(checkpoint))
 
     def suspect(self, scrub: Scrub) -> None:
         """Read this copy next; on the storage path, once its checkpoint is durable.
@@ -153,13 +156,13 @@ class Scrubs:
         return False
 
     def _is_at_work(self, holders: Holders, now_s: float) -> bool:
-        """Return True while an answer is awaited; stop for a dead node and after SCRUB_TIMEOUT_S."""
+        """Return True while an answer is awaited; stop for a dead node and after `longest_s`."""
         scrub = self._running
         if scrub is None:
             return False
         if scrub.place != REMOTE and scrub.place not in holders.live:
             self._running = None
-        elif now_s - self._started_s > SCRUB_TIMEOUT_S:
+        elif now_s > self._until_s:
             self._running = None
             self._failed(scrub)
         return self._running is not None
@@ -208,6 +211,10 @@ class Scrubs:
 
 def _is_there(scrub: Scrub, holders: Holders) -> bool:
     return scrub.place == REMOTE or scrub.place in holders.of(scrub.attempt.attempt, scrub.node_index)
+
+
+def _mean_bytes(checkpoint: CheckpointInfo) -> float:
+    return checkpoint.size_bytes / checkpoint.num_nodes
 
 
 def _last_s(checkpoint: CheckpointInfo) -> float:

@@ -11,8 +11,6 @@ from ray_ckpt.engine.ports import Answered, Call
 from ray_ckpt.types import CheckpointInfo
 
 DRAIN_SLACK_S = 900.0  # time of a drain beyond that of its bytes: on a poor link, parts are sent one by one
-CODE_SLACK_S = 600.0  # time of a computation for a parity group beyond that of its bytes: busy peers
-LEAST_CODE_BYTES_PER_S = 10 << 20  # a slower computation counts as stuck, as a slower peer does
 LEAST_DRAIN_BYTES_PER_S = 1 << 20  # a slower drain counts as stuck
 
 
@@ -63,12 +61,6 @@ def event_of(answer: Answered) -> m.Event | None:
         case m.SweepRemote(number=number):
             return value or m.RemoteListed(number=number, error=error)
     return None
-
-
-def code_bound_s(code: m.Code, options: RunOptions) -> float:
-    """Return the time after which a computation for a parity group counts as failed."""
-    rate = min(LEAST_CODE_BYTES_PER_S, options.replicate_bytes_per_s or LEAST_CODE_BYTES_PER_S)
-    return CODE_SLACK_S + code.read_bytes / rate
 
 
 def drain_bound_s(checkpoint: CheckpointInfo, options: RunOptions) -> float:

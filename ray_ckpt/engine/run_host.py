@@ -15,9 +15,10 @@ from typing import TypeAlias
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.context import CLOCK_S
+from ray_ckpt.core.rate_budget import longest_s
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.values import Inventory, SessionKey, Token
-from ray_ckpt.engine.answers import code_bound_s, drain_bound_s, event_of
+from ray_ckpt.engine.answers import drain_bound_s, event_of
 from ray_ckpt.engine.deletes import NodeDeletes, folders_left, together
 from ray_ckpt.engine.groups import Groups
 from ray_ckpt.engine.launchers import LauncherWatch
@@ -235,14 +236,8 @@ class RunHost:
                 bound_s = drain_bound_s(checkpoint, self.machine.options)
                 ports.call(Call(node=node, order=effect, work=effect, bound_s=bound_s))
             case m.Code(node_id=node):
-                ports.call(
-                    Call(
-                        node=node,
-                        order=effect,
-                        work=effect,
-                        bound_s=code_bound_s(effect, self.machine.options),
-                    )
-                )
+                bound_s = longest_s(effect.read_bytes, self.machine.options.replicate_bytes_per_s)
+                ports.call(Call(node=node, order=effect, work=effect, bound_s=bound_s))
             case m.Scrub():
                 self._scrub(effect)
             case m.Warn():

@@ -264,8 +264,7 @@ class Checkpointer:
 
         None in a new run. Raises RestoreError if the state cannot be read from any source.
         """
-        ticket = self._resume_ticket()
-        return ItemReader(self._link, {}).saved(ticket) if ticket is not None else None
+        return ItemReader(self._link, {}).saved(self._resume_ticket)
 
     def _resume_ticket(self) -> RestoreTicket | None:
         """Return the ticket of the checkpoint that `restore` will restore with its step."""

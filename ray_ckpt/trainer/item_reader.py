@@ -22,6 +22,8 @@ from ray_ckpt.types import GroupPart, RankRestore, ranks_of
 
 log = logging.getLogger("ray_ckpt")
 
+REREAD_S = (2.0, 4.0, 8.0, 16.0)  # pauses before a source that was not reached is tried again; 30 s in all
+
 
 @dataclass(frozen=True, slots=True)
 class ItemReader:
@@ -64,7 +66,7 @@ class ItemReader:
                     anew=self._anew(),
                     before=self.walked,
                 )
-        except _ManifestDamaged as error:
+        except _Damaged as error:
             damage, unreachable = error.damage, error.is_unreachable
             return RankRestore(rank=identity.rank, damage=damage, is_unreachable=unreachable), _nothing
         for note in reader.rejected:
@@ -79,25 +81,39 @@ class ItemReader:
         )
         return report, load
 
-    def saved(self, ticket: RestoreTicket) -> SavedState:
-        """Return the saved items of this rank without a byte of their tensors.
+    def saved(self, find_ticket: Callable[[], RestoreTicket | None]) -> SavedState | None:
+        """Return the saved items of this rank without a byte of their tensors; None without a ticket.
 
-        Raises RestoreError if they cannot be read from any source.
+        While a source of them is not reached, they are read again, with a new ticket each time and after each
+        of REREAD_S. Raises RestoreError if they cannot be read from any source.
         """
-        damage = ticket.damage
+        pauses_s = list(reversed(REREAD_S))
+        while (ticket := find_ticket()) is not None:
+            found = self._saved(ticket)
+            if isinstance(found, SavedState):
+                return found
+            if not (found.is_unreachable and pauses_s):
+                raise RestoreError(
+                    f"The state of rank {self.link.identity.rank} cannot be read.",
+                    hint="`ray-ckpt verify` shows the damage; resume='step:N' takes an older checkpoint.",
+                    damage=found.damage,
+                )
+            pause_s = pauses_s.pop()
+            log.warning("the state is read again in %.0f s: no source was reached: %s", pause_s, found)
+            time.sleep(pause_s)
+        return None
+
+    def _saved(self, ticket: RestoreTicket) -> SavedState | _Damaged:
+        if ticket.damage:  # then the ticket has no manifest
+            return _Damaged(ticket.damage, is_unreachable=ticket.is_unreachable)
         try:
-            if not damage:  # otherwise the ticket has no manifest
-                states = self._states(ticket)
-                if (state := self._own_state(states)) is not None:
-                    return SavedState.of(state["items"], states.rows)
-                damage = tuple(states.reader.damage)
-        except _ManifestDamaged as error:
-            damage = error.damage
-        raise RestoreError(
-            f"The state of rank {self.link.identity.rank} cannot be read.",
-            hint="`ray-ckpt verify` shows the damage; the option resume='step:N' takes an older checkpoint.",
-            damage=damage,
-        )
+            states = self._states(ticket)
+            if (state := self._own_state(states)) is not None:
+                return SavedState.of(state["items"], states.rows)
+        except _Damaged as error:
+            return error
+        reader = states.reader
+        return _Damaged(tuple(reader.damage), is_unreachable=reader.is_unreachable)
 
     def _states(self, ticket: RestoreTicket) -> _States:
         """Return the state files and the manifest of a ticket's checkpoint."""
@@ -123,7 +139,7 @@ class ItemReader:
         def complete() -> SavedRows:
             whole = self.link.whole_ticket(ticket.session_key)
             if whole.damage:
-                raise _ManifestDamaged(whole.damage, is_unreachable=whole.is_unreachable)
+                raise _Damaged(whole.damage, is_unreachable=whole.is_unreachable)
             sources.update(whole.sources)
             return _opened(whole)
 
@@ -206,8 +222,8 @@ class _States:
             raise error.at(wanted) from error
 
 
-class _ManifestDamaged(Exception):
-    """Raised if the manifest of a checkpoint cannot be read."""
+class _Damaged(Exception):
+    """Raised if the manifest of a checkpoint cannot be read, and what `saved` could not read."""
 
     def __init__(self, damage: tuple[str, ...], *, is_unreachable: bool) -> None:
         super().__init__(*damage)
@@ -221,7 +237,7 @@ def _opened(ticket: RestoreTicket) -> SavedRows:
         return ticket.manifest.open()
     except OSError as error:  # the agent has died, or the session is over
         text = f"the manifest in the agent's memory cannot be mapped: {error}"
-        raise _ManifestDamaged((text,), is_unreachable=True) from error
+        raise _Damaged((text,), is_unreachable=True) from error
 
 
 _Choose: TypeAlias = Callable[[_States], tuple[Mapping[str, Item], dict[str, Any]] | None]

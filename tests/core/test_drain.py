@@ -244,7 +244,7 @@ def test_a_source_whose_copy_fails_because_of_it_is_scrubbed_at_once(is_damage: 
     run = run_on("abc")
     run.save(10)
     saved = run.attempt(10)
-    copy = of(run.lose("b"), m.Replicate)[0]
+    copy = of(run.lose_long_ago("b"), m.Replicate)[0]
     failed = m.ReplicaEnded(
         attempt=saved,
         node_index=copy.node_index,

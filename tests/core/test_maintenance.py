@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.maintenance import MAINTENANCE_S
+from ray_ckpt.core.maintenance import MAINTENANCE_S, RESTORE_FIRST_S
 from ray_ckpt.core.repair import LOST_AFTER_S
 from ray_ckpt.core.scrub import MAX_TRIES
 from ray_ckpt.core.values import DiskSpace, RankProgress
@@ -87,6 +87,53 @@ def test_an_idle_spare_gets_the_newest_checkpoint_if_it_has_room() -> None:
     assert {(c.attempt.step, c.holder) for c in of(look(run), m.Replicate)} == {(20, "s")}
 
 
+def test_copies_are_made_again_once_the_next_group_has_its_state() -> None:
+    run = run_on("abcd")
+    run.save(10)
+    assert not of((*run.lose("b"), *look(run)), m.Replicate), "the group will restart"
+    run.feed(run.group("ac"))
+    assert not of(look(run), m.Replicate)
+    assert run.machine.view.copies_missing == 2
+    run.feed(run.restored("a"), run.restored("c"))
+    copies = of(look(run), m.Replicate)
+    assert {(c.node_index, c.source) for c in copies} == {(0, "a"), (1, "a")}
+
+
+@pytest.mark.parametrize("has_group", [False, True])
+def test_copies_are_made_again_while_a_group_does_not_come_to_train(has_group: bool) -> None:
+    run = run_on("abcd")
+    run.save(10)
+    run.lose("b")
+    found: list[m.Replicate] = []
+    for _ in range(int(RESTORE_FIRST_S) - 1):
+        if has_group:  # each fails soon
+            run.feed(run.group("ac"))
+        found += of(look(run), m.Replicate)
+    assert not found
+    run.feed(run.group("ac"))
+    assert {c.node_index for c in of((*look(run), *look(run)), m.Replicate)} == {0, 1}
+
+
+def test_a_new_coordinator_lets_the_group_restore_first() -> None:
+    run = run_on("abcd")
+    run.save(10)
+    run.live.discard("b")
+    run.start_coordinator()
+    run.feed(run.group("ac"))
+    assert not of(look(run), m.Replicate)
+    run.feed(run.restored("a"), run.restored("c"))
+    assert {c.node_index for c in of(look(run), m.Replicate)} == {0, 1}
+
+
+def test_what_a_node_takes_along_when_it_leaves_is_copied_while_the_group_restores() -> None:
+    run = run_on("abcd")
+    run.save(10)
+    run.lose("b")
+    run.feed(run.group("ac"))
+    effects = (*see(run, draining="a"), *look(run))
+    assert {(c.node_index, c.source) for c in of(effects, m.Replicate)} == {(0, "a"), (1, "a")}
+
+
 def test_copies_of_labelled_nodes_are_made_again_on_labelled_nodes() -> None:
     run = Harness("abstu", inventory_wait_s=0.0, replica_nodes="role=store")
 
@@ -116,7 +163,7 @@ def test_what_a_dead_node_held_is_copied_to_another() -> None:
     run = run_on("abc")
     run.save(10)
     attempt = run.attempt(10)
-    copies = of(run.lose("b"), m.Replicate)
+    copies = of(run.lose_long_ago("b"), m.Replicate)
     assert {(c.node_index, c.source, c.holder) for c in copies} == {(0, "a", "c"), (1, "a", "c")}
     assert run.machine.view.copies_missing == 2
     carry_out(run, copies)
@@ -140,7 +187,7 @@ def test_copies_that_could_not_be_made_at_the_commit_raise_its_level_later() -> 
 def test_repair_keeps_to_its_budget() -> None:
     run = run_on("abc", repair_bytes_per_s=CHECKPOINT_BYTES // 4)
     run.save(10)
-    assert len(of(run.lose("b"), m.Replicate)) == 1, "one fragment is more than a second's worth"
+    assert len(of(run.lose_long_ago("b"), m.Replicate)) == 1, "one fragment is more than a second's worth"
     assert not of(look(run), m.Replicate)
     assert len(of(look(run), m.Replicate)) == 1
 
@@ -148,9 +195,9 @@ def test_repair_keeps_to_its_budget() -> None:
 def test_a_copy_whose_holder_dies_goes_to_another_node_at_once() -> None:
     run = run_on("abcd")
     run.save(10)
-    first = {c.node_index: c.holder for c in of(run.lose("b"), m.Replicate)}
+    first = {c.node_index: c.holder for c in of(run.lose_long_ago("b"), m.Replicate)}
     assert set(first.values()) == {"c", "d"}
-    again = of(run.lose("c"), m.Replicate)
+    again = of(run.lose_long_ago("c"), m.Replicate)
     assert [(c.node_index, c.holder) for c in again] == [(i, "d") for i, node in first.items() if node == "c"]
 
 
@@ -177,7 +224,7 @@ def test_a_copy_of_what_was_retired_meanwhile_is_removed() -> None:
     run = run_on("abc", keep_last=1)
     run.save(10)
     old = run.attempt(10)
-    copies = [c for c in of(run.lose("b"), m.Replicate) if c.attempt == old]
+    copies = [c for c in of(run.lose_long_ago("b"), m.Replicate) if c.attempt == old]
     run.live.add("b")
     see(run)
     run.open("ab")
@@ -534,7 +581,7 @@ def test_exposure_shows_what_each_death_would_cost() -> None:
     run.save(10)
     progress(run, 15, 10)
     assert exposed(run) == {"a": (10, "peer", 5), "b": (10, "peer", 5)}
-    run.lose("b")
+    run.lose_long_ago("b")
     assert exposed(run)["a"] == (None, None, 15), "until the new copies are there"
     carry_out(run, of(run.transcript, m.Replicate))
     assert exposed(run)["a"] == (10, "peer", 5)

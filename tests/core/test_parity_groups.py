@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.drain import COMPUTED_S
 from ray_ckpt.core.holders import Holders
+from ray_ckpt.core.maintenance import RESTORE_FIRST_S
 from ray_ckpt.core.parity_files import tolerance
 from ray_ckpt.core.placement import crowded_domain, place_groups
 from ray_ckpt.core.repair import RETRY_S
@@ -236,7 +237,7 @@ def test_a_group_restores_what_can_be_computed_and_no_more() -> None:
 def test_a_lost_member_is_made_again_before_its_parity() -> None:
     run = harness("abcdef")
     save(run, 10)
-    effects = [*run.lose("b"), *run.tick(2.0)]
+    effects = [*run.lose_long_ago("b"), *run.tick(2.0)]
     code = one(effects, m.Code)
     assert (code.node_index, code.is_parity) == (1, False) and code.node_id in "ef"
     assert not of(effects, m.Replicate)
@@ -247,7 +248,7 @@ def test_a_lost_member_is_made_again_before_its_parity() -> None:
     assert (parity.node_index, parity.node_id, parity.is_parity) == (1, again.node_id, True)
     run.feed(coded(parity))
     assert not of(run.tick(2.0), m.Code) and run.machine.view.copies_missing == 0
-    run.lose("a", again.node_id)
+    run.lose_long_ago("a", again.node_id)
     assert run.machine.view.parity_groups(code.attempt.attempt)[0].fragments[2] == ("c",)
     assert run.machine.view.exposure()
 
@@ -287,7 +288,7 @@ def test_a_parity_file_reads_m_parts_and_a_lost_member_k(parity: tuple[int, int]
     one_part = codes[0].read_bytes // parity[1]
     assert {code.read_bytes for code in codes} == {parity[1] * one_part}
     run.feed(*map(coded, codes))
-    again = rebuild(run, run.lose("b"))
+    again = rebuild(run, run.lose_long_ago("b"))
     num_read = {code.is_parity: code.read_bytes // one_part for code in again}
     assert num_read == {False: parity[0], True: parity[1]}
 
@@ -295,7 +296,7 @@ def test_a_parity_file_reads_m_parts_and_a_lost_member_k(parity: tuple[int, int]
 def test_members_that_share_a_node_part_when_a_node_comes() -> None:
     run = harness("abcd")
     save(run, 10)
-    rebuild(run, run.lose("b"))
+    rebuild(run, run.lose_long_ago("b"))
     assert tolerated(run, 10) == 1, "a node has two members, as no other is there"
     assert run.machine.view.copies_missing == 0
     run.disks["e"] = Disk()
@@ -314,7 +315,8 @@ def test_two_members_that_are_lost_get_a_node_each() -> None:
     save(run, 10)
     domains = {**dict.fromkeys("abcde", "left"), "f": "right"}
     run.feed(m.NodesSeen(live=frozenset("abcdef"), domains=domains))
-    codes = rebuild(run, run.feed(m.NodesSeen(live=frozenset("cdef"), domains=domains)))
+    run.feed(m.NodesSeen(live=frozenset("cdef"), domains=domains))
+    codes = rebuild(run, run.tick(RESTORE_FIRST_S))
     assert {code.node_id for code in codes if not code.is_parity} == {"e", "f"}
     assert len(codes) == 4
     assert tolerated(run, 10) == 2
@@ -369,6 +371,7 @@ def test_repair_ends_with_a_node_for_each_member_if_there_are_enough(
                 effects += run.feed(read(m.Scrub(attempt=attempt, node_index=member, place=place), *files))
         draining &= live
         effects += run.feed(m.NodesSeen(live=live, draining=draining))
+        effects += run.tick(RESTORE_FIRST_S)  # no group restores any more
         for _ in range(30):
             copies, codes = of(effects, m.Replicate), of(effects, m.Code)
             effects = [*run.feed(*map(arrived, copies), *map(coded, codes)), *run.tick(2.0)]
@@ -408,7 +411,7 @@ def test_parity_that_gives_wrong_bytes_no_longer_counts() -> None:
     run = harness("abcdef", scrub_bytes_per_s=0)
     save(run, 10)
     places = set[str]()
-    effects: list[m.Effect] = [*run.lose("b")]
+    effects: list[m.Effect] = [*run.lose_long_ago("b")]
     tries = 0
     for _ in range(40):
         effects += run.tick(RETRY_S)
@@ -429,7 +432,7 @@ def test_a_member_that_was_damaged_is_found_before_the_parity_is_doubted() -> No
     """Node c has a bad file: with P and Q, both members can be computed without it."""
     run = harness("abcdef", scrub_bytes_per_s=0)
     save(run, 10)
-    (code,) = of([*run.lose("b"), *run.tick(2.0)], m.Code)
+    (code,) = of([*run.lose_long_ago("b"), *run.tick(2.0)], m.Code)
     effects: list[m.Effect] = [*run.feed(replace(coded(code, error="wrong bytes"), is_damage=True))]
     is_found = False
     for _ in range(40):

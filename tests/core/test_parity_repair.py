@@ -30,7 +30,7 @@ def play(
 def test_nodes_that_fail_do_not_keep_repair_from_others() -> None:
     run = harness("abcdefgh")
     save(run, 10)
-    orders = play(run, run.lose("b"), 60.0, lambda code: code.node_id in "ef")
+    orders = play(run, run.lose_long_ago("b"), 60.0, lambda code: code.node_id in "ef")
     assert [code.node_id for code in orders] == ["e", "f", "g", "g"]
     assert tolerated(run, 10) == 2
 
@@ -55,7 +55,7 @@ def test_a_group_that_lacks_a_member_comes_before_parity_files_of_others() -> No
     first = codes[0].places.group
     run.feed(*(coded(code, error="disk full" if code.places.group == first else None) for code in codes))
     lost = next(node for at, node in enumerate(nodes) if at not in first.members)
-    orders = play(run, run.lose(lost), 60.0, lambda code: False)
+    orders = play(run, run.lose_long_ago(lost), 60.0, lambda code: False)
     assert (orders[0].node_index, orders[0].is_parity) == (nodes.index(lost), False)
     assert len(orders) == 2 + first.size
 
@@ -76,7 +76,7 @@ def test_doubts_end_with_the_damage() -> None:
     save(run, 10)
     for damaged in "cd":
         home = run.machine.view.parity_groups(run.attempt(10).attempt)[0].fragments[1]
-        effects: list[m.Effect] = [*run.lose(*home)]
+        effects: list[m.Effect] = [*run.lose_long_ago(*home)]
         is_found = False
         for _ in range(30):
             scrubs, codes = of(effects, m.Scrub), of(effects, m.Code)
@@ -175,7 +175,7 @@ def test_orders_outlive_the_group_that_they_were_given_under() -> None:
     """After a loss the launcher opens a new group, which takes inventories."""
     run = harness("abcdefgh", inventory_wait_s=0.0)
     save(run, 10)
-    orders = of([*run.lose("b", "c"), *run.tick(2.0)], m.Code)
+    orders = of([*run.lose_long_ago("b", "c"), *run.tick(2.0)], m.Code)
     assert {order.node_index for order in orders} == {1, 2}
     run.feed(run.group("adef"))
     run.feed(coded(orders[0]))
@@ -186,7 +186,7 @@ def test_orders_outlive_the_group_that_they_were_given_under() -> None:
 def test_a_doubt_about_a_member_ends_when_a_node_has_it() -> None:
     run = harness("abcdef", scrub_bytes_per_s=0)
     save(run, 10)
-    (order,) = of([*run.lose("b"), *run.tick(2.0)], m.Code)
+    (order,) = of([*run.lose_long_ago("b"), *run.tick(2.0)], m.Code)
     effects = run.feed(replace(coded(order, error="wrong bytes"), is_damage=True))
     for _ in range(5):
         effects = (*run.feed(*map(read, of(effects, m.Scrub))), *run.tick(0.1))
@@ -229,7 +229,7 @@ def test_what_is_lost_is_computed_on_a_leaving_node_if_all_leave() -> None:
     run = harness("abcd", remote_every=1000)
     save(run, 10)
     effects = [
-        *run.feed(*(coded(code, error="it leaves") for code in of(run.lose("b"), m.Code))),
+        *run.feed(*(coded(code, error="it leaves") for code in of(run.lose_long_ago("b"), m.Code))),
         *run.feed(m.NodesSeen(live=frozenset("acd"), draining=frozenset("acd"))),
     ]
     orders = play(run, effects, 20.0, lambda code: False)
@@ -240,5 +240,5 @@ def test_a_node_that_computes_is_needed() -> None:
     """An idle agent would end otherwise."""
     run = harness("abcde")
     save(run, 10)
-    (order,) = of([*run.lose("b"), *run.tick(2.0)], m.Code)
+    (order,) = of([*run.lose_long_ago("b"), *run.tick(2.0)], m.Code)
     assert order.node_id == "e" and "e" in run.machine.view.needed_nodes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ckpt.core.rate_budget import Budget
+from ray_ckpt.core.rate_budget import SLACK_S, Budget, longest_s
 
 
 def test_a_burst_goes_at_once_and_the_rest_at_the_rate() -> None:
@@ -57,3 +57,9 @@ def test_everything_goes_in_the_time_that_its_bytes_need(sizes: list[int], rate:
         while not budget.take(nbytes, now_s):
             now_s += 0.5
     assert now_s <= (sum(sizes) + burst) / rate + 0.5 * len(sizes)
+
+
+def test_work_may_take_as_long_as_its_bytes_at_the_rate_of_its_limit() -> None:
+    assert longest_s(0) == longest_s(0, 1 << 20) == SLACK_S
+    assert longest_s(100 << 20) == longest_s(100 << 20, 1 << 30) == SLACK_S + 10
+    assert longest_s(100 << 20, 1 << 20) == SLACK_S + 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,7 +12,7 @@ from ray_ckpt.core import repair
 from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.links import SILENT_FOR_S, Links
 from ray_ckpt.core.messages import ReplicaEnded, Replicate
-from ray_ckpt.core.rate_budget import Budget
+from ray_ckpt.core.rate_budget import SLACK_S, Budget
 from ray_ckpt.core.repair import LOST_AFTER_S, Losses, Repairs, worth_copies
 from ray_ckpt.types import CheckpointInfo, Level
 from tests.core.records import checkpoint, holders_of
@@ -37,6 +38,7 @@ def assign(
     now_s: float = 0.0,
     spares: str = "",
     may_hold: str | None = None,
+    limit_bytes_per_s: int | None = None,
 ) -> list[str]:
     """Return the copies to start, as step, fragment, source and holder: "7.0 a>b"."""
     return [
@@ -52,6 +54,7 @@ def assign(
             now_s=now_s,
             spares=frozenset(spares),
             may_hold=None if may_hold is None else frozenset(may_hold),
+            limit_bytes_per_s=limit_bytes_per_s,
         )
     ]
 
@@ -202,13 +205,22 @@ def test_another_source_is_tried_after_a_failure() -> None:
     assert assign(repairs, newest, holders, replicas=2, now_s=2.0) == ["7.0 b>c"]
 
 
-def test_a_copy_that_never_answers_counts_as_failed() -> None:
-    repairs, holders, newest = Repairs(), holders_of("abc", {7: ("a",)}), [checkpoint(7)]
-    assert assign(repairs, newest, holders) == ["7.0 a>b"]
-    assert assign(repairs, newest, holders, now_s=repair.REPAIR_TIMEOUT_S) == []
-    late_s = repair.REPAIR_TIMEOUT_S + 1
-    assert assign(repairs, newest, holders, now_s=late_s) == []
-    assert assign(repairs, newest, holders, now_s=late_s + repair.RETRY_S) == ["7.0 a>c"]
+@pytest.mark.parametrize("size_bytes", [1, 300 * 10**9])
+@pytest.mark.parametrize("limit_bytes_per_s", [None, 8 << 20])
+def test_a_copy_that_does_not_answer_in_the_time_of_its_bytes_counts_as_failed(
+    size_bytes: int, limit_bytes_per_s: int | None
+) -> None:
+    """Eight copies may share a limit of 8 MiB/s."""
+    repairs, holders = Repairs(), holders_of("abc", {7: ("a",)})
+    newest = [replace(checkpoint(7), size_bytes=size_bytes)]
+
+    def look(now_s: float) -> list[str]:
+        return assign(repairs, newest, holders, now_s=now_s, limit_bytes_per_s=limit_bytes_per_s)
+
+    time_s = SLACK_S + size_bytes / ((1 << 20) if limit_bytes_per_s else (10 << 20))
+    assert look(0.0) == ["7.0 a>b"]
+    assert look(time_s) == look(time_s + 1) == []
+    assert look(time_s + 1 + repair.RETRY_S) == ["7.0 a>c"]
 
 
 def test_an_unreachable_holder_is_not_blamed_and_is_tried_again_while_it_is_silent() -> None:

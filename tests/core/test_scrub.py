@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from ray_ckpt.core import scrub
+from ray_ckpt.core import rate_budget, scrub
 from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.messages import REMOTE, Scrub, ScrubEnded
-from ray_ckpt.core.rate_budget import Budget
-from ray_ckpt.core.scrub import AGAIN_S, MAX_TRIES, SCRUB_TIMEOUT_S, Scrubs
+from ray_ckpt.core.rate_budget import LEAST_BYTES_PER_S, SLACK_S, Budget
+from ray_ckpt.core.scrub import AGAIN_S, MAX_TRIES, Scrubs
 from ray_ckpt.format.records import Verified
 from ray_ckpt.types import CheckpointInfo, Level
 from tests.core.records import checkpoint, holders_of
@@ -108,9 +108,12 @@ def test_damage_is_followed_by_a_whole_round_later() -> None:
 
 
 def test_damage_that_is_reported_after_the_time_out_spoils_the_round() -> None:
-    scrubs, live, holders = Scrubs(), [checkpoint(7)], holders_of("ab", {7: ("ab",)})
+    """A read may take as long as its bytes at LEAST_BYTES_PER_S."""
+    live = [replace(checkpoint(7), size_bytes=100 * LEAST_BYTES_PER_S)]
+    scrubs, holders = Scrubs(), holders_of("ab", {7: ("ab",)})
     assert next_of(scrubs, live, holders) == "7.0 a"
-    late_s = SCRUB_TIMEOUT_S + 1
+    assert next_of(scrubs, live, holders, now_s=SLACK_S + 100) == ""
+    late_s = SLACK_S + 101
     assert next_of(scrubs, live, holders, now_s=late_s) == "7.0 b"
     scrubs.ended(ended("7.0 a", "shard-0"))
     scrubs.ended(ended("7.0 b"))
@@ -388,7 +391,7 @@ def test_everything_is_read_in_the_time_that_its_bytes_need(seed: int) -> None:
 @pytest.mark.parametrize("seed", every_few(range(60)))
 def test_bad_copies_are_found_whatever_else_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrub, "AGAIN_S", 20.0)
-    monkeypatch.setattr(scrub, "SCRUB_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(rate_budget, "SLACK_S", 30.0)
     world = World(seed)
     for _ in range(1500):
         world.disturb()

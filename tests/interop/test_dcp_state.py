@@ -224,7 +224,7 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_named() -> None:
     )
     ticket = RestoreTicket(session_key=(1, 1), checkpoint=checkpoint, damage=("fragment 0 is damaged",))
     with pytest.raises(RestoreError, match="state of rank 0 cannot be read") as caught:
-        ItemReader(LocalLink(), {}).saved(ticket)
+        ItemReader(LocalLink(), {}).saved(lambda: ticket)
     assert caught.value.fields["damage"] == ("fragment 0 is damaged",)
 
 

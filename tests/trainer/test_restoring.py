@@ -19,10 +19,10 @@ from ray_ckpt.format.names import make_attempt
 from ray_ckpt.plan.restore import plan_restore
 from ray_ckpt.restore.manifest import ListedRows, MappedManifest
 from ray_ckpt.restore.reader import RestoreTicket
-from ray_ckpt.trainer import rank_items
+from ray_ckpt.trainer import item_reader, rank_items
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import Connection, set_connection
-from ray_ckpt.trainer.item_reader import ItemReader
+from ray_ckpt.trainer.item_reader import REREAD_S, ItemReader
 from ray_ckpt.types import CheckpointInfo, Level, ManifestRow, RankRestore, RestoredPart
 from tests.capture.local import LocalLink
 
@@ -198,3 +198,54 @@ def test_a_whole_manifest_that_cannot_be_read_is_damage_of_the_checkpoint(tmp_pa
     gone = replace(ticket, manifest=MappedManifest(path="/proc/self/fd/9999", parts=()))
     report, _ = ItemReader(link, {}).read_all(gone)
     assert "cannot be mapped" in report.damage[0]
+
+
+@dataclass
+class Away(LocalLink):
+    """The agent does not reach the manifest at the first `away` requests."""
+
+    away: int = 0
+    requests: int = 0
+
+    def ticket(self) -> RestoreTicket:
+        self.requests += 1
+        ticket = LocalLink.ticket(self)
+        if self.requests > self.away:
+            return ticket
+        return replace(ticket, manifest=None, damage=("manifest",), is_unreachable=True)
+
+
+@pytest.mark.parametrize("away", [0, 1, len(REREAD_S)])
+def test_saved_state_is_read_again_while_a_source_is_not_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: int
+) -> None:
+    monkeypatch.setattr(item_reader, "REREAD_S", [0.001] * len(REREAD_S))
+    link = Away(given=saved_model(tmp_path).given, away=away)
+    ckpt = checkpointer_of(link, model_of(0.0))
+    saved = ckpt.saved()
+    assert saved is not None and "model" in saved.trees
+    assert link.requests == away + 1
+    ckpt.close()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_saved_state_that_is_lost_or_stays_away_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    monkeypatch.setattr(item_reader, "REREAD_S", [0.001] * len(REREAD_S))
+    given = saved_model(tmp_path).given
+    if is_damaged:
+        given = replace(given, damage=("manifest",))
+    link = Away(given=given, away=0 if is_damaged else 1000)
+    ckpt = checkpointer_of(link, model_of(0.0))
+    with pytest.raises(RestoreError, match="state of rank 0 cannot be read") as caught:
+        ckpt.saved()
+    assert caught.value.fields["damage"] == ("manifest",)
+    assert link.requests == (1 if is_damaged else 1 + len(REREAD_S))
+    ckpt.close()
+
+
+def test_no_state_is_read_in_a_new_run() -> None:
+    ckpt = checkpointer_of(LocalLink(), model_of(0.0))
+    assert ckpt.saved() is None
+    ckpt.close()
