@@ -26,7 +26,7 @@ from ray_ckpt.format.names import PARITY_PREFIX, is_still_name
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, ParityGroup
 
 MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
-RESTORE_FIRST_S = 60.0  # after a loss; until then repair leaves disks, network and cores to the restore
+RESTORE_FIRST_S = 30.0  # after a loss; until then repair leaves disks, network and cores to the restore
 MAX_DAMAGED = 1000  # damaged copies that are remembered, so that their repair is counted
 
 
