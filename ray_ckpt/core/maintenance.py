@@ -26,7 +26,8 @@ from ray_ckpt.format.names import PARITY_PREFIX, is_still_name
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, ParityGroup
 
 MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
-RESTORE_FIRST_S = 30.0  # after a loss; until then repair leaves disks, network and cores to the restore
+RESTART_S = 30.0  # after a loss, repair waits for the next group to begin: it would slow the start
+RESTORE_S = 120.0  # after a loss, repair leaves disks, network and cores to a group that restores
 MAX_DAMAGED = 1000  # damaged copies that are remembered, so that their repair is counted
 
 
@@ -81,15 +82,16 @@ class Maintenance:
         """Yield the work that is due; call while no record is pending and a group has the run.
 
         `busy` are the attempts that uploads or the current session read. From the loss of a node until the
-        next group trains, repair waits for up to RESTORE_FIRST_S, but not with copies of what leaves.
+        next group trains, repair waits, but not with copies of what leaves; see RESTART_S and RESTORE_S.
         """
         context = self._context
         period_s = context.paced(MAINTENANCE_S)
         self._next_s = context.now_s + period_s
         if self._lost_s is None:
             self._lost_s = context.now_s
-        is_recovering = not is_training or not context.holders.live.issuperset(context.session_nodes())
-        is_waiting = is_recovering and context.now_s < self._lost_s + RESTORE_FIRST_S
+        is_intact = context.holders.live.issuperset(context.session_nodes())
+        wait_s = RESTORE_S if not is_training else 0.0 if is_intact else RESTART_S
+        is_waiting = context.now_s < self._lost_s + wait_s
         self._copying.set_rate(0 if is_waiting else context.options.repair_bytes_per_s, period_s)
         self._reading.set_rate(context.options.scrub_bytes_per_s, period_s)
         yield from self._evict(busy)

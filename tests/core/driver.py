@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from ray_ckpt.config import Resume, RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.maintenance import RESTORE_FIRST_S
+from ray_ckpt.core.maintenance import RESTART_S
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.run_machine import RunMachine
 from ray_ckpt.core.values import (
@@ -264,8 +264,8 @@ class Harness:
         return self.feed(m.NodesSeen(live=frozenset(self.live)))
 
     def lose_long_ago(self, *nodes: str) -> tuple[m.Effect, ...]:
-        """As `lose`; then so much time passes that repair no longer waits for a restore."""
-        seconds = int(RESTORE_FIRST_S)  # one by one: the upkeep is as slow as the ticks
+        """As `lose`; then so much time passes that repair no longer waits for a group."""
+        seconds = int(RESTART_S)  # one by one: the upkeep is as slow as the ticks
         return (*self.lose(*nodes), *(effect for _ in range(seconds) for effect in self.tick(1.0)))
 
     # -- saves, as events ------------------------------------------------------------------------------

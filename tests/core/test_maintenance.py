@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.maintenance import MAINTENANCE_S, RESTORE_FIRST_S
+from ray_ckpt.core.maintenance import MAINTENANCE_S, RESTART_S, RESTORE_S
 from ray_ckpt.core.repair import LOST_AFTER_S
 from ray_ckpt.core.scrub import MAX_TRIES
 from ray_ckpt.core.values import DiskSpace, RankProgress
@@ -105,12 +105,13 @@ def test_copies_are_made_again_while_a_group_does_not_come_to_train(has_group: b
     run.save(10)
     run.lose("b")
     found: list[m.Replicate] = []
-    for _ in range(int(RESTORE_FIRST_S) - 1):
+    for _ in range(int(RESTORE_S if has_group else RESTART_S) - 1):
         if has_group:  # each fails soon
             run.feed(run.group("ac"))
         found += of(look(run), m.Replicate)
     assert not found
-    run.feed(run.group("ac"))
+    if has_group:
+        run.feed(run.group("ac"))
     assert {c.node_index for c in of((*look(run), *look(run)), m.Replicate)} == {0, 1}
 
 

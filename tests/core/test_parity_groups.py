@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.drain import COMPUTED_S
 from ray_ckpt.core.holders import Holders
-from ray_ckpt.core.maintenance import RESTORE_FIRST_S
+from ray_ckpt.core.maintenance import RESTART_S
 from ray_ckpt.core.parity_files import tolerance
 from ray_ckpt.core.placement import crowded_domain, place_groups
 from ray_ckpt.core.repair import RETRY_S
@@ -316,7 +316,7 @@ def test_two_members_that_are_lost_get_a_node_each() -> None:
     domains = {**dict.fromkeys("abcde", "left"), "f": "right"}
     run.feed(m.NodesSeen(live=frozenset("abcdef"), domains=domains))
     run.feed(m.NodesSeen(live=frozenset("cdef"), domains=domains))
-    codes = rebuild(run, run.tick(RESTORE_FIRST_S))
+    codes = rebuild(run, run.tick(RESTART_S))
     assert {code.node_id for code in codes if not code.is_parity} == {"e", "f"}
     assert len(codes) == 4
     assert tolerated(run, 10) == 2
@@ -371,7 +371,7 @@ def test_repair_ends_with_a_node_for_each_member_if_there_are_enough(
                 effects += run.feed(read(m.Scrub(attempt=attempt, node_index=member, place=place), *files))
         draining &= live
         effects += run.feed(m.NodesSeen(live=live, draining=draining))
-        effects += run.tick(RESTORE_FIRST_S)  # no group restores any more
+        effects += run.tick(RESTART_S)  # repair waits for no group any more
         for _ in range(30):
             copies, codes = of(effects, m.Replicate), of(effects, m.Code)
             effects = [*run.feed(*map(arrived, copies), *map(coded, codes)), *run.tick(2.0)]
