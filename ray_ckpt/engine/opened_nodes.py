@@ -119,7 +119,8 @@ class OpenedNodes:
             if opening.pending is None and self._host.machine.is_open:
                 self._begin(number, opening)
             elif opening.pending is not None and self._is_late(opening, opening.pending):
-                log.warning("%s does not answer yet: the group does not wait for it", names_of(opening.pending))
+                late = names_of(opening.pending)
+                log.warning("%s does not answer yet: the group does not wait for it", late)
                 self._end(number, opening, is_late=True)
         if not self.is_ready:  # the log is still being opened
             return
