@@ -49,7 +49,8 @@ class Maintenance:
         self._scrubs = Scrubs()
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
         self._next_s = self._next_compute_s = 0.0
-        self._lost_s: float | None = None  # time of the last loss; at first, of the first call of `decide`
+        self._lost_s: float | None = None  # time of the first loss since a group trained with all its nodes,
+        self._has_trained = False  # or of the first call of `decide`; and whether a group has since then
         self._disks: dict[str, DiskSpace] = {}  # by node; readings not used yet
         self._last_disks: dict[str, DiskSpace] = {}  # by node; the last readings
         self._crowded: set[str] = set()  # nodes with full disks and nothing to evict, by their last readings
@@ -82,7 +83,7 @@ class Maintenance:
         """Yield the work that is due; call while no record is pending and a group has the run.
 
         `busy` are the attempts that uploads or the current session read. From the loss of a node until the
-        next group trains, repair waits, but not with copies of what leaves; see RESTART_S and RESTORE_S.
+        next group trains, repair waits, unless nodes are leaving; see RESTART_S and RESTORE_S.
         """
         context = self._context
         period_s = context.paced(MAINTENANCE_S)
@@ -90,8 +91,9 @@ class Maintenance:
         if self._lost_s is None:
             self._lost_s = context.now_s
         is_intact = context.holders.live.issuperset(context.session_nodes())
+        self._has_trained |= is_training and is_intact
         wait_s = RESTORE_S if not is_training else 0.0 if is_intact else RESTART_S
-        is_waiting = context.now_s < self._lost_s + wait_s
+        is_waiting = not context.draining and context.now_s < self._lost_s + wait_s
         self._copying.set_rate(0 if is_waiting else context.options.repair_bytes_per_s, period_s)
         self._reading.set_rate(context.options.scrub_bytes_per_s, period_s)
         yield from self._evict(busy)
@@ -412,8 +414,8 @@ class Maintenance:
         self._last_disks |= disks
 
     def nodes_changed(self, lost: frozenset[str]) -> None:
-        if lost:
-            self._lost_s = self._context.now_s
+        if lost and self._has_trained:
+            self._lost_s, self._has_trained = self._context.now_s, False
         self._repairs.lost(lost)
         self._coding.lost(lost)
         self._context.holders.parity.makers_lost(lost)

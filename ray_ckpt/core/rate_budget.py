@@ -6,9 +6,9 @@ LEAST_BYTES_PER_S = 10 << 20  # slower work counts as stuck, as a slower peer do
 SLACK_S = 600.0  # time of such work beyond that of its bytes: busy disks and peers
 
 
-def longest_s(nbytes: float, limit_bytes_per_s: float | None = None) -> float:
+def longest_s(nbytes: float, limit_bytes_per_s: float | None = None, *, slack_s: float = SLACK_S) -> float:
     """Return the time after which a read or a copy of `nbytes` at the rate of a limit counts as failed."""
-    return SLACK_S + nbytes / min(LEAST_BYTES_PER_S, limit_bytes_per_s or LEAST_BYTES_PER_S)
+    return slack_s + nbytes / min(LEAST_BYTES_PER_S, limit_bytes_per_s or LEAST_BYTES_PER_S)
 
 
 class Budget:

@@ -28,6 +28,7 @@ from ray_ckpt.core.rate_budget import Budget, longest_s
 from ray_ckpt.format.records import Verified
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
+SLACK_S = 1800.0  # time of a read beyond that of a mean fragment: busy disks, larger fragments, parity files
 MAX_TRIES = 3  # failed reads of one copy; after these a round cannot verify the checkpoint
 AGAIN_S = 3600.0  # least time between two rounds of a checkpoint, good or bad: time for repairs
 
@@ -109,7 +110,7 @@ class Scrubs:
 
     def _start(self, scrub: Scrub, checkpoint: CheckpointInfo, now_s: float, *, is_of_round: bool) -> None:
         self._running, self._is_of_round = scrub, is_of_round
-        self._until_s = now_s + longest_s(_mean_bytes(checkpoint))
+        self._until_s = now_s + longest_s(_mean_bytes(checkpoint), slack_s=SLACK_S)
 
     def suspect(self, scrub: Scrub) -> None:
         """Read this copy next; on the storage path, once its checkpoint is durable.

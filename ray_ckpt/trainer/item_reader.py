@@ -84,8 +84,8 @@ class ItemReader:
     def saved(self, find_ticket: Callable[[], RestoreTicket | None]) -> SavedState | None:
         """Return the saved items of this rank without a byte of their tensors; None without a ticket.
 
-        While a source of them is not reached, they are read again, with a new ticket each time and after each
-        of REREAD_S. Raises RestoreError if they cannot be read from any source.
+        While a source of them is not reached, they are read again after each of REREAD_S. Raises RestoreError
+        if they cannot be read from any source.
         """
         pauses_s = list(reversed(REREAD_S))
         while (ticket := find_ticket()) is not None:

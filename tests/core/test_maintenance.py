@@ -126,6 +126,32 @@ def test_a_new_coordinator_lets_the_group_restore_first() -> None:
     assert {c.node_index for c in of(look(run), m.Replicate)} == {0, 1}
 
 
+def test_a_series_of_losses_does_not_keep_repair_from_beginning() -> None:
+    run = run_on("abcdefgh")
+    run.save(10)
+    run.lose("b")
+    for node in "fgh":  # each while the group restores
+        run.feed(run.group("ac"))
+        for _ in range(int(RESTORE_S / 3) - 1):
+            assert not of(look(run), m.Replicate)
+        run.lose(node)
+    effects = [effect for _ in range(5) for effect in look(run)]
+    assert {copy.node_index for copy in of(effects, m.Replicate)} == {0, 1}
+
+
+def test_a_loss_after_the_group_has_trained_with_all_its_nodes_counts_anew() -> None:
+    run = run_on("abcd")
+    run.save(10)
+    run.lose("b")
+    run.open("ac")
+    carry_out(run, of(look(run), m.Replicate))
+    run.save(20)
+    run.tick(RESTORE_S)
+    assert not of((*run.lose("c"), *look(run)), m.Replicate)
+    run.open("ad")
+    assert of(look(run), m.Replicate)
+
+
 def test_what_a_node_takes_along_when_it_leaves_is_copied_while_the_group_restores() -> None:
     run = run_on("abcd")
     run.save(10)

@@ -242,3 +242,14 @@ def test_a_node_that_computes_is_needed() -> None:
     save(run, 10)
     (order,) = of([*run.lose_long_ago("b"), *run.tick(2.0)], m.Code)
     assert order.node_id == "e" and "e" in run.machine.view.needed_nodes()
+
+
+def test_what_is_lost_is_computed_before_a_node_of_its_group_leaves() -> None:
+    """Also while the next group restores: later there may be too few files."""
+    run = harness("abcdef")
+    save(run, 10)
+    run.lose("b")
+    run.feed(run.group("aef"))
+    assert not of(run.tick(2.0), m.Code)
+    leaving = m.NodesSeen(live=frozenset(run.live), draining=frozenset("c"))
+    assert {code.node_index for code in of((*run.feed(leaving), *run.tick(2.0)), m.Code)} == {1}

@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from ray_ckpt.core import rate_budget, scrub
+from ray_ckpt.core import scrub
 from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.messages import REMOTE, Scrub, ScrubEnded
-from ray_ckpt.core.rate_budget import LEAST_BYTES_PER_S, SLACK_S, Budget
-from ray_ckpt.core.scrub import AGAIN_S, MAX_TRIES, Scrubs
+from ray_ckpt.core.rate_budget import LEAST_BYTES_PER_S, Budget
+from ray_ckpt.core.scrub import AGAIN_S, MAX_TRIES, SLACK_S, Scrubs
 from ray_ckpt.format.records import Verified
 from ray_ckpt.types import CheckpointInfo, Level
 from tests.core.records import checkpoint, holders_of
@@ -391,7 +391,7 @@ def test_everything_is_read_in_the_time_that_its_bytes_need(seed: int) -> None:
 @pytest.mark.parametrize("seed", every_few(range(60)))
 def test_bad_copies_are_found_whatever_else_happens(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrub, "AGAIN_S", 20.0)
-    monkeypatch.setattr(rate_budget, "SLACK_S", 30.0)
+    monkeypatch.setattr(scrub, "SLACK_S", 30.0)
     world = World(seed)
     for _ in range(1500):
         world.disturb()
