@@ -50,7 +50,7 @@ SILENT_SEEDS = range(60)  # of `silences`
 FIRST_SEEDS = {  # before which no schedule shows the bug; a change of the schedules moves them
     "a_group_is_not_found_by_its_reports": 1005841,
     "a_late_start_replaces_a_newer_session": 44,
-    "a_node_comes_to_a_barrier_with_its_first_rank": 85,
+    "a_node_comes_to_a_barrier_with_its_first_rank": 174,
     "a_relay_that_dies_takes_orders_along": 155,
     "a_salvage_ignores_classes": 439,
     "a_session_ends_with_its_job": 59,
