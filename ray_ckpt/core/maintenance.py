@@ -49,8 +49,8 @@ class Maintenance:
         self._scrubs = Scrubs()
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
         self._next_s = self._next_compute_s = 0.0
-        self._lost_s: float | None = None  # time of the first loss since a group trained with all its nodes,
-        self._has_trained = False  # or of the first call of `decide`; and whether a group has since then
+        self._lost_s: float | None = None  # first loss since a group trained with all its nodes, or first call
+        self._has_trained = False  # a group has trained with all its nodes since `_lost_s`
         self._disks: dict[str, DiskSpace] = {}  # by node; readings not used yet
         self._last_disks: dict[str, DiskSpace] = {}  # by node; the last readings
         self._crowded: set[str] = set()  # nodes with full disks and nothing to evict, by their last readings
