@@ -49,7 +49,7 @@ class Maintenance:
         self._scrubs = Scrubs()
         self._copying, self._reading = Budget(0, 0), Budget(0, 0)
         self._next_s = self._next_compute_s = 0.0
-        self._lost_s: float | None = None  # first loss since a group trained with all its nodes, or first call
+        self._lost_s: float | None = None  # first loss since a group trained with all nodes, or first call
         self._has_trained = False  # a group has trained with all its nodes since `_lost_s`
         self._disks: dict[str, DiskSpace] = {}  # by node; readings not used yet
         self._last_disks: dict[str, DiskSpace] = {}  # by node; the last readings
