@@ -351,9 +351,12 @@ def test_a_computation_may_take_as_long_as_its_bytes() -> None:
         places=places,
         read_bytes=360 * 10**9,
     )
-    story.harness_effect(code)
-    (call,) = (call for call in story.ports.calls if call.work is code)
-    assert call.bound_s > 360e9 / 100e6
+    for rate in (None, 1 << 20):
+        story.host.machine.options = RunOptions(replicate_bytes_per_s=rate)
+        story.harness_effect(code)
+    usual, slow = (call.bound_s for call in story.ports.calls if call.work is code)
+    assert usual > 360e9 / 100e6
+    assert slow > 360e9 / (1 << 20)
 
 
 # -- idle agents -------------------------------------------------------------------------------------
