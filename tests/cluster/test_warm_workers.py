@@ -56,7 +56,10 @@ def train_loop(config: dict[str, Any]) -> None:
         time.sleep(0.1)
 
 
-def test_the_ranks_of_the_next_group_have_waited_for_it(no_cluster: None, tmp_path: Path) -> None:
+def test_the_ranks_of_the_next_group_have_waited_for_it(
+    no_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # so torch starts with as many threads as cores
     lines = tmp_path / "lines.jsonl"
     warm = WarmWorkers(MODULE)
     trainer = TorchTrainer(
