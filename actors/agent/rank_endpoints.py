@@ -81,9 +81,10 @@ class RankEndpoints:
     async def reserve(self, run_uid: str, rank: int, size_bytes: int, named: bool) -> None:
         """Raise InsufficientSpace unless the arena fits in memory, and two checkpoints with copies on disk.
 
-        `named` means that the arena has to be in /dev/shm.
+        Waits for the session to begin. `named` means that the arena has to be in /dev/shm.
         """
         run = self._runs.get(run_uid)
+        await run.current_restore()
         await run.memory.freeing.wait()
         run.reserve(rank, size_bytes, named=named)
 

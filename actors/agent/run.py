@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -20,12 +21,14 @@ from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.values import SessionKey, SessionNode, SessionPlan, Token
 from ray_ckpt.engine.node_host import NodeHost
 from ray_ckpt.engine.node_ports import CallerLeft, NodeHostEvent, OrderReceived, SessionAwaited
-from ray_ckpt.errors import RunSuperseded, Unavailable
+from ray_ckpt.errors import InsufficientSpace, RunSuperseded, Unavailable
 from ray_ckpt.storage.local.direct import Written
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.trainer.link import StepState
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.types import AttemptId, FileEntry
+
+log = logging.getLogger("ray_ckpt.agent")
 
 CHECK_THREADS = 2  # concurrent checks and scrubs of the storage path
 DRAIN_THREADS = 2  # concurrent uploads; each holds some 200 MiB of parts and read-ahead
@@ -180,7 +183,11 @@ class NodeRun:
         return sent
 
     def reserve(self, rank: int, size_bytes: int, *, named: bool) -> None:
-        """Raise InsufficientSpace unless the arena of a rank and two checkpoints with copies fit."""
+        """Raise InsufficientSpace unless the arena of a rank and two checkpoints with copies fit.
+
+        On disk that holds for a run without a checkpoint. A later group also has the files of earlier
+        checkpoints, which retention deletes as new ones come; a save that does not fit costs that save only.
+        """
         ranks = self.machine.here.ranks if self.machine.here else (rank,)
         options = self.spec.options
         self.memory.reserve(
@@ -192,7 +199,14 @@ class NodeRun:
             prefetched_bytes=self.restore.prefetched_bytes if self.restore is not None else 0,
         )
         needed = math.ceil(2 * size_bytes * len(ranks) * (1 + self._copied_ratio()))
-        self.check_space(needed, what="Two checkpoints with copies", is_one_file=False)
+        try:
+            self.check_space(needed, what="Two checkpoints with copies", is_one_file=False)
+        except InsufficientSpace as error:
+            plan = self.machine.plan
+            if plan is None or plan.resume is None or plan.resume.checkpoint.id.run_uid != self.run_uid:
+                raise
+            if rank == ranks[0]:
+                log.warning("saves of this group may not fit on this node: %s", error)
 
     def _copied_ratio(self) -> float:
         """Bytes that this node stores for other nodes, for each byte of its own: more in a small group."""

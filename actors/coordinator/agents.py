@@ -7,10 +7,10 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -27,9 +27,11 @@ from ray_ckpt.errors import CheckpointError
 from ray_ckpt.transport.credentials import ServiceKeys
 
 log = logging.getLogger("ray_ckpt.coordinator")
+T = TypeVar("T")
 
 AGENT_START_S = 120.0  # longest start of an agent; a cold node imports torch first
 AGENT_CALL_S = 60.0  # longest wait for an answer from an agent
+LATE_S = 10.0  # longest wait for agents that hang, once others have answered a restarted coordinator
 CARD_S = 5.0  # short, for calls whose results only status shows
 
 
@@ -66,12 +68,21 @@ class Agents:
         return tuple(sorted((await self.cluster.now()).live))
 
     async def find(self) -> tuple[ServiceCard, ...]:
-        """Find the agents of an earlier coordinator, and take over their keys and service."""
+        """Find the agents of an earlier coordinator, and take over their keys and service.
+
+        Agents that have not answered after LATE_S are in `silent` then, if others have the groups of all runs.
+        """
         actors = await in_thread(self._control_io, partial(ray.util.list_named_actors, all_namespaces=True))
         prefix = names.AGENT_PREFIX
         nodes = {a["name"].removeprefix(prefix) for a in actors if a["name"].startswith(prefix)}
         live = sorted(nodes.intersection(await self.live_nodes()))
-        found = [card for card in await asyncio.gather(*map(self.ask, live)) if card is not None]
+        asked = {node: asyncio.ensure_future(self.ask(node)) for node in live}
+        done = await first_answers(asked.values(), _have_groups)
+        for node, call in asked.items():
+            if call not in done:
+                call.cancel()
+                self.silent[node] = time.monotonic()
+        found = [card for call in asked.values() if call in done and (card := call.result()) is not None]
         for card in found:
             self.keys, self.service = card.keys, card.service
         return tuple(found)
@@ -206,3 +217,22 @@ class Agents:
         answer: Awaitable[None] = self._actors[node].exit.remote(orders)
         self.forget(node)
         return answer
+
+
+async def first_answers(
+    calls: Iterable[asyncio.Future[T]], are_enough: Callable[[list[T]], bool]
+) -> set[asyncio.Future[T]]:
+    """Wait LATE_S for calls, and then for the rest unless the answers are enough; return those that ended."""
+    asked = set(calls)
+    if not asked:
+        return asked
+    done, late = await asyncio.wait(asked, timeout=LATE_S)
+    if late and not are_enough([call.result() for call in done]):
+        done |= (await asyncio.wait(late))[0]
+    return done
+
+
+def _have_groups(cards: list[ServiceCard | None]) -> bool:
+    """Return whether there are runs, and each has a group at work on one of these agents."""
+    runs = [run for card in cards if card is not None for run in card.runs]
+    return bool(runs) and {r.run_uid for r in runs} == {r.run_uid for r in runs if r.plan is not None}

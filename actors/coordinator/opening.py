@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Callable
 
+from ray_ckpt.actors.coordinator.agents import first_answers
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.ports import STORE_TIMEOUT_S
 from ray_ckpt.actors.coordinator.run import Run
@@ -94,7 +95,7 @@ class RunOpener:
     ) -> Run:
         """Read the run's log to its end; append this coordinator's epoch if it may own the run."""
         engine = self._engine
-        marks = await self._read_marks(spec)
+        marks = await self._read_marks(spec, is_at_work=found is not None)
         for _ in range(OPEN_LOG_TRIES):
             run = engine.new_run(spec)
             if owner is None:  # it was open before, so it has a log
@@ -129,12 +130,17 @@ class RunOpener:
             hint="Check that the storage path is healthy and that no other cluster runs it, then try again.",
         )
 
-    async def _read_marks(self, spec: RunSpec) -> tuple[RunMark, ...]:
-        """Return the marks of runs of this name on the nodes' disks."""
+    async def _read_marks(self, spec: RunSpec, *, is_at_work: bool) -> tuple[RunMark, ...]:
+        """Return the marks of runs of this name on the nodes' disks; of all nodes unless a group is at work."""
         agents = self._engine.agents
-        nodes = await agents.live_nodes()
-        answers = await asyncio.gather(*(agents.request(node, "read_marks", spec) for node in nodes))
-        return tuple(mark for found in answers for mark in found or ())
+        calls = [
+            asyncio.ensure_future(agents.request(node, "read_marks", spec))
+            for node in await agents.live_nodes()
+        ]
+        done = await first_answers(calls, lambda answers: is_at_work and any(answers))
+        for late in set(calls) - done:
+            late.cancel()
+        return tuple(mark for call in done for mark in call.result() or ())
 
 
 def _check_mounted(tier: RemoteTier) -> None:

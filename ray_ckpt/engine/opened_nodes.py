@@ -35,6 +35,7 @@ OPEN_S = 240.0  # longest opening of a node: two starts of an agent
 FAILED_AGAIN_S = 30.0  # until a node that had an error is tried again; doubled after each error
 MAX_FAILED_S = 1800.0  # FAILED_AGAIN_S doubles up to this
 SLOW_NODE_S = 10.0  # for which a run's later groups wait for nodes that are not their own
+MAX_FINDS = 6  # tries to find a group at work, 5 s apart, until it goes on without its nodes with errors
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class OpenedNodes:
         self.skipped: set[str] = set()  # nodes that failed or are idle, until the next group opens
         self.is_ready = False  # the run has been opened on all nodes
         self._failed: dict[str, tuple[float, float]] = {}  # node with an error -> next try, pause before it
+        self._late: set[str] = set()  # nodes without which a round has ended, until they answer
         self._joining: set[str] = set()  # nodes on which the run is being opened since they joined
         self._is_released = False  # the launcher has ended the run, and the agents were notified
         self._seen = m.NodesSeen(live=frozenset())  # the cluster at the last look
@@ -95,7 +97,8 @@ class OpenedNodes:
 
         The round begins when this coordinator's epoch is in the log. An error of a node ends the round,
         except for nodes that a group of a run that has had one before can do without; see `_may_leave_out`.
-        A launcher of such a run waits SLOW_NODE_S for nodes that are not of its group.
+        A launcher of such a run waits SLOW_NODE_S for nodes that are not of its group, and so does a restarted
+        coordinator that finds a group at work.
         """
         self._num_rounds += 1
         self._rounds[self._num_rounds] = _Round(event)
@@ -115,12 +118,14 @@ class OpenedNodes:
     def seen(self, event: m.NodesSeen) -> None:
         """Handle a reading of the cluster: open the run on new nodes, or release the run after its end."""
         self._seen = event
+        self._late &= event.live
         for number, opening in list(self._rounds.items()):
             if opening.pending is None and self._host.machine.is_open:
                 self._begin(number, opening)
             elif opening.pending is not None and self._is_late(opening, opening.pending):
                 late = names_of(opening.pending)
                 log.warning("%s does not answer yet: the group does not wait for it", late)
+                self._late |= opening.pending
                 self._end(number, opening, is_late=True)
         if not self.is_ready:  # the log is still being opened
             return
@@ -224,6 +229,7 @@ class OpenedNodes:
         error = answer.failure.error if answer.failure is not None else None
         if inventory is not None:
             opening.inventories[call.node] = inventory
+            self._late.discard(call.node)
             if call.node not in opening.renewed:  # otherwise the inventory is that of the previous agent
                 self.has_session(call.node, inventory.plan)
         elif error is not None and self._may_leave_out(call.node, error, opening.event):
@@ -289,9 +295,12 @@ class OpenedNodes:
         return is_path or not self._is_needed(node, event)
 
     def _is_needed(self, node: str, event: Waiting) -> bool:
-        """Return whether an event cannot go on without a node."""
+        """Return whether an event cannot go on without a node.
+
+        A group at work goes on without a node whose disk takes no write, since saves are all that it costs.
+        """
         if isinstance(event, GroupFound):
-            return node in self._members_of(event.plan)
+            return event.num_tries < MAX_FINDS and node in self._members_of(event.plan)
         if self._host.machine.history.session is None:
             return True
         match event:
@@ -305,13 +314,16 @@ class OpenedNodes:
     def _is_late(self, opening: _Round, pending: Set[str]) -> bool:
         """Return whether a group has waited long enough for nodes that it can do without.
 
-        The agent of a node that has not opened the run before may be starting.
+        The agent of a node that has not opened the run before may be starting, and a new group waits for it.
         """
         if self._host.ports.now_s() - opening.asked_s < SLOW_NODE_S:
             return False
         match opening.event:
             case GroupRequested() | RunOpened(checks_storage=False) as event:
-                return pending <= self.opened and not any(self._is_needed(node, event) for node in pending)
+                is_starting = not pending <= self.opened | self._late
+                return not is_starting and not any(self._is_needed(node, event) for node in pending)
+            case GroupFound(plan=plan):
+                return not pending & self._members_of(plan)
             case InventoryDue():
                 return not pending & self._host.machine.view.opening_nodes
             case _:
@@ -334,6 +346,7 @@ class OpenedNodes:
         if inventory is not None:
             self.skipped.discard(node)
             self._failed.pop(node, None)
+            self._late.discard(node)
             self.opened |= {node}
             self.has_session(node, inventory.plan)
             for opening in self._rounds.values():

@@ -148,6 +148,7 @@ class GroupFound:
     """
 
     plan: SessionPlan
+    num_tries: int = 0  # that a node of the group has ended with an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

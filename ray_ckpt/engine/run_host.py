@@ -10,6 +10,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Set
+from dataclasses import replace
 from typing import TypeAlias
 
 from ray_ckpt.core import messages as m
@@ -370,10 +371,14 @@ class RunHost:
                 self._recover(event, found)
 
     def _recover(self, event: GroupFound, found: dict[str, Inventory] | Exception) -> None:
-        """Continue with the group of an earlier coordinator, unless the log is of another run."""
+        """Continue with the group of an earlier coordinator, unless the log is of another run.
+
+        After an error of a node of the group, this is tried again; see `OpenedNodes`.
+        """
         is_ours = event.plan.run_uid == self.machine.history.run_uid
         if isinstance(found, Exception) and is_ours:
-            self.ports.later(TAKE_OVER_AGAIN_S, event)
+            self._found = replace(event, num_tries=event.num_tries + 1)
+            self.ports.later(TAKE_OVER_AGAIN_S, self._found)
             return
         self._found = None
         if is_ours and not isinstance(found, Exception):

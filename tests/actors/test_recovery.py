@@ -238,6 +238,62 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("has_group", [True, False])
+def test_agents_that_hang_are_not_waited_for_once_the_groups_of_all_runs_are_found(
+    has_group: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that has the run without its group may have answered before the agents of the group."""
+    restart = Restart(monkeypatch, "ab")
+    monkeypatch.setattr("ray_ckpt.actors.coordinator.agents.LATE_S", 0.05)
+
+    async def restarted() -> None:
+        thawed = asyncio.Event()
+
+        async def ask(node: str) -> ServiceCard | None:
+            if node == "b":
+                await thawed.wait()
+                return None
+            (run,) = restart.card.runs
+            return replace(restart.card, runs=(run if has_group else replace(run, plan=None),))
+
+        monkeypatch.setattr(restart.engine.agents, "ask", ask)
+        finding = asyncio.ensure_future(restart.engine.agents.find())
+        await asyncio.sleep(0.5)
+        assert finding.done() == has_group
+        assert restart.engine.agents.silent.keys() == ({"b"} if has_group else set())
+        thawed.set()
+        assert [card.service for card in await finding] == ["old"]
+
+    asyncio.run(restarted())
+
+
+@pytest.mark.parametrize("is_at_work", [True, False])
+def test_the_mark_of_a_node_that_hangs_is_not_waited_for_while_a_group_is_at_work(
+    is_at_work: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restart = Restart(monkeypatch, "ab")
+    monkeypatch.setattr("ray_ckpt.actors.coordinator.agents.LATE_S", 0.05)
+    mark = RunMark(run_uid="0" * 32, epoch=3)
+
+    async def read() -> tuple[RunMark, ...]:
+        thawed = asyncio.Event()
+
+        async def request(node: str, method: str, spec: RunSpec) -> tuple[RunMark, ...]:
+            if node == "b":
+                await thawed.wait()
+            return (mark,)
+
+        monkeypatch.setattr(restart.engine.agents, "request", request)
+        opener = RunOpener(restart.engine, lambda: None)
+        reading = asyncio.ensure_future(opener._read_marks(SPEC, is_at_work=is_at_work))
+        await asyncio.sleep(0.5)
+        assert reading.done() == is_at_work
+        thawed.set()
+        return await reading
+
+    assert asyncio.run(read()) == ((mark,) if is_at_work else (mark, mark))
+
+
 def test_an_agent_that_does_not_answer_is_asked_again_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that is saved by time alone sends no report by which it could be found."""
     restart = Restart(monkeypatch)
@@ -383,7 +439,7 @@ def test_a_run_whose_storage_path_is_not_mounted_waits_for_it(
     mount.mkdir()
     opener = RunOpener(engine, lambda: None)
 
-    async def no_marks(_: RunSpec) -> tuple[RunMark, ...]:
+    async def no_marks(_: RunSpec, *, is_at_work: bool) -> tuple[RunMark, ...]:
         return ()
 
     monkeypatch.setattr(opener, "_read_marks", no_marks)

@@ -8,6 +8,7 @@ import pytest
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.values import SessionPlan
+from ray_ckpt.engine.opened_nodes import MAX_FINDS, SLOW_NODE_S
 from ray_ckpt.engine.ports import (
     AgentDied,
     Answered,
@@ -107,7 +108,7 @@ def test_only_one_try_to_find_a_group_goes_on() -> None:
     plan = planned(story)
     story.failures = {"b": BAD}
     story.recover(plan)
-    for _ in range(10):
+    for _ in range(MAX_FINDS - 1):
         story.host.handle(GroupFound(plan=plan))
         story.ports.calls.clear()
         story.tick(TAKE_OVER_AGAIN_S)
@@ -115,6 +116,46 @@ def test_only_one_try_to_find_a_group_goes_on() -> None:
     story.failures = {}
     story.tick(TAKE_OVER_AGAIN_S)
     assert not story.host.is_recovering
+
+
+def test_a_group_goes_on_without_a_node_of_its_own_whose_disk_takes_no_write() -> None:
+    """Otherwise no group could open until somebody looks."""
+    story = trained("abc")
+    plan = planned(story)
+    story.failures = {"b": Failure(text="full", error=OSError(28, "No space left on device"))}
+    story.recover(plan)
+    met = m.BarrierReached(token="barrier", session_key=plan.session_key, number=7, ranks=(0,))
+    story.host.handle(met)
+    for _ in range(MAX_FINDS - 1):
+        story.tick(TAKE_OVER_AGAIN_S)
+    assert story.host.is_recovering
+    story.tick(TAKE_OVER_AGAIN_S)
+    assert not story.host.is_recovering and planned(story) == plan
+    assert story.host.nodes.opened == {"a", "c"}
+    story.request("2", "ac")
+    assert isinstance(story.ports.replies["2"], SessionPlan)
+
+
+def test_a_group_is_found_although_a_node_that_is_not_of_it_hangs() -> None:
+    story = trained("abc")
+    plan = planned(story)
+    story.silent = {"c"}
+    story.recover(plan)
+    story.tick(SLOW_NODE_S / 2)
+    assert story.host.is_recovering
+    story.tick(SLOW_NODE_S)
+    assert not story.host.is_recovering and planned(story) == plan
+    story.request("2")
+    story.tick(SLOW_NODE_S)
+    assert isinstance(story.ports.replies["2"], SessionPlan), "c is waited for no longer than before"
+
+
+def test_a_member_that_hangs_is_waited_for_until_its_call_ends() -> None:
+    story = trained("abc")
+    story.silent = {"b"}
+    story.recover(planned(story))
+    story.tick(SLOW_NODE_S)
+    assert story.host.is_recovering
 
 
 def test_a_member_that_is_slow_to_list_its_files_is_not_dead() -> None:

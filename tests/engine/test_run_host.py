@@ -114,6 +114,23 @@ def test_a_restart_waits_only_a_while_for_nodes_that_are_not_of_the_group() -> N
     story.answer(next(call for call in late if call.node == "c"))
 
 
+def test_each_restart_waits_only_a_while_for_a_node_that_hangs() -> None:
+    story = trained("abc")
+    story.silent = {"c"}
+    for token in ("2", "3", "4"):
+        story.request(token)
+        assert token not in story.ports.replies
+        story.tick(SLOW_NODE_S)
+        assert isinstance(story.ports.replies[token], SessionPlan)
+        story.restore("ab")
+        for call in story.calls(OpenOnNode):
+            if call.node == "c":
+                story.answer(call, Failure(text="its agent does not answer"))
+    story.silent = set()
+    story.tick()
+    assert story.host.nodes.opened == {"a", "b", "c"}
+
+
 def test_a_restart_waits_for_agents_that_are_being_started() -> None:
     """Otherwise the group's copies are placed without them, for all of its session."""
     story = trained("ab")

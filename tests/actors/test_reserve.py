@@ -1,0 +1,59 @@
+"""The check of memory and disk before a group trains; without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ray_ckpt.actors.agent.run import NodeRun
+from ray_ckpt.actors.messages import RunSpec
+from ray_ckpt.config import RunOptions
+from ray_ckpt.core.values import SessionNode
+from ray_ckpt.errors import InsufficientSpace
+from ray_ckpt.storage.local import files
+from ray_ckpt.storage.local.disks import Disks
+
+GB = 10**9
+UID = "0" * 32
+
+
+def node_run(root: Path, resume_of: str | None) -> NodeRun:
+    """Return a run on a node with two ranks, whose group restores a checkpoint of the run `resume_of`."""
+    root.mkdir(mode=0o700)
+    resume = SimpleNamespace(checkpoint=SimpleNamespace(id=SimpleNamespace(run_uid=resume_of)))
+    plan = SimpleNamespace(resume=resume if resume_of else None, group_of=lambda index: None)
+    here = SessionNode(node_id="n", node_index=0, ranks=(2, 3), holders=())
+    machine = cast(Any, SimpleNamespace(plan=plan, here=here))
+    spec = RunSpec(name="full", storage_path=str(root), options=RunOptions(replicas=1, reserve_bytes=0))
+    host = cast(Any, SimpleNamespace(machine=machine))
+    return NodeRun(spec, UID, Disks([root]), lambda run, made: host)
+
+
+@pytest.mark.parametrize("resume_of", [None, "another run", UID])
+def test_a_group_that_has_trained_starts_again_on_a_disk_that_is_full_of_its_checkpoints(
+    resume_of: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = 200 * GB  # two checkpoints of two ranks, each with a copy from another node
+    monkeypatch.setattr(files, "free_bytes", lambda root: free)
+    caplog.set_level(logging.WARNING)
+
+    async def reserve() -> None:
+        run = node_run(tmp_path / str(free), resume_of)
+        monkeypatch.setattr(run.memory, "reserve", lambda *arguments, **options: None)
+        for rank in (2, 3):
+            run.reserve(rank, 25 * GB, named=False)
+
+    asyncio.run(reserve())
+    free -= 1
+    if resume_of != UID:
+        with pytest.raises(InsufficientSpace, match="Two checkpoints with copies"):
+            asyncio.run(reserve())
+        return
+    asyncio.run(reserve())
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("saves of this group may not fit on this node: Two checkpoints with copies")
