@@ -357,6 +357,8 @@ class Checkpointer:
         other value, before anything is done.
         """
         step = self._complete(step, "step")
+        if self._survivor is not None:  # before a save and a report, in which ranks wait for each other
+            self._survivor.keep(step, self._count.mark())
         self._last_metrics |= detached(metrics)
         items = self._require_items()
         is_due = self._is_due(step) or (self._probe is not None and self._probe.due(step))
@@ -366,8 +368,6 @@ class Checkpointer:
             self._check_outcomes(step)
         self._reports.report_if_due(step)
         self._whole_step = step
-        if self._survivor is not None:
-            self._survivor.keep(step, self._count.mark())
         if self._probe is not None:
             self._probe.ended(step, items.items)
 

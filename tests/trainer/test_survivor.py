@@ -104,6 +104,21 @@ def test_a_survivor_saves_the_last_step_although_its_next_one_has_begun() -> Non
         assert training.link.state(STEPS)["step"] == STEPS
 
 
+def test_a_step_is_offered_while_ranks_wait_for_each_other_in_its_report() -> None:
+    with loop() as training:
+        training.link.decision.set_result(Salvage(session_key=(1, 1), reason="a test"))
+
+        def wait_for_a_dead_rank(step: int) -> None:
+            if step == STEPS:
+                training.link.question.set_result(True)
+                while not training.link.offers:
+                    time.sleep(0.01)
+
+        training.ckpt._reports.report_if_due = wait_for_a_dead_rank  # type: ignore[method-assign]
+        fails(training)
+        assert training.link.offers == [(STEPS,)]
+
+
 def test_survivors_share_out_what_they_hold_alike() -> None:
     with loop() as training:
         training.decide(STEPS, 0, 1)
