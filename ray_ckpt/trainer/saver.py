@@ -150,19 +150,22 @@ class Saver:
 
     def wait_free(self, timeout_s: float) -> bool:
         """Return True once a buffer is free for a capture, False after `timeout_s`."""
-        if not self._buffers or self._buffers[0].released is None:
+        if not self._buffers:
             return True
-        if timeout_s > 0:  # a capture is handed over only when this thread is at a safe point
-            self.settle()
-        try:
-            self._buffers[0].released.result(timeout_s)
-        except FutureTimeout:
-            return False
-        except Exception as error:  # the agent died, and the save with it
-            log.warning("the last save was lost: %s", text_of(error))
-            self.lose_agent()
-            return True
-        self._buffers[0].released = None
+        if self._buffers[0].released is not None:
+            if timeout_s > 0:  # a capture is handed over only when this thread is at a safe point
+                self.settle()
+            try:
+                self._buffers[0].released.result(timeout_s)
+            except FutureTimeout:
+                return False
+            except Exception as error:  # the agent died, and the save with it
+                log.warning("the last save was lost: %s", text_of(error))
+                self.lose_agent()
+                return True
+            self._buffers[0].released = None
+        if self._grant is not None and not all(map(os.path.lexists, self._grant.paths)):
+            self.lose_agent()  # it has died since, and its memory with it
         return True
 
     def wait_released(self, timeout_s: float) -> bool:

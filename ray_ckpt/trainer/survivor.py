@@ -118,6 +118,7 @@ class Survivor:
         hook = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
         self._hook = register_optimizer_step_pre_hook(hook)
         self._holds = ""
+        self._question: Future[bool] | None = None  # of the agent; None: it could not be requested
         self._await_question()
 
     def _await_question(self) -> None:
@@ -128,8 +129,10 @@ class Survivor:
                 self._start()
 
         try:
-            self._link.asked(self._session_key).add_done_callback(asked)
+            self._question = self._link.asked(self._session_key)
+            self._question.add_done_callback(asked)
         except Unavailable as error:
+            self._question = None
             log.debug("this rank cannot be asked: %s", error)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -211,6 +214,9 @@ class Survivor:
         try:
             self._check_hooks()
             self._keep(step, count)
+            question = self._question
+            if question is None or (question.done() and question.exception() is not None):
+                self._await_question()  # of a new agent
         except Exception as error:
             self._is_off, self._kept = True, None
             log.warning("no step can be salvaged from now on: %s", named_text(error))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -356,6 +358,24 @@ def test_the_layout_follows_state_that_appears_and_vanishes() -> None:
     training.save(3)
     assert training.check() == 3
     assert len(training.link.grants) == 2, "the second shard needs more memory, the third does not"
+    training.ckpt.close()
+
+
+def test_the_death_of_an_agent_between_two_saves_costs_none() -> None:
+    """A capture into the memory of the dead agent would be lost."""
+    training = Training(0, LocalLink(options()))
+    training.step(1)
+    training.save(1)
+    training.ckpt.flush()
+    saver = training.ckpt._saver
+    assert saver is not None and saver._grant is not None
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    saver._grant = replace(saver._grant, paths=(f"/proc/{ended.pid}/fd/7",))
+    training.step(2)
+    training.save(2)
+    assert training.check() == 2
+    assert training.link.recovered == 1 and len(training.link.grants) == 2
     training.ckpt.close()
 
 

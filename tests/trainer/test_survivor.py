@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.step_states import SALVAGE_TRY
 from ray_ckpt.core.values import Salvage
+from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.format.shard import build_layout
 from ray_ckpt.trainer import survivor
@@ -117,6 +119,31 @@ def test_a_step_is_offered_while_ranks_wait_for_each_other_in_its_report() -> No
         training.ckpt._reports.report_if_due = wait_for_a_dead_rank  # type: ignore[method-assign]
         fails(training)
         assert training.link.offers == [(STEPS,)]
+
+
+def test_the_question_of_a_new_agent_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with loop() as training:
+        link = training.link
+        link.decision.set_result(Salvage(session_key=(1, 1), reason="a test"))
+        training.ckpt.restore()
+        for step in (1, 2, 3):
+            if step == 1:
+                link.question.set_exception(Unavailable("the agent has died"))
+                monkeypatch.setattr(LocalLink, "asked", fail)  # there is no agent yet
+            elif step == 2:
+                monkeypatch.undo()
+                link.question = Future()
+            training.forward()
+            training.optimizer.step()
+            training.ckpt.step(step)
+        link.question.set_result(True)
+        while not link.offers:
+            time.sleep(0.01)
+        assert link.offers == [(3,)]
+
+
+def fail(link: LocalLink, session_key: object) -> Future[bool]:
+    raise Unavailable("there is no agent")
 
 
 def test_survivors_share_out_what_they_hold_alike() -> None:
