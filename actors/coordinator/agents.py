@@ -70,7 +70,7 @@ class Agents:
     async def find(self) -> tuple[ServiceCard, ...]:
         """Find the agents of an earlier coordinator, and take over their keys and service.
 
-        Agents that have not answered after LATE_S are in `silent` then, if others have the groups of all runs.
+        Agents that have not answered after LATE_S are in `silent`, if others have the groups of all runs.
         """
         actors = await in_thread(self._control_io, partial(ray.util.list_named_actors, all_namespaces=True))
         prefix = names.AGENT_PREFIX

@@ -131,7 +131,7 @@ class RunOpener:
         )
 
     async def _read_marks(self, spec: RunSpec, *, is_at_work: bool) -> tuple[RunMark, ...]:
-        """Return the marks of runs of this name on the nodes' disks; of all nodes unless a group is at work."""
+        """Return the marks of runs of this name on the nodes' disks: of all, unless a group is at work."""
         agents = self._engine.agents
         calls = [
             asyncio.ensure_future(agents.request(node, "read_marks", spec))

@@ -35,6 +35,9 @@ def place_replicas(
 
     The first `near` holders are of the node's own failure domain, by the same rules within the domain; the
     others are outside of it. If one side has too few nodes, the other side has more holders.
+
+    Some nodes of a failure domain that is larger than the others may get all holders inside it. One of them,
+    with `near` all but these, is then replaced by an outside node that holds few copies; see `_share_out`.
     """
     nodes = list(dict.fromkeys(training_nodes))
     able = set(live_nodes) - draining
@@ -42,8 +45,9 @@ def place_replicas(
         placed = _in_groups(nodes, able, replicas, domains)
     else:
         placed = _on_labelled(nodes, able & labelled, replicas, domains)
+    may_hold = able if labelled is None else able & labelled
     if not near:
-        return placed
+        return _share_out(placed, may_hold, min(replicas, 1), replicas, domains)
     inside: dict[str, tuple[list[str], list[str]]] = {}  # domain -> its training nodes and all its able nodes
     for kind, found in enumerate((nodes, able)):
         for node in found:
@@ -54,10 +58,61 @@ def place_replicas(
         close |= place_replicas(
             training_nodes=training, live_nodes=live, replicas=near, draining=draining, labelled=labelled
         )
-    return {
+    merged = {
         node: tuple(dict.fromkeys([*close.get(node, ()), *holders]))[:replicas]
         for node, holders in placed.items()
     }
+    return _share_out(merged, may_hold, replicas - near, replicas, domains)
+
+
+def _share_out(
+    placed: Mapping[str, tuple[str, ...]],
+    able: Set[str],
+    num_outside: int,
+    replicas: int,
+    domains: Mapping[str, str],
+) -> dict[str, tuple[str, ...]]:
+    """Replace last holders in a node's domain by nodes outside of it, until it has `num_outside` of these.
+
+    No node gets more than twice the copies that it has from its own group, or than another node has: its disk
+    has to take them.
+    """
+    load = Counter(holder for holders in placed.values() for holder in holders)
+    most = max([2 * replicas, *load.values()])
+    outside: dict[str, deque[str]] = {}  # domain -> nodes outside of it that may hold more, in turn
+    shared: dict[str, tuple[str, ...]] = {}
+    for node, holders in placed.items():
+        inside = [holder for holder in holders if same_domain(node, holder, domains)]
+        others = [holder for holder in holders if holder not in inside]
+        if inside and len(others) < num_outside:
+            domain = domain_of(node, domains)
+            if domain not in outside:
+                found = (n for n in able if domain_of(n, domains) != domain)
+                outside[domain] = deque(sorted(found, key=lambda n: (load[n], n)))
+            for other in _next_of(outside[domain], num_outside - len(others), others, load, most):
+                if inside:
+                    load[inside.pop()] -= 1
+                    load[other] += 1
+                    others.append(other)
+        shared[node] = (*inside, *others)
+    return shared
+
+
+def _next_of(
+    ring: deque[str], count: int, known: Sequence[str], load: Mapping[str, int], most: int
+) -> list[str]:
+    """Return the next `count` nodes of a ring that are not known; remove those that hold `most` copies."""
+    found: list[str] = []
+    for _ in range(len(ring)):
+        if len(found) == count:
+            break
+        if load[ring[0]] >= most:
+            ring.popleft()
+            continue
+        if ring[0] not in known:
+            found.append(ring[0])
+        ring.rotate(-1)
+    return found
 
 
 def _in_groups(

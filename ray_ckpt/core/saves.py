@@ -301,6 +301,7 @@ class Saves:
         holders, name = self._context.holders, attempt.id.attempt
         places = holders.places_of(name, group.members[0])
         assert places is not None  # `OpenAttempts.find` has noted the groups
+        size_bytes = sum(attempt.stored[member].size_bytes for member in group.members)
         for member in group.members:
             node = attempt.nodes[member].node_id
             if node in holders.live and node not in holders.parity.of(name, member):
@@ -312,7 +313,7 @@ class Saves:
                     node_id=node,
                     is_parity=True,
                     places=places,
-                    read_bytes=attempt.size_bytes() * group.parity // len(attempt.nodes),
+                    read_bytes=size_bytes * group.parity // len(group.members),
                 )
                 holders.parity.ordered(order)
                 yield order

@@ -10,10 +10,11 @@ from ray_ckpt import telemetry
 from ray_ckpt.config import resume_step
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import AWAITED_AFTER_S, Awaited, awaited_restore
-from ray_ckpt.core.context import CLOCK_S, Context, names_of
+from ray_ckpt.core.context import CLOCK_S, Context
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.core.ownership import check_claim
-from ray_ckpt.core.placement import crowded_domain, place_groups, same_domain
+from ray_ckpt.core.placement import place_groups
+from ray_ckpt.core.placement_warnings import warn_of_placement
 from ray_ckpt.core.recovery import phases_until_restored
 from ray_ckpt.core.retention import policies_of, to_text
 from ray_ckpt.core.values import (
@@ -358,61 +359,9 @@ class Sessions:
         )
         self._restored, self._calls, self.is_training, self._since_s = {}, (), False, context.now_s
         self._forget_restored()
-        yield from self._warn_of_few_copies(context.plan)
+        yield from warn_of_placement(context, context.plan)
         tokens, self._waiting = self._waiting, ()
         yield m.StartSession(tokens=tokens, plan=context.plan)
-
-    def _warn_of_few_copies(self, plan: SessionPlan) -> Iterator[m.Effect]:
-        context = self._context
-        if context.options.parity is not None:
-            yield from self._warn_of_groups(plan)
-            return
-        yield from self._warn_of_far_copies(plan)
-        copies, num_live = min(len(n.holders) for n in plan.nodes), len(context.holders.live)
-        if copies >= context.options.replicas:
-            return
-        if num_live == 1:
-            yield from context.warn_once(
-                "The cluster has one node, so no checkpoint has a copy on another: if the node is lost, "
-                "training goes on from the newest one on the storage path. Set replicas=0 if it stays so.",
-                is_expected=True,
-            )
-            return
-        level = f"replicated on {copies} other node(s)" if copies else "local"
-        able = f"{num_live} live node(s)"
-        if label := context.options.replica_nodes:
-            able = f"{len(context.may_hold)} live node(s) with the label {label}"
-        yield from context.warn_once(
-            f"Checkpoints are {level} until drained: {able} cannot hold "
-            f"{context.options.replicas} replica(s)."
-        )
-
-    def _warn_of_far_copies(self, plan: SessionPlan) -> Iterator[m.Effect]:
-        """Warn if `copies` asks for copies in the failure domain, and a domain has too few nodes for them."""
-        near, domains = self._context.options.copies.count("rack"), self._context.domains
-        num_near = (
-            (n, sum(same_domain(n.node_id, other, domains) for other in n.holders)) for n in plan.nodes
-        )
-        lacking = [node for node, num in num_near if num < near]
-        if lacking:
-            yield from self._context.warn_once(
-                f"{len(lacking)} node(s), such as {names_of([lacking[0].node_id])}, have fewer than {near} "
-                "copies in their failure domain: it has too few nodes that may hold copies."
-            )
-
-    def _warn_of_groups(self, plan: SessionPlan) -> Iterator[m.Effect]:
-        """Warn if there are too few nodes for a parity group, or if a failure domain has too many of one."""
-        context, losses = self._context, self._context.options.max_losses
-        if not plan.groups:
-            yield from context.warn_once(
-                f"Checkpoints are local until drained: parity that allows for {losses} lost node(s) needs "
-                f"{losses + 1} training nodes, and there are {len(plan.nodes)}. Set parity=None for copies."
-            )
-        elif domain := crowded_domain(plan.groups, [n.node_id for n in plan.nodes], context.domains):
-            yield from context.warn_once(
-                f"The loss of failure domain {domain} loses checkpoints until they are drained: it has more "
-                f"than {losses} node(s) of a parity group. Use replicas, or nodes of more domains."
-            )
 
     def _resume_point(self, history: RunHistory, attempt: str | None) -> ResumePoint | None:
         if attempt is None:

@@ -97,8 +97,8 @@ class OpenedNodes:
 
         The round begins when this coordinator's epoch is in the log. An error of a node ends the round,
         except for nodes that a group of a run that has had one before can do without; see `_may_leave_out`.
-        A launcher of such a run waits SLOW_NODE_S for nodes that are not of its group, and so does a restarted
-        coordinator that finds a group at work.
+        A launcher of such a run waits SLOW_NODE_S for nodes that are not of its group, and so does a
+        restarted coordinator that finds a group at work.
         """
         self._num_rounds += 1
         self._rounds[self._num_rounds] = _Round(event)

@@ -633,3 +633,13 @@ def test_late_reports_of_a_dead_node_do_not_count() -> None:
     assert holders.anywhere("x") == {"a"}
     holders.remove_all("x", "a")
     assert holders.anywhere("x") == frozenset()
+
+
+def test_what_a_group_reads_does_not_depend_on_groups_that_have_not_stored() -> None:
+    """The bound of its computations follows from these bytes."""
+    nodes = "abcdefgh"
+    run = Harness(nodes, parity=(2, 2))
+    run.open(nodes)
+    attempt = run.attempt(10)
+    codes = [code for node in nodes for code in of(run.feed(run.stored(attempt, node)), m.Code)]
+    assert len(codes) == 8 and len({code.read_bytes for code in codes}) == 1

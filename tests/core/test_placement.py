@@ -219,6 +219,12 @@ def test_every_node_gets_the_holders_that_the_options_name(
         assert len(set(holders)) == len(holders) == min(fleet.replicas, len(others))
         inside = {n for n in others if fleet.domains[node] and fleet.domain(n) == fleet.domain(node)}
         assert len(inside.intersection(holders)) >= min(near, len(inside))
+        held = Counter(holder for found in placed.values() for holder in found)
+        most = max([2 * fleet.replicas, *held.values()])
+        outside = {n for n in others - inside if held[n] < most}
+        wanted = fleet.replicas - near if near else min(fleet.replicas, 1)
+        num_outside = len(set(holders) - inside)
+        assert num_outside >= wanted or not outside - set(holders), "none is left that could hold more"
 
 
 @given(st.integers(1, 3), st.integers(0, 5), st.integers(1, 5), st.randoms(use_true_random=False))
@@ -282,7 +288,7 @@ def test_labelled_nodes_of_other_racks_hold_the_copies() -> None:
 
 
 def test_a_set_with_the_node_itself_is_the_last_choice() -> None:
-    domains = {"a": "r1", "b": "r2", "c": "r1", "d": "r1"}  # sets: a and b, c and d
+    domains = dict.fromkeys("abcd", "r1")  # sets: a and b, c and d
     placed = place_replicas(
         training_nodes="a", live_nodes="abcd", replicas=2, domains=domains, labelled=set("abcd")
     )

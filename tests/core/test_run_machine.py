@@ -220,6 +220,31 @@ def test_labelled_nodes_alone_hold_copies() -> None:
     )
 
 
+def test_copies_without_room_outside_of_their_domain_cause_one_warning() -> None:
+    run = Harness("abcde", replicas=2, copies=("rack", "spread"))
+    seen(run, racks="11111")
+    warned = one(run.open("abcde"), m.Warn)
+    assert "5 node(s), such as a, have fewer than 1 copies outside of their failure domain" in warned.text
+    assert not of(run.open("abcde"), m.Warn)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("abc", "3 training nodes do not fill groups of 6 + 2: the smallest parity group is of 1 + 2"),
+        ("abcdefghi", "9 training nodes do not fill groups of 6 + 2: the smallest parity group is of 2 + 2"),
+        ("abcdefgh", ""),
+    ],
+)
+def test_parity_groups_that_are_not_filled_are_told_once(nodes: str, expected: str) -> None:
+    run = Harness(nodes, parity=(6, 2))
+    seen(run)
+    texts = [effect.text for effect in of(run.open(nodes), m.Warn)]
+    assert [expected in text for text in texts] == [True] * bool(expected)
+    assert not expected or "2.00 times the state" in texts[0] or "3.00 times the state" in texts[0]
+    assert not of(run.open(nodes), m.Warn)
+
+
 def test_a_domain_with_too_few_nodes_for_its_copies_causes_one_warning() -> None:
     run = Harness("abcd", replicas=2, copies=("rack", "spread"))
     seen(run, racks="1123")
