@@ -35,7 +35,7 @@ class SaveUnderway:
     """A save that is neither committed nor dropped, for status.
 
     `phase` is the state of the save's attempt. `copies` counts the copies that have arrived,
-    `copies_awaited` those that have not.
+    `copies_awaited` those that have not; with parity, both count the parity files in place of copies.
     """
 
     step: int
@@ -187,8 +187,8 @@ class Attempt:
                     ranks.setdefault(" or ".join(values), []).extend(self.nodes[index].ranks)
         return "; ".join(f"{values} on rank(s) {ranks_text(where)}" for values, where in ranks.items())
 
-    def underway(self, now_s: float) -> SaveUnderway:
-        """Return the attempt's status at monotonic time `now_s`."""
+    def underway(self, now_s: float, num_coded: int) -> SaveUnderway:
+        """Return the attempt's status at monotonic time `now_s`, with `num_coded` parity files."""
         stored = sum(len(n.ranks) for n in self.nodes if n.node_index in self.stored)
         return SaveUnderway(
             step=self.id.step,
@@ -196,7 +196,7 @@ class Attempt:
             ranks_captured=stored,
             ranks_stored=stored,
             world_size=sum(len(n.ranks) for n in self.nodes),
-            copies=sum(map(len, self.copies.values())),
+            copies=sum(map(len, self.copies.values())) + num_coded,
             copies_awaited=sum(map(len, self.awaited.values())) + len(self.coding),
             size_bytes=self.size_bytes(),
             age_s=now_s - self.started_s,

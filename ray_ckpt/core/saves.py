@@ -39,7 +39,7 @@ class Saves:
     def underway(self) -> tuple[SaveUnderway, ...]:
         """Return the open saves by step, including saves that ranks have captured but no node has stored."""
         now_s = self._context.now_s
-        found = [attempt.underway(now_s) for attempt in self._attempts]
+        found = [attempt.underway(now_s, self._num_coded(attempt)) for attempt in self._attempts]
         captured = self._progress.num_saved()
         found = [replace(s, ranks_captured=max(captured[s.step], s.ranks_captured)) for s in found]
         settled = max((self._progress.ended_step, self._last_logged(), *(save.step for save in found)))
@@ -52,6 +52,11 @@ class Saves:
             if step > settled
         ]
         return tuple(sorted(found, key=lambda save: save.step))
+
+    def _num_coded(self, attempt: Attempt) -> int:
+        """Return the number of members of parity groups whose parity file a live node has."""
+        members = (member for group in attempt.groups for member in group.members)
+        return sum(bool(self._context.holders.parity.of(attempt.id.attempt, member)) for member in members)
 
     def _last_logged(self) -> int:
         """Return the newest logged step of the session, or the step that it resumed from; 0 if neither."""

@@ -142,6 +142,26 @@ def test_a_group_codes_when_all_of_its_nodes_have_stored_and_the_commit_waits_fo
     assert run.checkpoint(attempt).replicas == 2
 
 
+def test_status_counts_the_parity_files_that_are_made_and_those_that_are_awaited() -> None:
+    run = harness()
+    codes = of(run.save(10), m.Code)
+    counts = []
+    for code in codes:
+        (save,) = run.machine.view.saves_underway
+        counts.append((save.copies, save.copies_awaited))
+        run.feed(coded(code, error="disk full" if code.node_id == "b" else None))
+    assert counts == [(0, 4), (1, 3), (1, 2), (2, 1)], "the file of the second node could not be made"
+
+
+def test_status_counts_no_parity_file_of_a_lost_node() -> None:
+    run = harness()
+    codes = of(run.save(10), m.Code)
+    run.feed(*map(coded, codes[:3]))
+    run.lose("a")
+    (save,) = run.machine.view.saves_underway
+    assert (save.copies, save.copies_awaited) == (2, 1)
+
+
 @pytest.mark.parametrize(("failed", "replicas"), [("", 2), ("a", 1), ("ab", 0), ("abcd", 0)])
 def test_a_commit_promises_what_the_parity_files_that_were_made_allow(failed: str, replicas: int) -> None:
     run = harness()
