@@ -24,7 +24,16 @@ from ray_ckpt.format.records import LogRecord
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.transport.credentials import Credentials, ServiceKeys
-from ray_ckpt.types import AttemptId, CheckpointInfo, Exposure, FileEntry, GroupPart, RankRestore, SaveFacts
+from ray_ckpt.types import (
+    AttemptId,
+    CheckpointInfo,
+    Exposure,
+    FileEntry,
+    GroupPart,
+    ParityGroup,
+    RankRestore,
+    SaveFacts,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +233,7 @@ class NodeView:
     domain: str  # its failure domain, "" if not known
     exposure: Exposure | None  # None for a node outside the group
     disk: DiskView | None  # at the last reading; None: not read yet
+    parity_group: int | None = None  # position of its group in `RunView.parity_groups`; None without parity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +273,7 @@ class RunView:
     exported: str = ""  # the newest items that were uploaded alone, with their step
     is_put_away: bool = False  # the run has finished, and its files on the nodes are deleted
     awaited: tuple[Awaited, ...] = ()  # ranks whose restore, save or progress report others wait for
+    parity_groups: tuple[ParityGroup, ...] = ()  # of the session; () if its saves have copies instead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

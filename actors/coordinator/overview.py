@@ -80,6 +80,7 @@ def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -
         shared_bytes=next((c.shared_bytes for c in reversed(machine.history.lineage())), 0),
         exported=_exported(machine),
         awaited=machine.view.awaited(),
+        parity_groups=plan.groups if plan else (),
     )
 
 
@@ -118,6 +119,8 @@ def _nodes(spec: RunSpec, machine: RunMachine, disks: Mapping[str, DiskSpace]) -
     group = {node.node_id: node for node in (machine.plan.nodes if machine.plan else ())}
     exposed = {found.node_id: found for found in machine.view.exposure()}
     leaving, domains, live = machine.view.leaving, machine.view.domains, machine.view.live_nodes
+    groups = machine.plan.groups if machine.plan else ()
+    group_of = {member: number for number, found in enumerate(groups) for member in found.members}
     return tuple(
         NodeView(
             node_id=node,
@@ -129,6 +132,7 @@ def _nodes(spec: RunSpec, machine: RunMachine, disks: Mapping[str, DiskSpace]) -
             domain=domains.get(node, ""),
             exposure=exposed.get(node),
             disk=_disk(spec, disks[node]) if node in disks else None,
+            parity_group=group_of.get(_part(group, node).node_index),
         )
         for node in (*group, *sorted(machine.view.needed_nodes() - group.keys()))
     )

@@ -14,11 +14,11 @@ from rich.console import Group, RenderableType
 from rich.filesize import decimal
 from rich.text import Text
 
-from ray_ckpt.cli.output import FittedTable, Output
+from ray_ckpt.cli.output import FittedTable, Output, parity_text
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError
 from ray_ckpt.format.names import SERVICE_DIR
 from ray_ckpt.location import Location, locate
-from ray_ckpt.texts import age_text, printable
+from ray_ckpt.texts import age_text, count_text, printable
 from ray_ckpt.verify.live_manifest import SHORT_ID
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def run_details(run: RunView) -> Group:
         _levels_table(run),
     ]
     if run.nodes:
-        parts.append(_nodes_table(run.nodes))
+        parts.append(_nodes_table(run))
     if run.saves:
         parts.append(_saves_table(run))
     if run.drains:
@@ -209,6 +209,9 @@ def _at_work(run: RunView) -> str:
         parts.append(f"{run.step_s:.3g} s a step")
     if run.interval_s:
         parts.append(f"a save each {_short_span(run.interval_s)}")
+    if run.parity_groups:
+        groups = count_text(len(run.parity_groups), "group")
+        parts.append(f"parity {parity_text(run.parity_groups)} in {groups}")
     parts.append(f"{run.live} live checkpoint(s)")
     return "  ".join(parts)
 
@@ -235,8 +238,9 @@ def _levels_table(run: RunView) -> FittedTable:
     return table
 
 
-def _nodes_table(nodes: Sequence[NodeView]) -> FittedTable:
-    headers = ("node", "ranks", "copies on", "if it dies", "steps lost", "free", "of", "reserve", "")
+def _nodes_table(run: RunView) -> FittedTable:
+    nodes, protection = run.nodes, "parity group" if run.parity_groups else "copies on"
+    headers = ("node", "ranks", protection, "if it dies", "steps lost", "free", "of", "reserve", "")
     table = FittedTable(*headers, right=(4, 5, 6, 7), whole=(5, 6, 7), gives_way=(7, 6, 2, 5))
     risky = sorted(nodes, key=lambda node: -(node.exposure.steps_at_risk if node.exposure else -1))
     shown = list(nodes) if len(nodes) <= MAX_NODES else risky[:MAX_NODES]
@@ -245,7 +249,7 @@ def _nodes_table(nodes: Sequence[NodeView]) -> FittedTable:
         table.add(
             short(node.node_id),
             ranks_text(node.ranks) or "-",
-            ", ".join(map(short, node.holders)) or "-",
+            ", ".join(map(short, node.holders)) or ("-" if node.parity_group is None else node.parity_group),
             *("--" if lost is None else (_resume_text(lost.step, lost.tier), lost.steps_at_risk)),
             *(
                 "---"
@@ -276,16 +280,17 @@ def _node_note(node: NodeView) -> str:
 
 
 def _saves_table(run: RunView) -> FittedTable:
-    headers = ("save", "phase", "captured", "stored", "copies", "bytes", "for")
+    copies = "parity files" if run.parity_groups else "copies"
+    headers = ("save", "phase", "captured", "stored", copies, "bytes", "for")
     table = FittedTable(*headers, right=(2, 3, 4, 5, 6), whole=(0, 5, 6), gives_way=(2, 4))
     for save in run.saves:
-        copies = save.copies + save.copies_awaited
+        total = save.copies + save.copies_awaited
         table.add(
             f"step {save.step}",
             save.phase,
             f"{save.ranks_captured}/{save.world_size}",
             f"{save.ranks_stored}/{save.world_size}",
-            f"{save.copies}/{copies}" if copies else "-",
+            f"{save.copies}/{total}" if total else "-",
             decimal(save.size_bytes),
             "-" if save.age_s is None else age_text(save.age_s),
         )
@@ -322,7 +327,8 @@ def _drains_table(run: RunView) -> FittedTable:
 def _notes(run: RunView) -> Iterator[str]:
     yield from (awaited.text for awaited in run.awaited)
     if run.copies_missing:
-        yield f"{run.copies_missing} copies of fragments are yet to be made again"
+        what = "copies or parity files" if run.parity_groups else "copies of fragments"
+        yield f"{run.copies_missing} {what} are yet to be made again"
     if run.needed_in_cluster and run.state != "training":  # during training, some checkpoints always are
         yield f"in the cluster only: step(s) {', '.join(map(str, run.needed_in_cluster[-10:]))}"
     if run.records_waiting > 1:

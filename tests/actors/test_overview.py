@@ -79,6 +79,17 @@ def test_a_run_at_work() -> None:
     assert (view.live, view.in_cluster_only, view.needed_in_cluster) == (3, (10, 30), (30,))
 
 
+def test_the_parity_groups_of_a_session_and_of_its_nodes() -> None:
+    run = Harness("abcdef", parity=(2, 1), keep_last=10)
+    run.open("abcde")
+    view = view_of(run)
+    assert view.parity_groups == run.plan.groups and len(view.parity_groups) == 2
+    groups = {node.node_id: node.parity_group for node in view.nodes}
+    members = [{"abcde"[at] for at in group.members} for group in view.parity_groups]
+    assert [{node for node in groups if groups[node] == number} for number in (0, 1)] == members
+    assert view_of(trained()).parity_groups == () and view_of(trained()).nodes[0].parity_group is None
+
+
 def test_a_view_has_no_secrets_and_is_json() -> None:
     run = trained()
     run.save(10)

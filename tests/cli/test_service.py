@@ -43,7 +43,7 @@ from ray_ckpt.core.drain import DrainUnderway
 from ray_ckpt.errors import ConfigError, Fenced, ServiceError
 from ray_ckpt.format import records as r
 from ray_ckpt.transport.server import PeerServer
-from ray_ckpt.types import Exposure
+from ray_ckpt.types import Exposure, ParityGroup
 from tests.actors.test_overview import service, trained
 from tests.core.driver import SERVICE, START_S, Harness, one
 from tests.support.sample_run import RunLog, SampleRun, write_run
@@ -548,9 +548,23 @@ def test_a_run_in_detail() -> None:
     assert cells(text, "step 1200") == (
         "step 1200 uploading 1/4 3.0 GB of 8.0 GB 150.0 MB/s 33 s 1 aaaaaaaaaaaa"
     ), "2 GB in a whole fragment and 1 GB on its way"
-    assert "2 copies of fragments are yet to be made again" in text
+    assert "2 copies of fragments are yet to be made again" in text and "parity" not in text
     assert "last warning, 1 min ago: the store \N{REPLACEMENT CHARACTER}[31mis silent" in text
     assert "\x1b" not in text
+
+
+def test_a_run_with_parity() -> None:
+    groups = (ParityGroup(members=(0, 2), parity=1), ParityGroup(members=(1, 3), parity=1))
+    nodes = tuple(node(name, at, holders=(), parity_group=at % 2) for at, name in enumerate("abcd"))
+    run = replace(RUN, parity_groups=groups, nodes=(*nodes, node("e", holders=(), exposure=None)))
+    text = printed(run_details(run))
+    assert "parity 1+1 in 2 groups" in text
+    assert "2 copies or parity files are yet to be made again" in text
+    assert cells(text, "node").startswith("node ranks parity group if it dies")
+    assert cells(text, "bbbbbbbbbbbb").startswith("bbbbbbbbbbbb 1 1 step 1200, from peer")
+    assert cells(text, "eeeeeeeeeeee").startswith("eeeeeeeeeeee - - - -")
+    assert cells(text, "save").startswith("save phase captured stored parity files bytes")
+    assert cells(text, "step 1240") == "step 1240 copying 16/16 16/16 1/2 8.0 GB 3 s"
 
 
 @pytest.mark.parametrize("width", [60, 80])
