@@ -74,7 +74,10 @@ SKIPPED_SAVES = Metric(
     "skipped_saves", "counter", "Saves skipped because the one before was still being written; also dropped."
 )
 SAVE_BYTES = Metric(
-    "save_bytes", "counter", "Bytes written by saves; tier: local, peer, parity, remote.", ("tier", "node")
+    "save_bytes",
+    "counter",
+    "Bytes written by saves, on the storage path as compressed; tier: local, peer, parity, remote.",
+    ("tier", "node"),
 )
 SHARED_BYTES = Metric(
     "save_shared_bytes",

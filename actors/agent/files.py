@@ -202,26 +202,27 @@ def upload(
 ) -> tuple[int, int]:
     """Upload a fragment and its files to the storage path, at a lower priority than copies to peers.
 
-    Still shards that the durable checkpoint `like` has are copied within the store. Returns the bytes of the
-    files that were uploaded, and of those that were copied.
+    Still shards that the durable checkpoint `like` has are copied within the store. Returns the bytes, as
+    stored, of the files that were uploaded, and of those that were copied.
     """
     time.sleep(random.uniform(0.0, DRAIN_SPREAD_S))
     held = holding(run, attempt, node_index)
-    key, shared_bytes = (attempt.attempt, node_index), 0
+    key, level = (attempt.attempt, node_index), run.spec.options.compress
+    stored_bytes = shared_bytes = 0
     pace = run.uploads[key] = DrainRateLimiter(run.drain_limiter, copies)
     try:
         for file in (*held.fragment.files, held.entry):
             if run.machine.is_deleted(attempt.attempt):  # a late upload would bring the step back
                 raise Unavailable(f"step {attempt.step} is being deleted here")
             is_there = like and has_remotely(run, like, node_index, held.fragment.num_nodes, file)
-            if is_there and run.remote.share(like, attempt.directory, file):
-                shared_bytes += file.size_bytes
+            if is_there and (shared := run.remote.share(like, attempt.directory, file)) is not None:
+                shared_bytes += shared
                 continue
             path = run.staging.path(run.run_uid, attempt.directory, file.name)
-            run.remote.put_file(attempt.directory, file, path, pace=pace, level=run.spec.options.compress)
+            stored_bytes += run.remote.put_file(attempt.directory, file, path, pace=pace, level=level)
     finally:
         run.uploads.pop(key, None)
-    return sum(file.size_bytes for file in (*held.fragment.files, held.entry)) - shared_bytes, shared_bytes
+    return stored_bytes, shared_bytes
 
 
 def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:

@@ -297,10 +297,10 @@ class RemoteTier:
         finally:
             self._forget(self._name(directory, file.name))
 
-    def share(self, source: str, directory: str, file: FileEntry) -> bool:
+    def share(self, source: str, directory: str, file: FileEntry) -> int | None:
         """Copy a shard within the store from the checkpoint `source`, which has the same shard.
 
-        Return False if that is not possible; the caller then uploads the shard.
+        Return the stored size in bytes, or None if that is not possible; the caller then uploads the shard.
         """
         origin, name = self._name(source, file.name), self._name(directory, file.name)
         try:
@@ -308,8 +308,7 @@ class RemoteTier:
                 size = self.files.size(origin + suffix)
                 if size is None or (not suffix and size != file.size_bytes):
                     continue
-                self.files.copy(origin + suffix, name + suffix)
-                return True
+                return self.files.copy(origin + suffix, name + suffix)
         except Unsupported as error:
             self._copies = False
             log.info("unchanged shards are uploaded again: %s", error)
@@ -317,7 +316,7 @@ class RemoteTier:
             log.info("%s is uploaded, not copied from %s: %s", name, source, error)
         finally:
             self._forget(name)
-        return False
+        return None
 
     def read(self, directory: str, file: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
         """Yield the saved bytes of the ascending ranges (offset, nbytes), one after the other.
