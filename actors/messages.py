@@ -268,7 +268,7 @@ class RunView:
     needed_in_cluster: tuple[int, ...]  # of these: newer than any on the storage path, pinned, or in upload
     warning: str  # the last warning, "" if there was none
     warning_age_s: float | None
-    suspect: str = ""  # the newest finding about replicas in this session, with its step
+    suspect: str = ""  # step and finding about replicas, of the last session or the newest checkpoint
     shared_bytes: int = 0  # of the newest checkpoint, linked to earlier ones on the nodes
     exported: str = ""  # the newest items that were uploaded alone, with their step
     is_put_away: bool = False  # the run has finished, and its files on the nodes are deleted

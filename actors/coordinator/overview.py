@@ -97,10 +97,8 @@ def _exported(machine: RunMachine) -> str:
 
 
 def _suspect(machine: RunMachine) -> str:
-    plan, found = machine.plan, machine.history.suspect
-    if plan is None or found is None or found.id.session != plan.session:
-        return ""
-    return f"step {found.step}: {found.suspect}"
+    found = machine.history.suspect
+    return "" if found is None else f"step {found.step}: {found.suspect}"
 
 
 def _newest(machine: RunMachine, wall_s: float) -> tuple[NewestView, ...]:

@@ -143,6 +143,14 @@ class Catalog:
         """The live checkpoints of the current session and of its ancestors, in log order."""
         return self._history.lineage()
 
+    @property
+    def suspect(self) -> CheckpointInfo | None:
+        """The newest checkpoint of the last session with replicas that differed; None if there is none.
+
+        If no save of the session found a difference, the newest checkpoint of the lineage if its save did.
+        """
+        return self._history.suspect
+
     def list(self, *, all: bool = False) -> tuple[CheckpointInfo, ...]:
         """Return the live checkpoints in log order; with `all` also lost, retired and collected ones."""
         return tuple(self._history.checkpoints.values()) if all else self.checkpoints

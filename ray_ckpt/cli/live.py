@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.filesize import decimal
 from rich.text import Text
 
-from ray_ckpt.cli.output import FittedTable, Output, parity_text
+from ray_ckpt.cli.output import FittedTable, Output, parity_text, status_remarks
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError
 from ray_ckpt.format.names import SERVICE_DIR
 from ray_ckpt.location import Location, locate
@@ -333,11 +333,8 @@ def _notes(run: RunView) -> Iterator[str]:
         yield f"in the cluster only: step(s) {', '.join(map(str, run.needed_in_cluster[-10:]))}"
     if run.records_waiting > 1:
         yield f"{run.records_waiting} records wait for the log's store"
-    if run.shared_bytes:
-        yield f"{decimal(run.shared_bytes)} of the newest save were linked to an earlier one, not written"
+    yield from status_remarks(run.shared_bytes, run.suspect)
     if run.exported:
         yield f"exported: {run.exported}"
-    if run.suspect:
-        yield f"data-parallel replicas have drifted apart, {run.suspect}"
     if run.warning:
         yield f"last warning, {age_text(run.warning_age_s or 0.0)} ago: {run.warning}"

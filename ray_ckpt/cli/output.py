@@ -87,6 +87,14 @@ def remarks_json(info: CheckpointInfo | None, groups: Iterable[ParityGroup] = ()
     }
 
 
+def status_remarks(shared_bytes: int, suspect: str) -> Iterator[str]:
+    """Yield what status tells of a run: shared files of the newest save, and replicas that differ."""
+    if shared_bytes:
+        yield f"{decimal(shared_bytes)} of the newest save were linked to an earlier one, not written"
+    if suspect:
+        yield f"data-parallel replicas have drifted apart, {suspect}"
+
+
 def parity_text(groups: Iterable[ParityGroup]) -> str:
     """Return a text such as `6+2`: the files of two of eight nodes may be lost."""
     return ", ".join(dict.fromkeys(f"{group.num_data}+{group.parity}" for group in groups))

@@ -19,7 +19,7 @@ from ray_ckpt.cli.live import (
     service_if_any,
 )
 from ray_ckpt.cli.options import AddressOption, JsonOption, RunArgument, StorageOption, store_options
-from ray_ckpt.cli.output import FittedTable, print_json, stdout
+from ray_ckpt.cli.output import FittedTable, print_json, status_remarks, stdout
 from ray_ckpt.errors import ServiceError
 from ray_ckpt.texts import age_text, printable, steps_text
 from ray_ckpt.types import Level
@@ -64,7 +64,7 @@ def status(
 def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -> None:
     """Print the state of a run by its log, with the reason `why` no service has it."""
     catalog = Catalog(path, options)
-    now_s, sessions = time.time(), catalog.sessions
+    now_s, sessions, suspect = time.time(), catalog.sessions, catalog.suspect
     newest = {level.label: catalog.newest(level) for level in Level}
     document: dict[str, Any] = {
         "source": "log",
@@ -86,6 +86,8 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
             if info.exported
         ][-1:],
         "in_cluster_only": [info.step for info in catalog.checkpoints if info.level < Level.DURABLE],
+        "shared_bytes": next((info.shared_bytes for info in reversed(catalog.lineage)), 0),
+        "suspect": "" if suspect is None else f"step {suspect.step}: {suspect.suspect}",
     }
     if as_json:
         print_json(document)
@@ -109,3 +111,5 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
     if document["in_cluster_only"]:
         steps = steps_text(document["in_cluster_only"])
         console.print_line(f"not on the storage path: step(s) {steps}")
+    for remark in status_remarks(document["shared_bytes"], document["suspect"]):
+        console.print_line(remark)

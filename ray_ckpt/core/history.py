@@ -52,7 +52,7 @@ class RunHistory:
         self.sessions: dict[int, SessionInfo] = {}  # by number, in log order
         self.checkpoints: dict[str, CheckpointInfo] = {}  # by attempt, in log order
         self.drilled_at_s: float | None = None  # Unix time of the last passed drill of any checkpoint
-        self.suspect: CheckpointInfo | None = None  # the newest checkpoint with replicas that differed
+        self._suspect: CheckpointInfo | None = None  # the newest checkpoint with replicas that differed
         self._live: dict[str, CheckpointInfo] = {}  # the live entries of `checkpoints`
         self._lost: dict[str, CheckpointInfo] = {}  # the lost entries with exported items
 
@@ -69,7 +69,7 @@ class RunHistory:
         history._lost = {n: c for n, c in history.checkpoints.items() if c.state == "lost" and c.exported}
         for checkpoint in (c for c in snapshot.checkpoints if c.drilled_at_s is not None):
             history._note_drill(checkpoint)
-        history.suspect = next((c for c in reversed(snapshot.checkpoints) if c.suspect), None)
+        history._suspect = next((c for c in reversed(snapshot.checkpoints) if c.suspect), None)
         return history
 
     def to_snapshot(self, time_s: float) -> LogSnapshot:
@@ -98,6 +98,17 @@ class RunHistory:
     def session(self) -> SessionInfo | None:
         """The current session: the last session in the log; None if there is no session."""
         return next(reversed(self.sessions.values()), None)
+
+    @property
+    def suspect(self) -> CheckpointInfo | None:
+        """The newest checkpoint of the current session with replicas that differed; None if there is none.
+
+        If no save of the session found a difference, the newest checkpoint of the lineage if its save did.
+        """
+        found, session = self._suspect, self.session
+        if found is not None and session is not None and found.id.session == session.session:
+            return found
+        return next((c for c in self.lineage()[-1:] if c.suspect), None)
 
     @property
     def next_session(self) -> int:
@@ -165,8 +176,8 @@ class RunHistory:
         name = checkpoint.id.attempt
         self.checkpoints[name] = checkpoint
         self._note_drill(checkpoint)
-        if checkpoint.suspect and checkpoint.seq >= (self.suspect.seq if self.suspect else 0):
-            self.suspect = checkpoint
+        if checkpoint.suspect and checkpoint.seq >= (self._suspect.seq if self._suspect else 0):
+            self._suspect = checkpoint
         if checkpoint.state == "live":
             self._live[name] = checkpoint
         else:

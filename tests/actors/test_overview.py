@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from ray_ckpt.actors.messages import AgentCard, RunSpec, RunView, ServiceView
 from ray_ckpt.config import GIB, RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.values import DiskSpace, RankProgress
+from ray_ckpt.types import Watched
 from tests.core.driver import START_S, Harness, of
 
 
@@ -123,6 +125,35 @@ def test_the_last_warning_has_an_age() -> None:
     view = view_of(run, warning="the store is silent", warned_at_s=START_S + 20.0)
     assert (view.warning, view.warning_age_s) == ("the store is silent", 30.0)
     assert view_of(run).warning_age_s is None
+
+
+def save_differing(run: Harness, step: int) -> None:
+    """Save a step whose replicas on the two nodes have different bytes."""
+    attempt = run.attempt(step)
+    for rank, name in enumerate("ab"):
+        watched = (Watched(group="g", digests=(name,), names=("w",) * (rank == 0), ranks=(rank,)),)
+        run.feed(replace(run.stored(attempt, name), watched=watched))
+    run.feed(run.copied(attempt, "a", "b"), run.copied(attempt, "b", "a"))
+
+
+def test_a_finding_about_replicas_is_shown_in_its_session_and_while_its_checkpoint_is_the_newest() -> None:
+    run = trained()
+    save_differing(run, 10)
+    text = view_of(run).suspect
+    assert text.startswith("step 10: w: rank(s) ")
+    run.save(20)
+    assert view_of(run).suspect == text, "each save compares other bytes"
+    run.open("ab")
+    assert view_of(run).suspect == "", "the group continues from step 20"
+    save_differing(run, 30)
+    later = view_of(run).suspect
+    run.open("ab")
+    assert later.startswith("step 30: ") and view_of(run).suspect == later, "it continues from step 30"
+    run.start_coordinator()
+    assert run.machine.plan is None and view_of(run).suspect == later
+    run.open("ab")
+    run.save(40)
+    assert view_of(run).suspect == "", "it continues from step 40"
 
 
 def test_pinned_and_draining_checkpoints_are_needed() -> None:

@@ -46,7 +46,7 @@ from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.types import Exposure, ParityGroup
 from tests.actors.test_overview import service, trained
 from tests.core.driver import SERVICE, START_S, Harness, one
-from tests.support.sample_run import RunLog, SampleRun, write_run
+from tests.support.sample_run import RunLog, SampleRun, make_checkpoint, write_run
 from tests.transport.peers import KEYS, Folder
 
 GIB = 1 << 30
@@ -235,6 +235,23 @@ def test_status_of_a_path_is_that_of_the_log(run: SampleRun) -> None:
         ("replicated", 40),
         ("durable", 30),
     ]
+
+
+def test_status_of_a_log_names_what_is_shared_and_what_was_suspected(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10,), durable=(10,))
+    document = as_json("status", run.folder)
+    assert (document["shared_bytes"], document["suspect"]) == (0, "")
+    later = make_checkpoint(run.log.attempt(1, 20))
+    run.log.commit(later, suspect="model.w: rank(s) 1 differ from 2 others", shared_bytes=700)
+    text = ray_ckpt_cli("status", run.folder)
+    assert "700 bytes of the newest save were linked to an earlier one, not written" in text
+    found = "step 20: model.w: rank(s) 1 differ from 2 others"
+    assert f"data-parallel replicas have drifted apart, {found}" in text
+    document = as_json("status", run.folder)
+    assert (document["shared_bytes"], document["suspect"]) == (700, found)
+    run.log.commit(make_checkpoint(run.log.attempt(1, 30)))
+    document = as_json("status", run.folder)
+    assert (document["shared_bytes"], document["suspect"]) == (0, found), "each save compares other bytes"
 
 
 def test_status_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
