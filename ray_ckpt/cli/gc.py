@@ -150,5 +150,5 @@ def _print_decisions(catalog: Catalog, policies: Iterable[Policy], decisions: Se
     if len(decisions) > MAX_ROWS:
         console.print(f"These are the last {MAX_ROWS}; --json gives all.")
     if decisions:
-        size = decimal(sum(info.size_bytes for info in going))
+        size = f"{decimal(sum(info.size_bytes for info in going))} before sharing and compression"
         console.print(f"{len(going)} of {len(decisions)} would go, {size}; nothing was changed.")

@@ -97,9 +97,8 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
     number = "no session yet" if not sessions else f"session {sessions[-1].session}"
     console.print_line(f"run {catalog.run_name}  uid {catalog.run_uid}  {catalog.where}")
     counts = ", ".join(f"{count} {state}" for state, count in document["checkpoints"].items()) or "none"
-    console.print_line(
-        f"{number}  checkpoints: {counts}  on the storage path: {decimal(document['bytes_on_storage'])} live"
-    )
+    size = f"{decimal(document['bytes_on_storage'])} live, before sharing and compression"
+    console.print_line(f"{number}  checkpoints: {counts}  on the storage path: {size}")
     table = FittedTable("level", "newest step", "age", right=(1,))
     known = {found["level"]: (found["step"], age_text(found["age_s"])) for found in document["newest"]}
     for level in LEVELS:

@@ -462,6 +462,14 @@ def test_99_percent_of_the_saves_take_no_longer_than_p99(count: int, p99_s: int)
     assert (stall.name, stall.count, stall.p99_s, stall.max_s) == ("stall", count, p99_s, count)
 
 
+def test_the_page_names_shared_bytes(night: Story) -> None:
+    *others, newest = night.report().checkpoints
+    assert "linked" not in page(night.report())
+    shared = replace(newest, size_bytes=9 * 10**9, shared_bytes=7 * 10**9)
+    text = page(replace(night.report(), checkpoints=[*others, shared]))
+    assert ">9.0 GB, 7.0 GB linked<" in text
+
+
 def test_one_of_a_kind_is_not_many() -> None:
     log = Story()
     log.create()

@@ -523,7 +523,8 @@ def test_gc_with_a_policy_by_options_as_text(run: SampleRun) -> None:
     assert [row[:2] for row in rows] == [["goes", "30"], ["goes", "40"], ["stays", "40"], ["stays", "50"]]
     assert "no policy keeps it" in " ".join(rows[0]) and "last 2" in " ".join(rows[2])
     going = [c["size_bytes"] for c in before["checkpoints"] if c["state"] == "live"][:2]
-    assert lines[-1].startswith(f"2 of 4 would go, {decimal(sum(going))};")
+    size = f"{decimal(sum(going))} before sharing and compression"
+    assert lines[-1] == f"2 of 4 would go, {size}; nothing was changed."
     assert as_json("ls", run.folder, "--all") == before
 
 

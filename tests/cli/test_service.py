@@ -227,6 +227,7 @@ def test_status_of_a_path_is_that_of_the_log(run: SampleRun) -> None:
     text = ray_ckpt_cli("status", run.folder)
     assert text.startswith("By the log alone: There is no Ray cluster on this machine.\n")
     assert "session 1  checkpoints: 3 live, 1 retired" in text
+    assert " live, before sharing and compression\n" in text
     assert "not on the storage path: step(s) 40" in text
     document = as_json("status", run.folder)
     assert (document["source"], document["session"]) == ("log", 1)

@@ -79,6 +79,7 @@ def page(report: RunReport) -> str:
         "save_s": save_s,
         "short": short_text,
         "size": size_text,
+        "sizes": _sizes_text,
         "steps": facts.estimate_text,
         "tiers": tiers_text,
         "utc": utc_text,
@@ -196,6 +197,11 @@ def _lineage(report: RunReport) -> Iterator[tuple[SessionInfo, CheckpointInfo | 
 
 def _level_text(info: CheckpointInfo) -> str:
     return f"{info.level.label} ({info.replicas})" if info.level is Level.REPLICATED else info.level.label
+
+
+def _sizes_text(info: CheckpointInfo) -> str:
+    linked = f", {size_text(info.shared_bytes)} linked" if info.shared_bytes else ""
+    return f"{size_text(info.size_bytes)}{linked}"
 
 
 def _pins_text(info: CheckpointInfo, *, now_s: float) -> str:
