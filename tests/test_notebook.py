@@ -101,6 +101,7 @@ def test_the_catalog_notebook_runs(kernel: KernelManager, tmp_path: Path, durabl
         assert "No checkpoint of this run is on the storage path" in executed.text
 
 
+@pytest.mark.slow  # 3 s
 def test_the_comparison_notebook_runs(kernel: KernelManager, trained: Path) -> None:
     executed = execute(kernel, "compare_checkpoints", trained)
     assert str(list(DURABLE)) in executed.text and executed.figures == 1
@@ -160,6 +161,7 @@ def test_a_notebook_reports_a_run_with_too_few_sessions(
     assert caught.value.ename == "AssertionError" and message in caught.value.evalue
 
 
+@pytest.mark.slow  # 5 s
 def test_the_evaluation_notebook_runs(kernel: KernelManager, trained: Path) -> None:
     executed = execute(kernel, "restore_for_evaluation", trained)
     assert executed.figures == 1 and "2 layers of width 32" in executed.text

@@ -65,13 +65,20 @@ def _warnings() -> Iterator[str]:
 
 def _fits(line: str, message: str) -> bool:
     """Return whether a line of the page, with its `...`, is this message or a part of it."""
-    at = 0
-    for part in (part.strip() for part in line.split("...")):
+    parts, at = _parts(line), 0
+    if max(parts, key=len) not in message:
+        return False
+    for part in parts:
         at = message.find(part, at)
         if at < 0:
             return False
         at += len(part)
     return True
+
+
+@cache
+def _parts(line: str) -> list[str]:
+    return [part.strip() for part in line.split("...")]
 
 
 def _lines() -> list[str]:

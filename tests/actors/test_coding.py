@@ -428,6 +428,7 @@ def test_lost_members_and_then_their_parity_are_made_again(coded: Group) -> None
     assert (coded.folder("spare") / parity_file(2, NUM_NODES)).read_bytes() == old
 
 
+@pytest.mark.slow  # 8 s; the next one is quick
 def test_parity_of_still_shards_is_made_once_and_linked(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,6 +513,7 @@ def test_a_scrub_finds_a_parity_file_that_cannot_be_used(group: Group) -> None:
     assert scrub(group.runs[NODES[5]], group.saved.attempt, 5).damage == (), "it has made none yet"
 
 
+@pytest.mark.slow  # 2 s
 def test_a_group_of_an_earlier_version_keeps_it(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of two versions do not fit each other."""
     group.saves(_with_base(20, np.ones((1 << 8, 1 << 8), np.float32)))

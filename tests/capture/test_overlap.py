@@ -269,6 +269,7 @@ def test_an_optimizer_fused_into_backward_is_waited_for_before_backward(slow_cop
     ckpt.close()
 
 
+@pytest.mark.slow  # 5 s
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_step_waits_too(slow_copies: None) -> None:
     training = Training(0, LocalLink(options()), kind="sgd")

@@ -671,7 +671,7 @@ def put(folder: Path, url: str) -> None:
     copy_to(open_store(Location.parse(url), None)[0], folder)
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs", "memory"])
+@pytest.mark.parametrize("scheme", ["s3", pytest.param("gs", marks=pytest.mark.slow), "memory"])
 def test_a_store_gives_the_same_catalog_as_a_folder(
     branched: SampleRun, strict: StrictStore, credentials: None, scheme: str
 ) -> None:

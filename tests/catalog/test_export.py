@@ -175,6 +175,7 @@ def test_nothing_is_overwritten_without_force(
     assert export(run.folder, file, "--to", "torch", "--force") == 0
 
 
+@pytest.mark.slow  # 5 s, a process that imports torch
 def test_a_disk_that_takes_no_more_is_no_damage(run: SampleRun, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ray_ckpt.cli", "export", str(run.folder), "out.pt", "--to", "torch"]
     limit = (resource.RLIMIT_FSIZE, (1000, 1000))

@@ -828,6 +828,7 @@ def test_a_pipe_that_nobody_reads_ends_a_command_without_a_message(run: SampleRu
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow  # 3 s
 def test_a_result_is_printed_whole_when_nobody_reads_stderr(run: SampleRun) -> None:
     program = (
         "import sys; from ray_ckpt.cli.streams import end_when_unread; end_when_unread(); print('before'); "

@@ -659,6 +659,7 @@ def test_every_command_has_an_example_and_json(command: str) -> None:
     assert f"Example: ray-ckpt {command}" in text and "--json" in text and "--address" in text
 
 
+@pytest.mark.slow  # 4 s
 def test_bash_completes_options_and_leaves_paths_to_itself(tmp_path: Path) -> None:
     script = """
         eval "$(ray-ckpt --show-completion)"

@@ -111,6 +111,7 @@ def uninterrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow  # 50 s on two clusters of its own; `make demo` kills and resumes as well
 def test_the_script_is_killed_and_goes_on_with_the_losses_of_a_run_that_was_not(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

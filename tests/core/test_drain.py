@@ -25,14 +25,14 @@ def run_on(nodes: str, group: str = "", **options: Any) -> Harness:
     return run
 
 
-def keep_failing(run: Harness, drains: list[m.Drain], seconds: float) -> list[m.Drain]:
+def keep_failing(run: Harness, drains: list[m.Drain], seconds: float, tick_s: float = 1.0) -> list[m.Drain]:
     """Let the store take nothing for `seconds`; return the drains that are ordered in the end."""
     end_s = run.now_s + seconds
     while run.now_s < end_s:
         requested = [
             e for drain in drains for e in of(run.drained(drain, error="the store is away"), m.Drain)
         ]
-        drains = [*requested, *of(run.tick(1.0), m.Drain)]
+        drains = [*requested, *of(run.tick(tick_s), m.Drain)]
     return drains
 
 
@@ -74,7 +74,7 @@ def test_what_is_retired_is_not_drained_for_anybody() -> None:
 def test_a_drain_is_tried_for_as_long_as_the_store_is_away() -> None:
     run = run_on("ab")
     drains = of(run.save(10), m.Drain)
-    drains = keep_failing(run, drains, 3 * HOUR_S)
+    drains = keep_failing(run, drains, 3 * HOUR_S, tick_s=10.0)
     for _ in range(int(MAX_RETRY_S)):
         drains += of(run.tick(1.0), m.Drain)
     assert {d.node_index for d in drains} == {0, 1}

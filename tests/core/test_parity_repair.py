@@ -125,11 +125,11 @@ def ended_with_a_loss(*, requests: bool = False) -> tuple[Harness, list[m.Effect
     return run, effects
 
 
-def wait(run: Harness, effects: Iterable[m.Effect], seconds: float) -> list[m.Code]:
+def wait(run: Harness, effects: Iterable[m.Effect], seconds: float, tick_s: float = 2.0) -> list[m.Code]:
     """Let uploads and listings happen, and nobody compute anything; return the orders to compute."""
     orders = of(effects, m.Code)
-    for _ in range(int(seconds / 2.0)):
-        found = [*run.drain_all(effects), *run.tick(2.0)]
+    for _ in range(int(seconds / tick_s)):
+        found = [*run.drain_all(effects), *run.tick(tick_s)]
         for listing in of(found, m.SweepRemote):
             found += run.feed(m.RemoteListed(number=listing.number))
         for delete in of(found, m.Delete):
@@ -147,7 +147,7 @@ def level(run: Harness, step: int) -> Level:
 def test_an_upload_waits_for_a_computation_as_long_as_it_takes() -> None:
     for requests in (False, True):
         run, effects = ended_with_a_loss(requests=requests)
-        (order,) = wait(run, effects, 2 * COMPUTED_S)
+        (order,) = wait(run, effects, 2 * COMPUTED_S, tick_s=10.0)
         assert level(run, 10) is Level.REPLICATED
         assert not of(run.transcript, m.PutAway) and not of(run.transcript, m.Fail)
         wait(run, run.feed(coded(order)), 100.0)

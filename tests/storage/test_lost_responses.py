@@ -121,7 +121,7 @@ class TestCreates:
         [
             ("s3", 100),
             pytest.param("gs", 100, marks=pytest.mark.slow),
-            ("fsspec-s3", 10),
+            pytest.param("fsspec-s3", 10, marks=pytest.mark.slow),
             pytest.param("fsspec-s3", 20, marks=pytest.mark.slow),
             ("fsspec-gs", 10),
             pytest.param("s3", 400, marks=pytest.mark.slow),

@@ -86,6 +86,7 @@ def test_a_process_imports_what_it_can_and_then_runs_the_script(tmp_path: Path) 
     assert "no GPU" in done.stderr and "no_such was not imported" in done.stderr
 
 
+@pytest.mark.slow  # 4 s, a process that imports torch
 def test_a_process_in_which_a_module_has_initialized_cuda_starts_anew(tmp_path: Path) -> None:
     done = run_start(
         tmp_path,
@@ -105,6 +106,7 @@ def test_imports_that_take_too_long_are_left_to_the_program(
     assert "colorsys is not imported ahead of time" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # 4 s, a process that imports torch
 def test_torch_gets_the_threads_that_ray_sets_after_its_import() -> None:
     program = (
         "import os, torch; from ray_ckpt.train import warm\n"

@@ -113,7 +113,7 @@ def unopened() -> Iterator[str]:
         yield f"grpc+tls://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("num_files", [1, 12])
+@pytest.mark.parametrize("num_files", [pytest.param(1, marks=pytest.mark.slow), 12])
 def test_a_peer_whose_connections_do_not_open_is_given_up(unopened: str, num_files: int) -> None:
     with given_up_soon():
         send(unopened, *[b"1"] * num_files)
@@ -201,6 +201,7 @@ def test_a_frozen_process_is_given_up_and_found_again(tmp_path: Path) -> None:
             process.kill()
 
 
+@pytest.mark.slow  # 3 s
 def test_what_was_given_up_takes_no_more_of_the_source(server: PeerServer) -> None:
     """Memory that is captured into again must not be read for a call that nobody waits for."""
     taken: list[int] = []
@@ -225,7 +226,7 @@ def test_what_was_given_up_takes_no_more_of_the_source(server: PeerServer) -> No
         assert len(taken) <= seen + 1
 
 
-@pytest.mark.parametrize("where", ["a chunk", "the fsync"])
+@pytest.mark.parametrize("where", [pytest.param("a chunk", marks=pytest.mark.slow), "the fsync"])
 def test_a_slow_disk_is_not_silence(server: PeerServer, folder: Slow, where: str) -> None:
     if where == "a chunk":
         folder.before_chunk = lambda number: time.sleep(3 * SILENT_S * (number == 1))
