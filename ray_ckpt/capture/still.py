@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import torch
 from torch import nn
@@ -107,17 +108,21 @@ class Taken:
         """Note slices before they are copied."""
         return cls(tuple(slices), tuple(map(_version, slices)))
 
-    def changed(self, slices: Sequence[LiveSlice], views: Sequence[torch.Tensor]) -> list[LiveSlice]:
-        """Return the slices that may no longer be those in `views`, the memory of the buffer.
+    def is_here(self, slices: Sequence[LiveSlice]) -> bool:
+        """Return whether each slice is still the same tensor in the same memory."""
+        return all(map(is_, slices, self.slices))
 
-        A slice is the same if it is the same tensor in the same memory, with the same version. The version
-        misses a change through `.data`, so some elements are compared as well. They show a change of all
-        elements, such as that of an average of weights or of a merged adapter.
+    def changed(self, slices: Sequence[LiveSlice], views: Sequence[torch.Tensor]) -> list[LiveSlice]:
+        """Return the slices that are known to differ from those in `views`, the memory of the buffer.
+
+        The same tensor with another version has changed. The version misses a change through `.data`, so
+        some elements are compared as well; they show a change of all elements, such as that of an average of
+        weights or of a merged adapter. A tensor in other memory may differ elsewhere: see `is_here`.
         """
         found = [
             live
             for live, known, seen in zip(slices, self.slices, self.versions, strict=True)
-            if live is not known or _version(live) != seen
+            if live is known and _version(live) != seen
         ]
         if found:
             return found

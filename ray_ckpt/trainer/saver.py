@@ -243,7 +243,7 @@ class Saver:
             return plan, False
         changed = taken.changed(plan.still, target.views[len(plan.moving) :])
         if not changed:
-            return plan, True
+            return plan, taken.is_here(plan.still)
         self._still.note_changed(changed)
         self._plan = None
         return self._fitted(walked), False

@@ -172,6 +172,53 @@ def test_no_checkpoint_has_a_base_of_another_step(
     training.ckpt.close()
 
 
+def moved(base: nn.Linear) -> None:
+    """As a trainer that offloads a reference model and brings it back."""
+    for param in base.parameters():
+        param.data = param.data.clone()
+
+
+def assigned(base: nn.Linear) -> None:
+    base.load_state_dict({k: v.clone() for k, v in base.state_dict().items()}, assign=True)
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("move", [moved, assigned])
+@pytest.mark.parametrize("memory", ["single", "double"])
+def test_a_base_that_only_moves_to_other_memory_stays_still(
+    memory: str, move: Callable[[nn.Linear], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    training = loop(memory)
+    for step in range(1, MAX_CHANGES + 5):
+        training.step(step)
+        move(training.model.base)
+    training.model.base.weight.data[0, 1] += 1  # one element, which a look may miss
+    training.step(99)
+    training.check()
+    assert "was expected to stay the same" not in caplog.text
+    *same, last = training.link.still_files.values()
+    assert len(same) == MAX_CHANGES + 4 and len(set(same)) == 1 and last not in same
+    training.ckpt.close()
+
+
+@pytest.mark.usefixtures("any_size")
+def test_a_static_item_whose_tensors_are_new_at_each_save_stays_still(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    extra = {"table": torch.arange(1000.0)}
+    training = loop("single", static=("extra",), extra=extra)
+    for step in range(1, MAX_CHANGES + 4):
+        extra["table"] = extra["table"].clone()
+        training.step(step)
+    assert len(set(training.link.still_files.values())) == 1
+    assert "was expected to stay the same" not in caplog.text
+    extra["table"] = extra["table"] + 1
+    training.step(99)
+    training.check()
+    assert caplog.text.count("extra.table was expected to stay the same") == 1
+    training.ckpt.close()
+
+
 @pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("seed", every_few(range(10)))
 def test_changes_of_any_tensor_at_any_step_are_saved(seed: int) -> None:
