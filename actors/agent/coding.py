@@ -59,9 +59,7 @@ def _store_parity(run: NodeRun, order: m.Code, group: GroupReader, epoch: int) -
     for layer in reversed(header.layers):
         _check_wanted(run, order.attempt, epoch)
         name, size_bytes = layer.parity_file(header.position), header.size_bytes(layer)
-        if layer.number and any(
-            run.staging.link(run.run_uid, other, directory, name) for other in _with_same(run, header)
-        ):
+        if layer.number and run.staging.link(run.run_uid, _with_same(run, header), directory, name):
             continue
         run.check_space(size_bytes, what=f"The parity of step {order.attempt.step}")
         run.staging.put(run.run_uid, directory, name, group.encode(header, layer), size_bytes=size_bytes)

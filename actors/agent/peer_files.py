@@ -39,7 +39,7 @@ class PeerFiles:
         if request.like:
             entry = FileEntry(name=name.file, size_bytes=request.size_bytes, digest=request.digest)
             is_here = has_same(run, request.like, entry)
-            if not (is_here and run.staging.link(name.run_uid, request.like, name.directory, name.file)):
+            if not (is_here and run.staging.link(name.run_uid, [request.like], name.directory, name.file)):
                 return BYTES_WANTED
         else:
             run.check_space(request.size_bytes, what=f"A copy of {name.file}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import chain
 from operator import eq
 from typing import TYPE_CHECKING
 
@@ -43,13 +44,15 @@ def store_still(
     run: NodeRun, directory: str, file: str, data: memoryview, spans: Sequence[tuple[int, int]]
 ) -> tuple[Written, bool]:
     """Store a still shard durably. Return its digests, and whether it shares the bytes of an earlier one."""
-    found: Written | None = None
-    for other, entry in likes(run, directory, file):
-        if entry.size_bytes != data.nbytes:
-            continue
-        found = found or _hashed(run, file, data, spans)
-        is_same = found.digest == entry.digest and _may_link(run, other, entry)
-        if is_same and run.staging.link(run.run_uid, other, directory, file):
+    sized = (like for like in likes(run, directory, file) if like[1].size_bytes == data.nbytes)
+    if (newest := next(sized, None)) is not None:
+        found = _hashed(run, file, data, spans)
+        same = (
+            other
+            for other, entry in chain([newest], sized)
+            if entry.digest == found.digest and _may_link(run, other, entry)
+        )
+        if run.staging.link(run.run_uid, same, directory, file):
             return found, True
     run.check_space(data.nbytes, what=file)
     written = run.staging.put(run.run_uid, directory, file, [data], size_bytes=data.nbytes, spans=spans)

@@ -88,7 +88,7 @@ class Group:
             disks = self.runs[node].staging
             for name in self.files(member):
                 is_same = is_still_name(name) and saved.files[name] == last.files.get(name)
-                if not (is_same and disks.link(UID, last.attempt.directory, saved.attempt.directory, name)):
+                if not (is_same and disks.link(UID, [last.attempt.directory], saved.attempt.directory, name)):
                     disks.put(UID, saved.attempt.directory, name, [saved.files[name]])
 
     def folder(self, node: str) -> Path:

@@ -163,7 +163,23 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_no_source(
     assert node.steps() == [2] and node.scrub(2).damage == ()
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_the_next_source_is_taken_if_the_newest_is_deleted_meanwhile(
+    node: StillNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        node.save(step, BASE, head(step))
+    real = files_module.link
+
+    def link(source: Path, path: Path) -> None:
+        node.run.staging.delete(UID, attempt(2).directory)
+        real(source, path)
+
+    monkeypatch.setattr(files_module, "link", link)
+    assert node.save(3, BASE, head(3)).shared_bytes
+    assert node.inode(3) == node.inode(1)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV])
 def test_a_file_system_without_links_is_written_to_and_named_once(
     node: StillNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
@@ -171,26 +187,29 @@ def test_a_file_system_without_links_is_written_to_and_named_once(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)
+    caplog.set_level(logging.INFO)
     for step in (1, 2, 3):
         assert not node.save(step, BASE, head(step)).shared_bytes
     assert node.steps() == [1, 2, 3] and len({node.inode(step) for step in (1, 2, 3)}) == 3
-    assert caplog.text.count("makes no hard links") == 1
+    assert caplog.text.count("makes no hard links") == 1 and "is not linked" not in caplog.text
 
 
-@pytest.mark.parametrize("code", [errno.EMLINK, errno.EXDEV])
 def test_an_inode_that_takes_no_more_links_is_written_anew(
-    node: StillNode, monkeypatch: pytest.MonkeyPatch, code: int
+    node: StillNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node.save(1, BASE, head(1))
+    for step in (1, 2, 3):
+        node.save(step, BASE, head(step))
+    caplog.set_level(logging.INFO)
     with monkeypatch.context() as patch:
 
         def refuse(*args: object, **more: object) -> None:
-            raise OSError(code, os.strerror(code))
+            raise OSError(errno.EMLINK, os.strerror(errno.EMLINK))
 
         patch.setattr(os, "link", refuse)
-        assert not node.save(2, BASE, head(2)).shared_bytes
-    assert node.save(3, BASE, head(3)).shared_bytes
-    assert node.inode(3) == node.inode(2), "the new one, of which there are links to make"
+        assert not node.save(4, BASE, head(4)).shared_bytes
+    assert caplog.text.count("is not linked") == 1, "the other names are of the same inode"
+    assert node.save(5, BASE, head(5)).shared_bytes
+    assert node.inode(5) == node.inode(4), "the new one, of which there are links to make"
 
 
 def test_a_link_whose_answer_was_lost_counts(node: StillNode, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,8 @@ log = logging.getLogger("ray_ckpt.disks")
 Result = TypeVar("Result")
 
 BROKEN = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN)  # no new files until a restart
-LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems that make no hard links at all
+# Of file systems that make no hard links at all, or none between folders
+LINKLESS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
 
 
 class Disks:
@@ -148,25 +149,29 @@ class Disks:
                 if not self._may_pass_over(stage, error) or not stages or not is_repeatable:
                     raise
 
-    def link(self, run_uid: str, source: str, directory: str, file: str) -> bool:
-        """Link a file of the checkpoint `source` into another checkpoint, on the disk that has the file.
+    def link(self, run_uid: str, sources: Iterable[str], directory: str, file: str) -> bool:
+        """Link a file of one of the checkpoints `sources` into another one, on the disk that has the file.
 
-        Return False if that is not possible; the caller then writes the file.
+        The next source is tried if the file of the one before is gone, or is on a disk without hard links.
+        Return False if no source can be linked; the caller then writes the file.
         """
-        stage = self._stage_of(run_uid, source, file)
-        if stage.root in self._out or stage.root in self._linkless:
-            return False
-        try:
-            with self.no_links:
-                stage.link(run_uid, source, directory, file)
-        except OSError as error:
-            if error.errno in LINKLESS:
-                self._linkless.add(stage.root)
-                log.warning("the disk of %s makes no hard links: %s", stage.root, error)
-            else:
+        for source in sources:
+            stage = self._stage_of(run_uid, source, file)
+            if stage.root in self._out or stage.root in self._linkless:
+                continue
+            try:
+                with self.no_links:
+                    stage.link(run_uid, source, directory, file)
+                return True
+            except OSError as error:
+                if error.errno in LINKLESS:
+                    self._linkless.add(stage.root)
+                    log.warning("the disk of %s makes no hard links: %s", stage.root, error)
+                    continue
                 log.info("%s of %s is not linked: %s", file, source, error)
-            return False
-        return True
+                if error.errno != errno.ENOENT:
+                    return False
+        return False
 
     def delete(self, run_uid: str, directory: str) -> None:
         """Delete the files of one checkpoint durably, if there are any; on each disk data before manifests.
