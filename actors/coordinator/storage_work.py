@@ -6,7 +6,9 @@ Functions block; call them from threads.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from functools import partial
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.values import UnfinishedUpload
@@ -20,6 +22,7 @@ from ray_ckpt.format.manifest import (
 )
 from ray_ckpt.format.names import CHECKPOINT_JSON, fragment_file
 from ray_ckpt.format.records import Exported
+from ray_ckpt.format.tree import MAX_TREE_BYTES, decode_state
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import CheckpointInfo, FileEntry
@@ -34,7 +37,7 @@ def write_description(
 ) -> None:
     """Check the fragments on the storage path against their root digest, then write checkpoint.json.
 
-    With `exported`, this is about the directory of these items.
+    With `exported`, this is about the directory of these items, each of which a rank must have saved.
     """
     expected, root_of, items = checkpoint.root_digest, checkpoint.root_of, ""
     if exported is not None:
@@ -51,6 +54,8 @@ def write_description(
     if not is_committed or len({file.name for file in files}) != len(files):
         raise CorruptionError(f"{remote.folder_of(checkpoint.directory)} is not what was committed.")
     _check_sizes(remote, checkpoint.directory, files)
+    if items:
+        _check_items(remote, checkpoint.directory, files, items)
     description = CheckpointDescription(
         attempt=checkpoint.id,
         world_size=checkpoint.world_size,
@@ -92,6 +97,23 @@ def _check_sizes(remote: RemoteTier, directory: str, files: Sequence[FileEntry])
                 f"{directory}/{file.name} on the storage path has {size} bytes, not {file.size_bytes}.",
                 file=file.name,
             )
+
+
+def _check_items(remote: RemoteTier, directory: str, files: Iterable[FileEntry], items: str) -> None:
+    """Raise CorruptionError if the state file of no rank has one of the items; OSError if the store fails."""
+    missing = set(items.split(","))
+    states = (file.name for file in files if file.name.startswith("state-"))
+    count = FRAGMENTS_AT_A_TIME  # mostly the first file has all items
+    read = partial(remote.read_whole, directory, max_bytes=MAX_TREE_BYTES)
+    with closing(map_in_order(read, states, threads=count, name="describe", max_results=count)) as trees:
+        for data in trees:
+            missing -= {key.split(".")[0] for key in decode_state(data)["items"]}
+            if not missing:
+                return
+    raise CorruptionError(
+        f"No rank saves {', '.join(sorted(missing))}, so these items are not complete.",
+        hint="Correct the names in remote_items.",
+    )
 
 
 def list_remote(remote: RemoteTier, order: m.SweepRemote) -> m.RemoteListed:

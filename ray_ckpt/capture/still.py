@@ -72,10 +72,10 @@ class StillSlices:
             return False
         return (is_frozen or live.slice.item in self._static) and (not is_own or is_dtensor(leaf))
 
-    def warn_of_own(self, slices: Sequence[LiveSlice]) -> None:
-        """Log the items in `static_items` of which nothing can be shared, given all slices of a rank."""
+    def warn_of_own(self, slices: Sequence[LiveSlice], items: Iterable[str]) -> None:
+        """Log which of a rank's `items` are in `static_items` but have no slice that can be shared."""
         shared = {live.slice.item for live in slices if self._may_be_still(live)}
-        if own := sorted(self._static - shared):
+        if own := sorted(self._static.intersection(items) - shared):
             log.warning(
                 "static_items: nothing of %s can be shared between checkpoints: each rank saves its plain"
                 " tensors and its objects with state_dict for itself",

@@ -44,7 +44,8 @@ class RankItems:
     def __init__(self, objects: Mapping[str, Any], identity: Identity, options: RunOptions) -> None:
         """Make an item of each object. Raises UnsupportedItem for an object that cannot be saved.
 
-        Raises ConfigError if an option such as `static_items` has a name that is no object's.
+        Raises ConfigError if an option such as `static_items` has a name that is no object's. In a group with
+        parts the names may be those of objects of another part.
         """
         self.objects = objects
         self._identity = identity
@@ -58,8 +59,8 @@ class RankItems:
         self.stepped = [item.stepped for item in self.items.values() if isinstance(item, BaseOptimizerItem)]
         plain = [stepped for stepped in self.stepped if isinstance(stepped, torch.optim.Optimizer)]
         self.window = Window(plain, [o for o in owners.values() if isinstance(o, nn.Module)])
-        _check_names("static_items", options.static_items, objects)
         if not identity.parts:  # else the item may belong to another part
+            _check_names("static_items", options.static_items, objects)
             _check_names("remote_items", options.remote_items, self.items)
         self.still = StillSlices(self.stepped, options.static_items, identity.world_size)
         if options.partial_grads:
@@ -99,8 +100,8 @@ class RankItems:
         """Encode the state once, so that errors of a save are found before training; predict the layout."""
         walked = self.walk()
         encode_tree(dict(walked.trees), kept=walked.kept)
-        if self._identity.rank == 0:
-            self.still.warn_of_own(walked.slices)
+        if self._identity.rank == self._identity.ranks[0]:
+            self.still.warn_of_own(walked.slices, self.objects)
         return self.predicted_layout(walked)
 
     def encode_state(self, step: int, walked: Walked) -> bytes:

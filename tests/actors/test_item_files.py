@@ -31,6 +31,7 @@ from ray_ckpt.errors import ConfigError, CorruptionError, NewerFormat, Unavailab
 from ray_ckpt.format import names, records
 from ray_ckpt.format.digest import root_digest
 from ray_ckpt.format.manifest import decode_checkpoint
+from ray_ckpt.format.tree import decode_state
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.transport.sending import Limiter
@@ -137,6 +138,34 @@ def test_exported_items_are_read_like_a_checkpoint(
     assert set(view) == {key for key in saved.tensors if key.startswith("model.")}
     assert exported.size_bytes == sum(path.stat().st_size for path in folder(run).glob("[!c]*"))
     assert exported.size_bytes < saved.size_bytes
+
+
+@pytest.mark.parametrize(("items", "missing"), [("modle", "modle"), ("critic,model,modle", "critic, modle")])
+def test_items_that_no_rank_saves_are_not_recorded(
+    run: SampleRun, disks: list[Disks], tier: RemoteTier, items: str, missing: str
+) -> None:
+    """The ranks of a part do not know the items of others, so the start of training compares no names."""
+    with pytest.raises(
+        CorruptionError, match=f"No rank saves {missing}, .* Correct the names in remote_items"
+    ):
+        export(run, disks, tier, items)
+    assert not (folder(run, items.replace(",", ".")) / names.CHECKPOINT_JSON).exists()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_one_rank_that_saves_an_item_is_enough(
+    run: SampleRun, disks: list[Disks], tier: RemoteTier, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    ranks = iter(range(4))
+
+    def of_rank(data: Any) -> dict[str, Any]:
+        document = decode_state(data)
+        if next(ranks) == rank:
+            document["items"]["note"] = {"text": "without a tensor"}
+        return document
+
+    monkeypatch.setattr(item_files, "decode_state", of_rank)
+    assert export(run, disks, tier, "note").items == "note"
 
 
 def test_the_level_stays_and_training_does_not_resume_from_items(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ray_ckpt.capture.torch_private import copy_all
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.types import GroupPart
 from tests.capture.local import LocalLink
 from tests.capture.ranks import items_of
 from tests.support.examples import every_few
@@ -330,3 +332,29 @@ def test_a_static_item_that_is_not_registered_is_refused() -> None:
     with pytest.raises(ConfigError, match="static_items has 'modle'") as caught:
         loop(static=("modle",))
     assert "model" in caught.value.hint
+
+
+PARTS = (GroupPart(name="actor", world_size=2), GroupPart(name="critic", world_size=2))
+
+
+def of_part(rank: int, static: tuple[str, ...]) -> LocalLink:
+    link = LocalLink(rank=rank, world_size=4, options=RunOptions(static_items=static, remote_items=("ref",)))
+    part = PARTS[rank // 2].name
+    link.identity = replace(link.identity, parts=PARTS, part=part)
+    return link
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_static_item_may_belong_to_another_part(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    part = PARTS[rank // 2].name
+    items: dict[str, Any] = {part: Adapted(), f"{part}_table": {"table": torch.zeros(4)}}
+    if part == "actor":
+        items["ref"] = Adapted()
+    link = of_part(rank, ("ref", "actor_table", "critic_table"))
+    ray_ckpt.Checkpointer(link=link, **items).restore()
+    named = [record.getMessage() for record in caplog.records if "can be shared" in record.getMessage()]
+    if rank in (0, 2):
+        (warning,) = named
+        assert f"nothing of {part}_table can" in warning
+    else:
+        assert not named
