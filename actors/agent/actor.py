@@ -103,8 +103,11 @@ class NodeAgent(RankEndpoints, RelayEndpoints):
                 unknown = n.ExitOrdered(session_key=(0, 0), epoch=run.machine.epoch)
                 await run.obey(orders.get(run_uid, unknown))
         log.info("nothing here is needed any more; this agent ends")
-        for run in list(self._runs.open.values()):
+        runs = list(self._runs.open.values())
+        for run in runs:
             run.host.ports.free()
+        for run in runs:
+            await run.memory.freeing.wait()
         asyncio.get_running_loop().call_later(EXIT_AFTER_S, os._exit, 0)
 
     # -- runs and sessions -------------------------------------------------------------------------------

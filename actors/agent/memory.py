@@ -80,8 +80,8 @@ class RankMemory:
         InsufficientSpace if the arena does not fit. Unavailable if another caller has opened the rank's arena
         in the meantime, or if `is_current()` is false once the arena is made.
         """
-        if (old := self.arenas.pop(rank, None)) is not None:
-            old.close()
+        if rank in self.arenas:
+            self.freeing.add(partial(_close_all, {rank: self.arenas.pop(rank)}))
         self._reserved[rank] = size_bytes
         async with self._opening:
             await self.freeing.wait()
@@ -150,7 +150,7 @@ class RankMemory:
         self.freeing.add(partial(_close_all, arenas))
 
     def close(self) -> None:
-        """Free all memory; no rank uses the memory any more."""
+        """Free all memory at once; no rank uses the memory any more."""
         _close_all(self.arenas)
         if self._page is not None:
             self._page.close()

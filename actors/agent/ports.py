@@ -246,14 +246,14 @@ class RayNodePorts:
 
     def free_restore(self) -> None:
         if self._run.restore is not None:
-            self._run.restore.close_shared(self._run.memory.freeing.add)
+            self._run.restore.close_shared()
 
     def free_arenas(self) -> None:
         self._run.memory.free_arenas()
 
     def free(self) -> None:
-        if self._run.restore is not None:
-            self._run.restore.close_shared()
+        self.free_restore()
+        self.free_arenas()
         self._run.memory.close()
 
     # -- callers, clock --------------------------------------------------------------------------------

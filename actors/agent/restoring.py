@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -33,10 +33,6 @@ END_S = 120.0  # to read files ahead that are begun when ranks want their ticket
 STALL_S = 5.0  # without progress of a prefetch; then the ranks read by themselves, from other sources too
 
 
-def _now(free: Callable[[], None]) -> None:
-    free()
-
-
 class NodeRestore:
     """The restore of one session on this node."""
 
@@ -57,6 +53,7 @@ class NodeRestore:
         self._unused: asyncio.TimerHandle | None = None  # frees what was prefetched; see `_keep_prefetched`
         mode, num_ranks = run.spec.options.prefetch, _num_ranks(plan, node.node_id)
         reads = mode == "always" or (mode == "auto" and has_spare_cores(num_ranks))
+        self._free = run.memory.freeing.add
         self._prefetch = Prefetch(run.memory.arenas, reads=reads)
         if plan.resume is not None and num_ranks and mode != "never":
             self._prefetching = asyncio.ensure_future(self._run_prefetch())
@@ -103,7 +100,7 @@ class NodeRestore:
         if self._unused is not None:
             self._unused.cancel()
         if not self._is_freed:
-            self._unused = asyncio.get_running_loop().call_later(PREFETCH_S, self._prefetch.close)
+            self._unused = asyncio.get_running_loop().call_later(PREFETCH_S, self._free, self._prefetch.close)
 
     async def _end_prefetch(self) -> None:
         """Wait for the files that are being read ahead, as long as there is progress, and up to END_S."""
@@ -157,20 +154,20 @@ class NodeRestore:
         self._is_superseded = True
         self.close_shared()
 
-    def close_shared(self, free: Callable[[Callable[[], None]], None] = _now) -> None:
+    def close_shared(self) -> None:
         """Free the memory that ranks map: shared rows, prefetched files, and the manifest.
 
-        `free` calls the functions that free most of it.
+        A thread frees most of it; `RankMemory.freeing` waits for that.
         """
         self._is_freed = True
-        free(self._prefetch.close)
+        self._free(self._prefetch.close)
         if self._unused is not None:
             self._unused.cancel()
         if self._shared is not None:
             self._shared.close()
             self._shared = None
         memories, self._memories = self._memories, []
-        free(partial(_close_all, memories))
+        self._free(partial(_close_all, memories))
 
     async def _make_ticket(self, *, named: bool, is_whole: bool) -> RestoreTicket | None:
         """Make a ticket; None if this node's own fragment is wanted and does not suffice."""

@@ -408,7 +408,12 @@ def test_nobody_waits_for_memory_that_is_being_freed_but_a_new_arena(monkeypatch
             assert not (await asyncio.wait({opening}, timeout=0.1))[0], "it would measure too little memory"
             may_go.set()
             await opening
-        assert not Path(old.buffers[0].path).exists() and list(memory.arenas) == [1]
+            assert not Path(old.buffers[0].path).exists() and list(memory.arenas) == [1]
+            may_go.clear()
+            opening = asyncio.ensure_future(opened(1))  # in place of the one that it has
+            assert not (await asyncio.wait({opening}, timeout=0.1))[0]
+            may_go.set()
+            await opening
         memory.close()
         assert not memory.arenas
 

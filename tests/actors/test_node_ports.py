@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+from ray_ckpt.actors.agent.memory import RankMemory
 from ray_ckpt.actors.agent.ports import RayNodePorts
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.step_states import keep
@@ -51,7 +52,7 @@ def test_a_peer_of_the_last_session_that_hangs_keeps_no_state_of_the_next_one_ba
         step_states={0: {1: "old"}},
         sending_states=set(),
         restore=None,
-        memory=SimpleNamespace(arenas={}),
+        memory=RankMemory(),
         spec=SimpleNamespace(options=options),
         take_start=lambda plan: None,
     )

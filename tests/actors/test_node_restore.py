@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -16,6 +17,10 @@ from unittest.mock import Mock
 import pytest
 
 from ray_ckpt.actors.agent import restoring, shared_reads
+from ray_ckpt.actors.agent.arena import ArenaMemory, make_arena
+from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
+from ray_ckpt.actors.agent.memory import RankMemory
+from ray_ckpt.actors.agent.ports import RayNodePorts
 from ray_ckpt.actors.agent.prefetch import Prefetch
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.restoring import NodeRestore
@@ -44,7 +49,7 @@ class Stage:
         self.plan = plan_of(saved, fragments=digests(saved) if is_proven else ())
         self.run: Any = SimpleNamespace(
             run_uid=UID,
-            memory=SimpleNamespace(arenas={}),
+            memory=RankMemory(),
             staging=stack.enter_context(closing(Disks([nodes.root / A]))),
             spec=SimpleNamespace(
                 storage=RemoteRef(storage_path=str(nodes.root), run_name="gpt"),
@@ -133,6 +138,7 @@ def test_ranks_share_tickets_and_the_end_frees_them(
         paths = [path_of(ticket) for ticket in (own, whole, named)]
         assert all(path.exists() for path in paths) and paths[2].parent == Path("/dev/shm")
         restore.close_shared()
+        await stage.run.memory.freeing.wait()
         assert not any(path.exists() for path in paths)
         with pytest.raises(Unavailable, match="restores nothing here"):
             await restore.fetch((9, 9), 0, {}, ())
@@ -160,7 +166,52 @@ def test_files_are_read_ahead_if_the_option_says_so(
         named = await restore.ticket(named=True)
         assert not any(sources[0].is_verified for sources in named.sources.values()), "cannot be mapped"
         restore.close_shared()
+        await stage.run.memory.freeing.wait()
         assert not restore.prefetched_bytes
+
+    run_in_loop(story())
+
+
+@pytest.mark.parametrize("end", ["superseded", "restored", "unused", "released"])
+def test_memory_of_a_restore_is_freed_in_a_thread(
+    stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """The kernel takes 0.2 s per GiB, in which the agent would answer nobody, nor probes of its life."""
+    threads = set[str]()
+    for kind in (Prefetch, ManifestMemory, ArenaMemory):
+
+        def close(self: Any, real: Callable[[Any], None] = kind.close) -> None:
+            threads.add(threading.current_thread().name)
+            real(self)
+
+        monkeypatch.setattr(kind, "close", close)
+    stage = Stage(stack, nodes, saved, is_proven=True)
+    ports = RayNodePorts(stage.node, stage.run, {})
+
+    async def story() -> None:
+        arena = make_arena(0, 4096, mode="single", all_bytes=1, free_bytes=1 << 30, named=False)
+        stage.run.memory.arenas[0] = arena
+        if end == "unused":
+            monkeypatch.setattr(restoring, "PREFETCH_S", 0.0)
+        restore = stage.run.restore = stage.restore()
+        await restore.ticket()
+        if end == "superseded":
+            restore.supersede()
+        elif end == "restored":
+            ports.free_restore()
+        elif end == "released":
+            ports.free()
+            assert not stage.run.memory.arenas
+        await asyncio.sleep(0.05)
+        await stage.run.memory.freeing.wait()
+        assert not restore.prefetched_bytes
+        assert len(threads) == 1 and threads.pop().startswith("ray_ckpt-free")
+        if end == "released":
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(arena.buffers[0]._file)
+        restore.close_shared()
+        stage.run.memory.free_arenas()
+        await stage.run.memory.freeing.wait()
 
     run_in_loop(story())
 

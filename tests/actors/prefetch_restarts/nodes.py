@@ -129,6 +129,8 @@ async def _end(agent: NodeAgent) -> None:
     await asyncio.gather(*(asyncio.to_thread(pool.shutdown, cancel_futures=True) for pool in pools))
     for pool in (node.code_io, node._cloud_io):
         pool.shutdown(wait=False)
+    run.memory.free_arenas()
+    await run.memory.freeing.wait()
     run.memory.close()
     run.staging.close()
 
