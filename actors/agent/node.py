@@ -14,6 +14,7 @@ import ray
 
 from ray_ckpt import telemetry
 from ray_ckpt.actors import names
+from ray_ckpt.actors.agent.prefetch import PrefetchRoom
 from ray_ckpt.actors.agent.priority import ActiveCopies, limit_heaps, yield_to_training
 from ray_ckpt.actors.agent.relay import OtherAgents, ReportRelay
 from ray_ckpt.actors.failures import reason
@@ -54,6 +55,7 @@ class Node:
         self.code_io = ThreadPoolExecutor(CODE_THREADS, "ray_ckpt-code", yield_to_training)
         self.probe_io = ThreadPoolExecutor(PROBE_THREADS, "ray_ckpt-probe", yield_to_training)
         self.copies = ActiveCopies()
+        self.prefetch_room = PrefetchRoom()
         self._cloud_io = ThreadPoolExecutor(1, "ray_ckpt-cloud")
         self._watches_cloud = False
         self._meters = Meters()

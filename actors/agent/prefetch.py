@@ -32,8 +32,10 @@ from ray_ckpt.types import ARENA_PAGE_BYTES, SMALL_TENSOR_BYTES, CheckpointInfo,
 
 log = logging.getLogger("ray_ckpt.agent")
 
-MEMORY_SHARE = 0.5  # limit, as a share of free memory; the arenas that follow a restore need as much
-MEMORY_RESERVE = 0.1  # share of free memory that stays free beside the state of the ranks
+MEMORY_SHARE = (
+    0.5  # limit for a node, as a share of free memory; the arenas that follow a restore need as much
+)
+MEMORY_RESERVE = 0.1  # share of free memory that stays free beside the states of the ranks
 MAX_THREADS = 8  # files at a time, at most one for each rank of the node, as many as ranks would read
 MAX_OTHER_FILES = 64  # shards of other nodes: a larger group shares its state by sharding, not by copies
 CORES_PER_RANK = 2  # of a rank that starts: its own, and one for data loaders and the rest of the node
@@ -42,18 +44,66 @@ POLL_S = 0.05  # between tries to seal an arena
 WORTH = 0.25  # part of a file that must be there when the ranks come, for them to wait for the rest
 
 
+class PrefetchRoom:
+    """The memory of a node that the prefetches of all its runs share. Call methods from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards all fields, those of the shares too
+        self._shares: list[_Share] = []
+        self._taken_bytes = 0  # prefetched files of all runs
+
+    def join(self) -> _Share:
+        """Measure the free memory for another prefetch, before its ranks have their state."""
+        with self._lock:
+            share = _Share(available_memory_bytes())
+            self._shares.append(share)
+            return share
+
+    def leave(self, share: _Share) -> None:
+        """Forget a prefetch whose ranks have their state, which the others then find in use."""
+        with self._lock:
+            self._shares.remove(share)
+            for other in self._shares:
+                other.free_bytes = min(other.free_bytes, available_memory_bytes())
+
+    def take(self, share: _Share, nbytes: int) -> bool:
+        """Reserve memory for a file; False if it is beyond the limit, or if a rank's state may need it."""
+        with self._lock:
+            taken_bytes = self._taken_bytes + nbytes
+            states_bytes = sum(other.state_bytes for other in self._shares)
+            limit_bytes = MEMORY_SHARE * share.free_bytes
+            left_bytes = (1 - MEMORY_RESERVE) * share.free_bytes - states_bytes
+            if taken_bytes > min(limit_bytes, left_bytes):
+                return False
+            self._taken_bytes = taken_bytes
+            return True
+
+    def give(self, nbytes: int) -> None:
+        with self._lock:
+            self._taken_bytes -= nbytes
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """A prefetch of a PrefetchRoom."""
+
+    free_bytes: int  # when it began; less once another prefetch has left
+    state_bytes: int = 0  # what the state of its ranks will take if it is in the memory of the host
+
+
 class Prefetch:
     """The shards of one session that this node has verified in memory.
 
     All methods may be called while `run` is at work in another thread.
     """
 
-    def __init__(self, arenas: Mapping[int, RankArena], *, reads: bool = True) -> None:
+    def __init__(self, arenas: Mapping[int, RankArena], room: PrefetchRoom, *, reads: bool = True) -> None:
         """Prefetch files into memory only if `reads`; captures in arenas are verified in any case."""
         self._arenas = dict(arenas)
+        self._room = room
         self._reads = reads
-        self._free_bytes = available_memory_bytes()
         self._lock = threading.Lock()  # guards the fields below
+        self._share: _Share | None = None  # from the first `run` to `close`
         self._is_ending = False  # no file is begun any more
         self._is_closed = False
         self._memories: dict[str, _FileMemory] = {}  # by file; those that are being filled belong to `run`
@@ -71,10 +121,13 @@ class Prefetch:
             return False
         rows = ticket.manifest.open()
         files = _likely_files(ticket, rows)
-        budget_bytes = self._budget_bytes(ticket, rows, files)
+        with self._lock:
+            if not self._is_closed:
+                self._share = self._share or self._room.join()
+                self._share.state_bytes = _state_bytes(ticket, rows, files)
         threads = min(MAX_THREADS, max(1, len(ticket.node_ranks)))
         with ThreadPoolExecutor(threads, "ray_ckpt-prefetch", yield_to_training) as pool:
-            list(pool.map(lambda file: self._try(ticket, file, rows.of_file(file), budget_bytes), files))
+            list(pool.map(lambda file: self._try(ticket, file, rows.of_file(file)), files))
         is_shared = any(has_shared_tensors(rows.of_file(file)) for file in files)
         return is_shared and self._reads and not ticket.is_whole and not self._is_ending
 
@@ -119,37 +172,28 @@ class Prefetch:
             filled = [self._memories.pop(file) for file in self._sources if file in self._memories]
             self._sources.clear()
             self._arenas = {}  # each keeps its memory for as long as it is referenced
+            share, self._share = self._share, None
         for memory in filled:
-            memory.close()
+            self._free(memory)
+        if share is not None:
+            self._room.leave(share)
 
-    def _budget_bytes(self, ticket: RestoreTicket, rows: SavedRows, files: Sequence[str]) -> int:
-        """Return the memory for prefetched files: none that the ranks' state may need if it is on the host.
+    def _free(self, memory: _FileMemory) -> None:
+        memory.close()
+        self._room.give(memory.size_bytes)
 
-        A rank holds its own shard, and what the ranks of other nodes share with it.
-        """
-        assert ticket.checkpoint is not None
-        world_size = ticket.checkpoint.world_size
-        own = {file for rank in ticket.node_ranks for file in shard_files(rank, world_size)}
-        sizes = {file: _size_bytes(rows.of_file(file)) for file in {*files, *own}}
-        num_ranks = len(ticket.node_ranks)
-        state_bytes = sum(size if file in own else size * num_ranks for file, size in sizes.items())
-        left_bytes = (1 - MEMORY_RESERVE) * self._free_bytes - state_bytes
-        return int(min(MEMORY_SHARE * self._free_bytes, left_bytes))
-
-    def _try(self, ticket: RestoreTicket, file: str, rows: Sequence[ManifestRow], budget_bytes: int) -> None:
+    def _try(self, ticket: RestoreTicket, file: str, rows: Sequence[ManifestRow]) -> None:
         if self._is_ending or file in self._sources or not rows or not ticket.sources[file]:
             return
         try:
-            self._prefetch(ticket, file, rows, budget_bytes)
+            self._prefetch(ticket, file, rows)
         except (OSError, CheckpointError) as error:
             log.info("%s is not read ahead: %s", file, error)
         finally:
             with self._lock:
                 self._at_work.pop(file, None)
 
-    def _prefetch(
-        self, ticket: RestoreTicket, file: str, rows: Sequence[ManifestRow], budget_bytes: int
-    ) -> None:
+    def _prefetch(self, ticket: RestoreTicket, file: str, rows: Sequence[ManifestRow]) -> None:
         first = ticket.sources[file][0]
         if first.tier == "memory":
             buffer = self._buffer_at(first.path)
@@ -160,11 +204,15 @@ class Prefetch:
         if not self._reads:
             return
         assert ticket.checkpoint is not None
-        size_bytes = _size_bytes(rows)
-        with self._lock:  # also against other threads that take memory
-            if sum(memory.size_bytes for memory in self._memories.values()) + size_bytes > budget_bytes:
+        size_bytes = ARENA_PAGE_BYTES + _size_bytes(rows)
+        with self._lock:
+            if self._share is None or not self._room.take(self._share, size_bytes):
                 return
-            memory = self._memories[file] = _FileMemory(ticket.checkpoint, file, size_bytes)
+            try:
+                memory = self._memories[file] = _FileMemory(ticket.checkpoint, file, size_bytes)
+            except OSError:
+                self._room.give(size_bytes)
+                raise
         origin: FileSource | None = None
         try:
             origin = self._read(ticket, file, ticket.sources[file], rows, memory.bytes())
@@ -176,7 +224,7 @@ class Prefetch:
                     )
                 else:
                     del self._memories[file]
-                    memory.close()
+                    self._free(memory)
 
     def _read(
         self,
@@ -224,7 +272,7 @@ class Prefetch:
 
 
 def has_spare_cores(num_ranks: int) -> bool:
-    """Return whether this node can read ahead beside ranks that import, build their models and load data.
+    """Return whether this node can read ahead beside its ranks, which import, build models and load data.
 
     Where all cores are busy, reading ahead delays the ranks by more than it saves (decision 39).
     """
@@ -251,6 +299,19 @@ def has_shared_tensors(rows: Iterable[ManifestRow]) -> bool:
         and row.nbytes >= SMALL_TENSOR_BYTES
         for row in rows
     )
+
+
+def _state_bytes(ticket: RestoreTicket, rows: SavedRows, files: Sequence[str]) -> int:
+    """Return the size of the state of the node's ranks.
+
+    A rank holds its own shard, and what the ranks of other nodes share with it.
+    """
+    assert ticket.checkpoint is not None
+    world_size = ticket.checkpoint.world_size
+    own = {file for rank in ticket.node_ranks for file in shard_files(rank, world_size)}
+    sizes = {file: _size_bytes(rows.of_file(file)) for file in {*files, *own}}
+    num_ranks = len(ticket.node_ranks)
+    return sum(size if file in own else size * num_ranks for file, size in sizes.items())
 
 
 def _size_bytes(rows: Sequence[ManifestRow]) -> int:
@@ -297,7 +358,7 @@ class _FileMemory:
     """Memory with one file, behind a page that says which file it is."""
 
     def __init__(self, checkpoint: CheckpointInfo, file: str, size_bytes: int) -> None:
-        self.size_bytes = ARENA_PAGE_BYTES + size_bytes
+        self.size_bytes = size_bytes
         self._fd = os.memfd_create("ray_ckpt-prefetch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         try:

@@ -36,7 +36,8 @@ STALL_S = 5.0  # without progress of a prefetch; then the ranks read by themselv
 class NodeRestore:
     """The restore of one session on this node."""
 
-    def __init__(self, node: Node, run: NodeRun, plan: SessionPlan) -> None:
+    def __init__(self, node: Node, run: NodeRun, plan: SessionPlan, *, num_others: int = 0) -> None:
+        """Begin to read ahead if the option says so; other runs have `num_others` ranks on this node."""
         self._node = node
         self._run = run
         self._plan = plan
@@ -52,9 +53,9 @@ class NodeRestore:
         self._prefetching: asyncio.Task[None] | None = None
         self._unused: asyncio.TimerHandle | None = None  # frees what was prefetched; see `_keep_prefetched`
         mode, num_ranks = run.spec.options.prefetch, _num_ranks(plan, node.node_id)
-        reads = mode == "always" or (mode == "auto" and has_spare_cores(num_ranks))
+        reads = mode == "always" or (mode == "auto" and has_spare_cores(num_ranks + num_others))
         self._free = run.memory.freeing.add
-        self._prefetch = Prefetch(run.memory.arenas, reads=reads)
+        self._prefetch = Prefetch(run.memory.arenas, node.prefetch_room, reads=reads)
         if plan.resume is not None and num_ranks and mode != "never":
             self._prefetching = asyncio.ensure_future(self._run_prefetch())
             self._keep_prefetched()
@@ -88,6 +89,7 @@ class NodeRestore:
         threads = BriefThreads(1, "ray_ckpt-prefetch", yield_to_training)
         try:
             ticket = await self._shared_ticket(False, False)
+            await self._run.memory.freeing.wait()  # or too little memory would be found
             if ticket is not None and await threads.run(self._prefetch.run, ticket):
                 whole = await self._shared_ticket(False, True)
                 assert whole is not None

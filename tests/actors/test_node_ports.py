@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from ray_ckpt.actors.agent.memory import RankMemory
 from ray_ckpt.actors.agent.ports import RayNodePorts
+from ray_ckpt.actors.agent.prefetch import PrefetchRoom
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.step_states import keep
 
@@ -68,7 +69,9 @@ def test_a_peer_of_the_last_session_that_hangs_keeps_no_state_of_the_next_one_ba
         return {name: SimpleNamespace(keep_state=SimpleNamespace(remote=peers[name])) for name in nodes}
 
     async def story() -> None:
-        node = cast(Any, SimpleNamespace(agents=SimpleNamespace(find=find), node_id="n"))
+        node = cast(
+            Any, SimpleNamespace(agents=SimpleNamespace(find=find), node_id="n", prefetch_room=PrefetchRoom())
+        )
         ports = RayNodePorts(node, run, {})
         first = n.SendStepState(session_key=(1, 1), rank=0, step=1, peer="hangs")
         hanging = asyncio.ensure_future(ports._send_step_state(first))

@@ -21,7 +21,7 @@ from ray_ckpt.actors.agent.arena import ArenaMemory, make_arena
 from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
 from ray_ckpt.actors.agent.memory import RankMemory
 from ray_ckpt.actors.agent.ports import RayNodePorts
-from ray_ckpt.actors.agent.prefetch import Prefetch
+from ray_ckpt.actors.agent.prefetch import Prefetch, PrefetchRoom
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.restoring import NodeRestore
 from ray_ckpt.actors.threads import in_thread
@@ -58,7 +58,9 @@ class Stage:
             endpoints=nodes.endpoints,
         )
         pool = stack.enter_context(ThreadPoolExecutor(DISK_THREADS))
-        self.node: Any = SimpleNamespace(node_id=A, credentials=KEYS.credentials, disk_io=pool)
+        self.node: Any = SimpleNamespace(
+            node_id=A, credentials=KEYS.credentials, disk_io=pool, prefetch_room=PrefetchRoom()
+        )
 
     def restore(self) -> NodeRestore:
         return NodeRestore(self.node, self.run, self.plan)
@@ -168,6 +170,34 @@ def test_files_are_read_ahead_if_the_option_says_so(
         restore.close_shared()
         await stage.run.memory.freeing.wait()
         assert not restore.prefetched_bytes
+
+    run_in_loop(story())
+
+
+@pytest.mark.parametrize(("num_others", "is_read"), [(0, True), (3, False)])
+def test_ranks_of_other_runs_need_cores_too(
+    stack: ExitStack,
+    nodes: Nodes,
+    saved: SampleCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    num_others: int,
+    is_read: bool,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    stage = Stage(stack, nodes, saved, is_proven=True)
+    stage.run.spec.options.prefetch = "auto"
+    stage.run.take_start = lambda plan: None
+    stage.run.restore = None
+    other: Any = SimpleNamespace(machine=SimpleNamespace(here=SimpleNamespace(ranks=range(num_others))))
+    idle: Any = SimpleNamespace(machine=SimpleNamespace(here=None))
+
+    async def story() -> None:
+        RayNodePorts(stage.node, stage.run, {"a": stage.run, "b": other, "c": idle}).begin(stage.plan)
+        restore = stage.run.restore
+        await restore._prefetching
+        assert bool(restore.prefetched_bytes) == is_read
+        restore.close_shared()
+        await stage.run.memory.freeing.wait()
 
     run_in_loop(story())
 

@@ -18,7 +18,7 @@ import pytest
 
 from ray_ckpt.actors.agent import prefetch as module
 from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena
-from ray_ckpt.actors.agent.prefetch import Prefetch
+from ray_ckpt.actors.agent.prefetch import Prefetch, PrefetchRoom
 from ray_ckpt.format.names import shard_file
 from ray_ckpt.restore.reader import FileSource, FlatSink, RestoreTicket, SourceReader
 from ray_ckpt.restore.sources import Mapped
@@ -54,8 +54,10 @@ def open_files() -> int:
     return count
 
 
-def run(ticket: RestoreTicket, arenas: dict[int, RankArena] | None = None) -> Prefetch:
-    prefetch = Prefetch(arenas or {})
+def run(
+    ticket: RestoreTicket, arenas: dict[int, RankArena] | None = None, room: PrefetchRoom | None = None
+) -> Prefetch:
+    prefetch = Prefetch(arenas or {}, room or PrefetchRoom())
     prefetch.run(ticket)
     return prefetch
 
@@ -134,7 +136,7 @@ def test_what_other_nodes_share_is_read_ahead_with_the_whole_ticket(
         plan = plan_of(saved, fragments=digests(saved))
         own, whole = found.own_ticket(plan), found.ticket(plan)
         assert own is not None
-        with closing(own[1]), closing(whole[1]), closing(Prefetch({})) as prefetch:
+        with closing(own[1]), closing(whole[1]), closing(Prefetch({}, PrefetchRoom())) as prefetch:
             assert prefetch.run(own[0]), "there is more"
             assert not prefetch.run(whole[0])
             ahead = {f for f, sources in prefetch.merged(whole[0]).sources.items() if sources[0].is_verified}
@@ -161,6 +163,30 @@ def test_memory_is_bounded_and_freed(ticket: RestoreTicket, monkeypatch: pytest.
     assert open_files() == before
 
 
+def test_the_runs_of_a_node_share_one_bound(ticket: RestoreTicket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file takes 10,300 bytes, and what the ranks of each run will hold is 6,200 bytes."""
+    file, room, free_bytes = shard_file(0, 2), PrefetchRoom(), 40_000
+    monkeypatch.setattr(module, "available_memory_bytes", lambda: free_bytes)
+
+    def has_file(prefetch: Prefetch) -> bool:
+        return prefetch.merged(ticket).sources[file][0].is_verified
+
+    first, second, third = (run(ticket, room=room) for _ in range(3))
+    assert [has_file(prefetch) for prefetch in (first, second, third)] == [True, False, False]
+    assert sum(prefetch.size_bytes for prefetch in (first, second, third)) <= free_bytes / 2
+    first.close()
+    second.run(ticket)
+    assert has_file(second) and not has_file(third)
+    free_bytes = 20_000  # the ranks of the second run have their state
+    second.close()
+    free_bytes = 40_000
+    third.run(ticket)
+    assert not has_file(third), "measured once more at the end of the second"
+    third.close()
+    with closing(run(ticket, room=room)) as last:
+        assert has_file(last), "nothing is left of the others"
+
+
 def test_memory_that_the_kernel_does_not_give_is_given_back(
     ticket: RestoreTicket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,14 +195,15 @@ def test_memory_that_the_kernel_does_not_give_is_given_back(
 
     before = open_files()
     monkeypatch.setattr(os, "ftruncate", fail)
-    prefetch = run(ticket)
-    assert prefetch.merged(ticket) == ticket and open_files() == before
+    with closing(run(ticket)) as prefetch:
+        assert prefetch.merged(ticket) == ticket and open_files() == before
+        assert not prefetch._room._taken_bytes
 
 
 def test_close_ends_a_prefetch_at_work(ticket: RestoreTicket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is being read when the prefetch is closed leaves no memory."""
     before = open_files()
-    prefetch, began, may_go_on = Prefetch({}), threading.Event(), threading.Event()
+    prefetch, began, may_go_on = Prefetch({}, PrefetchRoom()), threading.Event(), threading.Event()
 
     def slow_huge(fd: int, start: int, end: int) -> int:
         began.set()
@@ -215,7 +242,7 @@ def test_ranks_wait_for_a_file_only_if_a_good_part_of_it_is_there(
 ) -> None:
     """The first row of a shard is two thirds of it."""
     seen, may_go_on = held_writes(monkeypatch, num_rows)
-    with closing(Prefetch({})) as prefetch:
+    with closing(Prefetch({}, PrefetchRoom())) as prefetch:
         thread = threading.Thread(target=prefetch.run, args=(ticket,))
         thread.start()
         for _ in range(num_rows + 1):
@@ -238,7 +265,7 @@ def test_a_file_that_is_half_read_can_be_given_up(
         return extents(reader, left, turn)
 
     monkeypatch.setattr(SourceReader, "_extents", noted)
-    with closing(Prefetch({})) as prefetch:
+    with closing(Prefetch({}, PrefetchRoom())) as prefetch:
         thread = threading.Thread(target=prefetch.run, args=(ticket,))
         thread.start()
         assert seen.acquire(timeout=10) and seen.acquire(timeout=10)
@@ -336,7 +363,7 @@ def test_a_busy_node_verifies_its_arenas_and_reads_no_file(
     rank = Rank(saved, file)
     sources = {**ticket.sources, file: (in_arena(nodes, saved, rank), *ticket.sources[file])}
     ticket = replace(ticket, sources=sources)
-    with closing(Prefetch({0: rank.arena}, reads=False)) as prefetch:
+    with closing(Prefetch({0: rank.arena}, PrefetchRoom(), reads=False)) as prefetch:
         assert not prefetch.run(ticket), "nothing more with the whole ticket"
         verified = {name for name, found in prefetch.merged(ticket).sources.items() if found[0].is_verified}
         assert verified == {file} and not prefetch.size_bytes

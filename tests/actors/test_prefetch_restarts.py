@@ -98,8 +98,8 @@ def test_bytes_of_another_checkpoint_are_found(planted: pytest.MonkeyPatch) -> N
         old._sources.clear()
         supersede(self)
 
-    def take_over(self: NodeRestore, node: Node, run: NodeRun, plan: SessionPlan) -> None:
-        begin(self, node, run, plan)
+    def take_over(self: NodeRestore, node: Node, run: NodeRun, plan: SessionPlan, **more: Any) -> None:
+        begin(self, node, run, plan, **more)
         files, memories = handed.pop(run, ({}, {}))
         self._prefetch._sources.update(files)
         self._prefetch._memories.update(memories)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
@@ -44,7 +45,7 @@ class Moments:
     gates: dict[str, Gate] = field(default_factory=dict)
     free_bytes: dict[str, int] = field(default_factory=dict)
     _by_prefetch: WeakKeyDictionary[prefetch.Prefetch, Gate] = field(default_factory=WeakKeyDictionary)
-    _beginning: str = ""  # the node on which a session begins
+    _rooms: WeakKeyDictionary[prefetch.PrefetchRoom, str] = field(default_factory=WeakKeyDictionary)  # nodes
 
     def open_gates(self) -> None:
         for gate in (*self.gates.values(), *list(self._by_prefetch.values())):
@@ -57,12 +58,12 @@ class Moments:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Let prefetches of this process pass these gates, and wait briefly for processes that are gone."""
-        moments, write = self, prefetch._Landing.write
+        moments, write, real_join = self, prefetch._Landing.write, prefetch.PrefetchRoom.join
 
         class GatedRestore(restoring.NodeRestore):
-            def __init__(self, node: Node, run: NodeRun, plan: SessionPlan) -> None:
-                moments._beginning = node.node_id
-                super().__init__(node, run, plan)
+            def __init__(self, node: Node, run: NodeRun, plan: SessionPlan, **more: Any) -> None:
+                moments._rooms[node.prefetch_room] = node.node_id
+                super().__init__(node, run, plan, **more)
                 if (gate := moments.gates.pop(node.node_id, None)) is not None:
                     moments._by_prefetch[self._prefetch] = gate
 
@@ -71,13 +72,15 @@ class Moments:
                 gate.enter()
             write(landing, view)
 
-        def free_bytes() -> int:
-            return moments.free_bytes.get(moments._beginning, PLENTY_BYTES)
+        def join(room: prefetch.PrefetchRoom) -> prefetch._Share:
+            share = real_join(room)
+            share.free_bytes = moments.free_bytes.get(moments._rooms[room], PLENTY_BYTES)
+            return share
 
         with (
             patch.object(ports, "NodeRestore", GatedRestore),
             patch.object(prefetch._Landing, "write", gated_write),
-            patch.object(prefetch, "available_memory_bytes", free_bytes),
+            patch.object(prefetch.PrefetchRoom, "join", join),
             patch.object(prefetch, "WRITERS_S", 0.05),
             patch.object(prefetch, "POLL_S", 0.005),
             patch.object(shared_reads, "LOAD_BYTES", 1 << 20),  # so much more is made huge, and cleared
