@@ -32,9 +32,7 @@ from ray_ckpt.types import ARENA_PAGE_BYTES, SMALL_TENSOR_BYTES, CheckpointInfo,
 
 log = logging.getLogger("ray_ckpt.agent")
 
-MEMORY_SHARE = (
-    0.5  # limit for a node, as a share of free memory; the arenas that follow a restore need as much
-)
+MEMORY_SHARE = 0.5  # limit for a node, of its free memory; the arenas that follow a restore need as much
 MEMORY_RESERVE = 0.1  # share of free memory that stays free beside the states of the ranks
 MAX_THREADS = 8  # files at a time, at most one for each rank of the node, as many as ranks would read
 MAX_OTHER_FILES = 64  # shards of other nodes: a larger group shares its state by sharding, not by copies
