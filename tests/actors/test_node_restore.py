@@ -371,10 +371,12 @@ def test_bad_bytes_that_the_agent_reads_ahead_are_in_the_report_of_its_ranks(
     shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
 
     async def story() -> None:
-        restore = Stage(stack, nodes, saved, is_proven=True).restore()
+        stage = Stage(stack, nodes, saved, is_proven=True)
+        restore = stage.restore()
         assert restore._prefetching is not None
         await restore._prefetching
         assert restore.completed(RankRestore(rank=0, bad_nodes=("x",))).bad_nodes == tuple(sorted((A, "x")))
         restore.close_shared()
+        await stage.run.memory.freeing.wait()
 
     run_in_loop(story())
