@@ -102,6 +102,7 @@ class OpenedRun:
     run_uid: str
     plan: SessionPlan | None
     epoch: int  # the highest epoch from which the agent received an order
+    is_finished: bool = False  # it has no group any more, and will be put away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

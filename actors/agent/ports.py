@@ -233,8 +233,8 @@ class RayNodePorts:
             run.restore.supersede()
         run.take_start(plan)
         run.step_states, run.sending_states = {}, set()  # a peer of the last session may hang
-        others = (other.machine.here for other in self._runs.values() if other is not run)
-        num_others = sum(len(here.ranks) for here in others if here is not None)
+        others = (r.machine for r in self._runs.values() if r is not run and not r.machine.is_released)
+        num_others = sum(len(other.here.ranks) for other in others if other.here is not None)
         run.restore = NodeRestore(self._node, run, plan, num_others=num_others)
 
     def release(self, attempt: AttemptId, rank: int) -> None:

@@ -49,11 +49,12 @@ class PrefetchRoom:
         self._lock = threading.Lock()  # guards all fields, those of the shares too
         self._shares: list[_Share] = []
         self._taken_bytes = 0  # prefetched files of all runs
+        self._filled_bytes = 0  # of these, files that are whole, which are not in the free memory any more
 
     def join(self) -> _Share:
         """Measure the free memory for another prefetch, before its ranks have their state."""
         with self._lock:
-            share = _Share(available_memory_bytes())
+            share = _Share(available_memory_bytes() + self._filled_bytes)
             self._shares.append(share)
             return share
 
@@ -61,8 +62,9 @@ class PrefetchRoom:
         """Forget a prefetch whose ranks have their state, which the others then find in use."""
         with self._lock:
             self._shares.remove(share)
+            free_bytes = available_memory_bytes() + self._filled_bytes
             for other in self._shares:
-                other.free_bytes = min(other.free_bytes, available_memory_bytes())
+                other.free_bytes = min(other.free_bytes, free_bytes)
 
     def take(self, share: _Share, nbytes: int) -> bool:
         """Reserve memory for a file; False if it is beyond the limit, or if a rank's state may need it."""
@@ -76,16 +78,23 @@ class PrefetchRoom:
             self._taken_bytes = taken_bytes
             return True
 
-    def give(self, nbytes: int) -> None:
+    def fill(self, nbytes: int) -> None:
+        """Note that a file is whole."""
+        with self._lock:
+            self._filled_bytes += nbytes
+
+    def give(self, nbytes: int, *, is_filled: bool) -> None:
+        """Give the memory of a file back."""
         with self._lock:
             self._taken_bytes -= nbytes
+            self._filled_bytes -= nbytes if is_filled else 0
 
 
 @dataclass(slots=True, eq=False)
 class _Share:
     """A prefetch of a PrefetchRoom."""
 
-    free_bytes: int  # when it began; less once another prefetch has left
+    free_bytes: int  # beside prefetched files, when it began; less once another prefetch has left
     state_bytes: int = 0  # what the state of its ranks will take if it is in the memory of the host
 
 
@@ -172,13 +181,13 @@ class Prefetch:
             self._arenas = {}  # each keeps its memory for as long as it is referenced
             share, self._share = self._share, None
         for memory in filled:
-            self._free(memory)
+            self._free(memory, is_filled=True)
         if share is not None:
             self._room.leave(share)
 
-    def _free(self, memory: _FileMemory) -> None:
+    def _free(self, memory: _FileMemory, *, is_filled: bool) -> None:
         memory.close()
-        self._room.give(memory.size_bytes)
+        self._room.give(memory.size_bytes, is_filled=is_filled)
 
     def _try(self, ticket: RestoreTicket, file: str, rows: Sequence[ManifestRow]) -> None:
         if self._is_ending or file in self._sources or not rows or not ticket.sources[file]:
@@ -209,7 +218,7 @@ class Prefetch:
             try:
                 memory = self._memories[file] = _FileMemory(ticket.checkpoint, file, size_bytes)
             except OSError:
-                self._room.give(size_bytes)
+                self._room.give(size_bytes, is_filled=False)
                 raise
         origin: FileSource | None = None
         try:
@@ -217,12 +226,13 @@ class Prefetch:
         finally:
             with self._lock:
                 if origin is not None and memory.seal() and not self._is_closed:
+                    self._room.fill(memory.size_bytes)
                     self._sources[file] = replace(
                         origin, path=memory.path, endpoint="", is_verified=True, base=ARENA_PAGE_BYTES
                     )
                 else:
                     del self._memories[file]
-                    self._free(memory)
+                    self._free(memory, is_filled=False)
 
     def _read(
         self,

@@ -68,6 +68,7 @@ class NodeRun:
         # file -> the session in which an earlier still shard was read, its entry, device and inode
         self.read_still: dict[str, tuple[SessionKey, FileEntry, tuple[int, int]]] = {}
         self.endpoints: dict[str, str] = {}  # addresses of agents, by node
+        self._warned_of_space: SessionKey | None = None  # the last session that was warned of a full disk
         self.annotating = 0  # number of annotations that wait for a save, or for the log
         self.checked_nonce = ""  # nonce of the coordinator for which the storage path was last checked
         self.missing = ""  # what is missing on the storage path; see `RemoteTier.missing`
@@ -83,8 +84,13 @@ class NodeRun:
 
     def opened(self) -> OpenedRun:
         """Return the run as an agent reports it to a coordinator that may not know it."""
-        epoch = self.machine.epoch
-        return OpenedRun(spec=self.spec, run_uid=self.run_uid, plan=self.host.plan, epoch=epoch)
+        return OpenedRun(
+            spec=self.spec,
+            run_uid=self.run_uid,
+            plan=self.host.plan,
+            epoch=self.machine.epoch,
+            is_finished=self.machine.is_finished,
+        )
 
     async def request(self, event: Callable[[Token], NodeHostEvent]) -> Any:
         """Handle an event with a fresh token, and return the host's reply or raise its error."""
@@ -205,7 +211,8 @@ class NodeRun:
             plan = self.machine.plan
             if plan is None or plan.resume is None or plan.resume.checkpoint.id.run_uid != self.run_uid:
                 raise
-            if rank == ranks[0]:
+            if self._warned_of_space != plan.session_key:
+                self._warned_of_space = plan.session_key
                 log.warning("saves of this group may not fit on this node: %s", error)
 
     def _copied_ratio(self) -> float:

@@ -227,12 +227,12 @@ async def first_answers(
     if not asked:
         return asked
     done, late = await asyncio.wait(asked, timeout=LATE_S)
-    if late and not are_enough([call.result() for call in done]):
+    if late and not are_enough([call.result() for call in done if call.exception() is None]):
         done |= (await asyncio.wait(late))[0]
     return done
 
 
 def _have_groups(cards: list[ServiceCard | None]) -> bool:
-    """Return whether there are runs, and each has a group at work on one of these agents."""
-    runs = [run for card in cards if card is not None for run in card.runs]
+    """Return whether there are unfinished runs, and each has a group at work on one of these agents."""
+    runs = [run for card in cards if card is not None for run in card.runs if not run.is_finished]
     return bool(runs) and {r.run_uid for r in runs} == {r.run_uid for r in runs if r.plan is not None}

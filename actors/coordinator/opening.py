@@ -18,6 +18,7 @@ from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.engine.ports import GroupFound, LogAwaited, OwnerChecked, RunOpened
 from ray_ckpt.errors import Fenced, RunConflict, StoragePathError, Unavailable
 from ray_ckpt.format.names import LOG_DIR, record_file
+from ray_ckpt.format.records import Session
 from ray_ckpt.storage.log_store import read_run
 from ray_ckpt.storage.remote.tier import RemoteTier
 
@@ -95,7 +96,7 @@ class RunOpener:
     ) -> Run:
         """Read the run's log to its end; append this coordinator's epoch if it may own the run."""
         engine = self._engine
-        marks = await self._read_marks(spec, is_at_work=found is not None)
+        marks, error = await self._read_marks(spec, is_at_work=found is not None)
         for _ in range(OPEN_LOG_TRIES):
             run = engine.new_run(spec)
             if owner is None:  # it was open before, so it has a log
@@ -105,6 +106,8 @@ class RunOpener:
             event = m.LogOpened(
                 records=records, history=history, run_name=spec.name, fresh_uid=uuid.uuid4().hex
             )
+            if error is not None and not _has_begun(event):
+                raise error
             service, resume = engine.agents.service, spec.options.resume
             check_log(event, service=service, owner=owner, marks=marks, resume=resume)
             # Only after these checks, since the new nonce replaces that of an earlier coordinator.
@@ -130,8 +133,13 @@ class RunOpener:
             hint="Check that the storage path is healthy and that no other cluster runs it, then try again.",
         )
 
-    async def _read_marks(self, spec: RunSpec, *, is_at_work: bool) -> tuple[RunMark, ...]:
-        """Return the marks of runs of this name on the nodes' disks: of all, unless a group is at work."""
+    async def _read_marks(
+        self, spec: RunSpec, *, is_at_work: bool
+    ) -> tuple[tuple[RunMark, ...], Exception | None]:
+        """Return the marks of runs of this name on the nodes' disks, and the error of a node, if any had one.
+
+        While a group is at work, nodes that do not answer soon are left out.
+        """
         agents = self._engine.agents
         calls = [
             asyncio.ensure_future(agents.request(node, "read_marks", spec))
@@ -140,7 +148,15 @@ class RunOpener:
         done = await first_answers(calls, lambda answers: is_at_work and any(answers))
         for late in set(calls) - done:
             late.cancel()
-        return tuple(mark for call in done for mark in call.result() or ())
+        errors = [error for call in done if isinstance(error := call.exception(), Exception)]
+        marks = tuple(mark for call in done if call.exception() is None for mark in call.result() or ())
+        return marks, errors[0] if errors else None
+
+
+def _has_begun(event: m.LogOpened) -> bool:
+    """Return whether the run has had a group. Later groups do without a node that has an error."""
+    in_snapshot = event.history is not None and event.history.session is not None
+    return in_snapshot or any(isinstance(record.op, Session) for record, _ in event.records)
 
 
 def _check_mounted(tier: RemoteTier) -> None:

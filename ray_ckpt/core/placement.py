@@ -47,7 +47,7 @@ def place_replicas(
         placed = _on_labelled(nodes, able & labelled, replicas, domains)
     may_hold = able if labelled is None else able & labelled
     if not near:
-        return _share_out(placed, may_hold, min(replicas, 1), replicas, domains)
+        return _share_out(placed, may_hold, min(replicas, 1), replicas, domains, is_near_first=False)
     inside: dict[str, tuple[list[str], list[str]]] = {}  # domain -> its training nodes and all its able nodes
     for kind, found in enumerate((nodes, able)):
         for node in found:
@@ -62,7 +62,7 @@ def place_replicas(
         node: tuple(dict.fromkeys([*close.get(node, ()), *holders]))[:replicas]
         for node, holders in placed.items()
     }
-    return _share_out(merged, may_hold, replicas - near, replicas, domains)
+    return _share_out(merged, may_hold, replicas - near, replicas, domains, is_near_first=True)
 
 
 def _share_out(
@@ -71,30 +71,34 @@ def _share_out(
     num_outside: int,
     replicas: int,
     domains: Mapping[str, str],
+    *,
+    is_near_first: bool,
 ) -> dict[str, tuple[str, ...]]:
     """Replace last holders in a node's domain by nodes outside of it, until it has `num_outside` of these.
 
     No node gets more than twice the copies that it has from its own group, or than another node has: its disk
-    has to take them.
+    has to take them. Without `is_near_first` an outside node stays the first holder.
     """
     load = Counter(holder for holders in placed.values() for holder in holders)
     most = max([2 * replicas, *load.values()])
     outside: dict[str, deque[str]] = {}  # domain -> nodes outside of it that may hold more, in turn
     shared: dict[str, tuple[str, ...]] = {}
     for node, holders in placed.items():
+        shared[node] = holders
         inside = [holder for holder in holders if same_domain(node, holder, domains)]
         others = [holder for holder in holders if holder not in inside]
-        if inside and len(others) < num_outside:
-            domain = domain_of(node, domains)
-            if domain not in outside:
-                found = (n for n in able if domain_of(n, domains) != domain)
-                outside[domain] = deque(sorted(found, key=lambda n: (load[n], n)))
-            for other in _next_of(outside[domain], num_outside - len(others), others, load, most):
-                if inside:
-                    load[inside.pop()] -= 1
-                    load[other] += 1
-                    others.append(other)
-        shared[node] = (*inside, *others)
+        if not inside or len(others) >= num_outside:
+            continue
+        domain = domain_of(node, domains)
+        if domain not in outside:
+            found = (n for n in able if domain_of(n, domains) != domain)
+            outside[domain] = deque(sorted(found, key=lambda n: (load[n], n)))
+        count = min(num_outside - len(others), len(inside))
+        for other in _next_of(outside[domain], count, others, load, most):
+            load[inside.pop()] -= 1
+            load[other] += 1
+            others.append(other)
+        shared[node] = (*inside, *others) if is_near_first else (*others, *inside)
     return shared
 
 

@@ -151,7 +151,7 @@ class Checkpointer:
         in a replica after the loss of the one that saved. ConfigError if the newest checkpoint is later.
 
         Raises MismatchError (each difference listed) if the checkpoint does not fit, RestoreError if
-        there are checkpoints but none intact, InsufficientSpace if saves would not fit on this node,
+        there are checkpoints but none intact, InsufficientSpace if saves of a new run would not fit here,
         ConfigError if another Checkpointer of this process has restored since it was connected.
         """
         if self._session_key is not None or self._is_closed:

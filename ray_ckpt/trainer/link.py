@@ -155,7 +155,10 @@ class RestoreLink(RankLink, Protocol):
         ...
 
     def reserve(self, size_bytes: int) -> None:
-        """Raise InsufficientSpace unless checkpoints of that size of this rank fit on its node."""
+        """Raise InsufficientSpace unless the captures of this rank fit in the memory of its node.
+
+        Also unless two checkpoints fit on disk, if the run has none yet.
+        """
         ...
 
 

@@ -174,13 +174,16 @@ def test_files_are_read_ahead_if_the_option_says_so(
     run_in_loop(story())
 
 
-@pytest.mark.parametrize(("num_others", "is_read"), [(0, True), (3, False)])
+@pytest.mark.parametrize(
+    ("num_others", "is_released", "is_read"), [(0, False, True), (3, False, False), (3, True, True)]
+)
 def test_ranks_of_other_runs_need_cores_too(
     stack: ExitStack,
     nodes: Nodes,
     saved: SampleCheckpoint,
     monkeypatch: pytest.MonkeyPatch,
     num_others: int,
+    is_released: bool,
     is_read: bool,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
@@ -188,8 +191,9 @@ def test_ranks_of_other_runs_need_cores_too(
     stage.run.spec.options.prefetch = "auto"
     stage.run.take_start = lambda plan: None
     stage.run.restore = None
-    other: Any = SimpleNamespace(machine=SimpleNamespace(here=SimpleNamespace(ranks=range(num_others))))
-    idle: Any = SimpleNamespace(machine=SimpleNamespace(here=None))
+    here = SimpleNamespace(ranks=range(num_others))
+    other: Any = SimpleNamespace(machine=SimpleNamespace(here=here, is_released=is_released))
+    idle: Any = SimpleNamespace(machine=SimpleNamespace(here=None, is_released=False))
 
     async def story() -> None:
         RayNodePorts(stage.node, stage.run, {"a": stage.run, "b": other, "c": idle}).begin(stage.plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.relay import OtherAgents
 from ray_ckpt.actors.client import RayLink
 from ray_ckpt.actors.coordinator.engine import Engine
-from ray_ckpt.actors.coordinator.opening import RunOpener
+from ray_ckpt.actors.coordinator.opening import RunOpener, _has_begun
 from ray_ckpt.actors.coordinator.ports import RayPorts
 from ray_ckpt.actors.coordinator.recovery import Recovery
 from ray_ckpt.actors.messages import (
@@ -31,12 +31,14 @@ from ray_ckpt.actors.messages import (
     RunSpec,
     ServiceCard,
 )
+from ray_ckpt.core import messages as m
 from ray_ckpt.core.node_messages import DeleteOrdered
 from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.ports import AgentDied, Answered, Call, GroupFound, OpenOnNode
-from ray_ckpt.errors import StoragePathError, Unavailable
+from ray_ckpt.errors import StagingError, StoragePathError, Unavailable
+from ray_ckpt.format import records as r
 from ray_ckpt.transport.credentials import ServiceKeys
 from tests.actors.test_overview import trained
 from tests.actors.test_shutdown import SPEC, make_engine, training
@@ -254,7 +256,8 @@ def test_agents_that_hang_are_not_waited_for_once_the_groups_of_all_runs_are_fou
                 await thawed.wait()
                 return None
             (run,) = restart.card.runs
-            return replace(restart.card, runs=(run if has_group else replace(run, plan=None),))
+            finished = replace(run, run_uid="other", plan=None, is_finished=True)
+            return replace(restart.card, runs=(run if has_group else replace(run, plan=None), finished))
 
         monkeypatch.setattr(restart.engine.agents, "ask", ask)
         finding = asyncio.ensure_future(restart.engine.agents.find())
@@ -275,7 +278,7 @@ def test_the_mark_of_a_node_that_hangs_is_not_waited_for_while_a_group_is_at_wor
     monkeypatch.setattr("ray_ckpt.actors.coordinator.agents.LATE_S", 0.05)
     mark = RunMark(run_uid="0" * 32, epoch=3)
 
-    async def read() -> tuple[RunMark, ...]:
+    async def read() -> tuple[tuple[RunMark, ...], Exception | None]:
         thawed = asyncio.Event()
 
         async def request(node: str, method: str, spec: RunSpec) -> tuple[RunMark, ...]:
@@ -291,7 +294,47 @@ def test_the_mark_of_a_node_that_hangs_is_not_waited_for_while_a_group_is_at_wor
         thawed.set()
         return await reading
 
-    assert asyncio.run(read()) == ((mark,) if is_at_work else (mark, mark))
+    assert asyncio.run(read()) == ((mark,) if is_at_work else (mark, mark), None)
+
+
+def test_a_run_has_begun_with_the_first_session_in_its_log() -> None:
+    history = trained().machine.history
+    fresh = m.LogOpened(records=(), history=None, run_name="gpt", fresh_uid="0" * 32)
+    assert not _has_begun(fresh) and _has_begun(replace(fresh, history=history))
+    session = r.Session(session=1, service="s", after=None, resumed_from=None, world_size=1, num_nodes=1)
+    ops: tuple[r.Op, ...] = (r.Epoch(), session)
+    records = [
+        (r.LogRecord(seq=seq, epoch=1, writer="a", prev="", time_s=0.0, op=op), "")
+        for seq, op in enumerate(ops)
+    ]
+    assert not _has_begun(replace(fresh, records=tuple(records[:1])))
+    assert _has_begun(replace(fresh, records=tuple(records)))
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_node_whose_folder_cannot_be_used_ends_the_first_start_of_a_run_alone(
+    has_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restart, mark = Restart(monkeypatch, "abc"), RunMark(run_uid="0" * 32, epoch=3)
+
+    async def request(node: str, method: str, spec: RunSpec) -> tuple[RunMark, ...]:
+        if node == "b":
+            raise StagingError("the folder is not writable")
+        return (mark,)
+
+    class Checked(Exception):
+        """The log is read, and checked with the marks of the other nodes."""
+
+    def check(event: m.LogOpened, *, marks: Sequence[RunMark], **_: object) -> None:
+        raise Checked(*marks)
+
+    monkeypatch.setattr(restart.engine.agents, "request", request)
+    monkeypatch.setattr("ray_ckpt.actors.coordinator.opening.check_log", check)
+    monkeypatch.setattr("ray_ckpt.actors.coordinator.opening._has_begun", lambda event: has_begun)
+    opener, spec = RunOpener(restart.engine, lambda: None), replace(SPEC, storage_path=str(tmp_path))
+    with pytest.raises(Checked if has_begun else StagingError) as caught:
+        asyncio.run(opener._open_log(spec, "me", True, None))
+    assert caught.value.args == (mark, mark) if has_begun else "not writable" in str(caught.value)
 
 
 def test_an_agent_that_does_not_answer_is_asked_again_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,8 +482,8 @@ def test_a_run_whose_storage_path_is_not_mounted_waits_for_it(
     mount.mkdir()
     opener = RunOpener(engine, lambda: None)
 
-    async def no_marks(_: RunSpec, *, is_at_work: bool) -> tuple[RunMark, ...]:
-        return ()
+    async def no_marks(_: RunSpec, *, is_at_work: bool) -> tuple[tuple[RunMark, ...], None]:
+        return (), None
 
     monkeypatch.setattr(opener, "_read_marks", no_marks)
     spec = replace(SPEC, storage_path=str(mount))

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from ray_ckpt.actors.agent.rank_endpoints import RankEndpoints
 from ray_ckpt.actors.agent.run import NodeRun
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.config import RunOptions
@@ -26,7 +27,8 @@ def node_run(root: Path, resume_of: str | None) -> NodeRun:
     """Return a run on a node with two ranks, whose group restores a checkpoint of the run `resume_of`."""
     root.mkdir(mode=0o700)
     resume = SimpleNamespace(checkpoint=SimpleNamespace(id=SimpleNamespace(run_uid=resume_of)))
-    plan = SimpleNamespace(resume=resume if resume_of else None, group_of=lambda index: None)
+    resumed = resume if resume_of else None
+    plan = SimpleNamespace(resume=resumed, session_key=(1, 1), group_of=lambda index: None)
     here = SessionNode(node_id="n", node_index=0, ranks=(2, 3), holders=())
     machine = cast(Any, SimpleNamespace(plan=plan, here=here))
     spec = RunSpec(name="full", storage_path=str(root), options=RunOptions(replicas=1, reserve_bytes=0))
@@ -45,8 +47,8 @@ def test_a_group_that_has_trained_starts_again_on_a_disk_that_is_full_of_its_che
     async def reserve() -> None:
         run = node_run(tmp_path / str(free), resume_of)
         monkeypatch.setattr(run.memory, "reserve", lambda *arguments, **options: None)
-        for rank in (2, 3):
-            run.reserve(rank, 25 * GB, named=False)
+        for rank, size_bytes in ((2, GB), (3, 25 * GB), (2, 25 * GB)):
+            run.reserve(rank, size_bytes, named=False)
 
     asyncio.run(reserve())
     free -= 1
@@ -57,3 +59,22 @@ def test_a_group_that_has_trained_starts_again_on_a_disk_that_is_full_of_its_che
     asyncio.run(reserve())
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("saves of this group may not fit on this node: Two checkpoints with copies")
+
+
+def test_a_rank_reserves_in_the_session_of_its_group() -> None:
+    """The plan that is there before may be that of an earlier group, which had no checkpoint."""
+    calls: list[str] = []
+
+    async def wait(what: str) -> None:
+        await asyncio.sleep(0)
+        calls.append(what)
+
+    run = SimpleNamespace(
+        current_restore=lambda: wait("session"),
+        memory=SimpleNamespace(freeing=SimpleNamespace(wait=lambda: wait("memory"))),
+        reserve=lambda *arguments, **options: calls.append("reserve"),
+    )
+    endpoints = RankEndpoints()
+    endpoints._runs = cast(Any, SimpleNamespace(get=lambda uid: run))
+    asyncio.run(endpoints.reserve(UID, 0, GB, False))
+    assert calls == ["session", "memory", "reserve"]

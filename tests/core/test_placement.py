@@ -192,6 +192,21 @@ def test_the_copies_of_leaving_nodes_are_shared_out() -> None:
     assert placed == {"a": ("c",), "b": ("a",), "c": ("a",), "d": ("c",), "e": ("a",), "f": ("c",)}
 
 
+@pytest.mark.parametrize(("num_domains", "replicas"), [(2, 2), (3, 3)])
+def test_the_first_holder_is_outside_of_the_domain(num_domains: int, replicas: int) -> None:
+    """It gets the states of steps for a salvage, and the first copy."""
+    nodes = [f"n{at:02d}" for at in range(12)]
+    domains = {node: f"r{at % num_domains}" for at, node in enumerate(nodes)}
+    placed = place_replicas(training_nodes=nodes, live_nodes=nodes, replicas=replicas, domains=domains)
+    assert all(domains[holders[0]] != domains[node] for node, holders in placed.items())
+
+
+def test_a_holder_that_was_added_outside_of_the_domain_is_the_first() -> None:
+    domains = dict(zip("abcdefgh", "AABBCCCC", strict=True))
+    placed = place_replicas(training_nodes="abcdefgh", live_nodes="abcdefgh", replicas=2, domains=domains)
+    assert all(domains[holders[0]] != domains[node] for node, holders in placed.items())
+
+
 def test_ten_thousand_nodes_are_placed() -> None:
     nodes = [f"n{i:05d}" for i in range(10_000)]
     domains = {node: f"r{i // 40}" for i, node in enumerate(nodes)}
