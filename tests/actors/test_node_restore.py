@@ -33,7 +33,7 @@ from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.types import RankRestore
-from tests.actors.test_restore_sources import digests, plan_of
+from tests.actors.test_restore_sources import digests, manifest_files, plan_of
 from tests.support.peer_nodes import A, Nodes, both, sample
 from tests.support.sample_run import SampleCheckpoint
 from tests.transport.peers import KEYS, UID
@@ -85,10 +85,16 @@ def path_of(ticket: RestoreTicket) -> Path:
 
 
 def run_in_loop(work: Awaitable[None]) -> None:
+    """Run a test, then wait for the threads that free memory, and check that no manifest is left."""
+
     async def main() -> None:
         await asyncio.wait_for(work, 60)
+        if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(rest, timeout=30)
 
+    before = manifest_files()
     asyncio.run(main())
+    assert manifest_files() == before
 
 
 def test_ranks_do_not_wait_for_ever_for_a_prefetch_that_makes_progress(

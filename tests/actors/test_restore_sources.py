@@ -243,6 +243,7 @@ def test_the_memory_of_a_manifest_cannot_change_and_is_freed(
     nodes: Nodes, saved: SampleCheckpoint, named: bool
 ) -> None:
     both(nodes, saved)
+    before = manifest_files()
     with finder(nodes, named=named) as found:
         made, memory = found.ticket(plan_of(saved))
     manifest = made.manifest
@@ -257,7 +258,7 @@ def test_the_memory_of_a_manifest_cannot_change_and_is_freed(
         os.close(fd)
     memory.close()
     memory.close()
-    assert not Path(manifest.path).exists() and not any("ray_ckpt-manifest" in m for m in open_files())
+    assert not Path(manifest.path).exists() and manifest_files() == before
     assert rows.of_file(saved.fragments[0].files[0].name), "what is mapped stays readable"
     with pytest.raises(OSError):
         manifest.open()
@@ -298,7 +299,9 @@ def test_the_memory_of_a_manifest_that_cannot_be_opened_is_freed(
 
 
 def manifest_files() -> list[str]:
-    return sorted(file for file in open_files() if "ray_ckpt-" in file)
+    """Return the open files of manifests; pytest keeps shared rows open with the errors that it has caught."""
+    mine = (file for file in open_files() if "ray_ckpt-" in file and "ray_ckpt-shared" not in file)
+    return sorted(mine)
 
 
 def open_files() -> list[str]:
@@ -313,7 +316,8 @@ def test_a_manifest_that_is_too_large_for_the_node_is_refused(
     nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both(nodes, saved)
+    before = manifest_files()
     monkeypatch.setattr(manifest_memory, "available_memory_bytes", lambda: 4096)
     with finder(nodes) as found, pytest.raises(InsufficientSpace, match="half of the free memory"):
         found.ticket(plan_of(saved))
-    assert not any("ray_ckpt-manifest" in name for name in open_files())
+    assert manifest_files() == before
