@@ -299,7 +299,7 @@ def test_the_memory_of_a_manifest_that_cannot_be_opened_is_freed(
 
 
 def manifest_files() -> list[str]:
-    """Return the open files of manifests; pytest keeps shared rows open with the errors that it has caught."""
+    """Return the open files of manifests. (pytest keeps shared rows open with the errors it has caught.)"""
     mine = (file for file in open_files() if "ray_ckpt-" in file and "ray_ckpt-shared" not in file)
     return sorted(mine)
 
