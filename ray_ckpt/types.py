@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, TypeAlias, get_args
@@ -126,6 +126,11 @@ class ParityGroup:
         return tuple(self.place(stripe - 1 - back) for back in range(self.num_data))
 
 
+def parity_text(groups: Iterable[ParityGroup]) -> str:
+    """Return a text such as `6+2`: the files of two of eight nodes may be lost; "" without groups."""
+    return ", ".join(dict.fromkeys(f"{group.num_data}+{group.parity}" for group in groups))
+
+
 RootOf: TypeAlias = Literal["fragments", "files"]
 """The files that a root digest covers: the fragments, which list all others, or all files (older logs)."""
 
@@ -243,7 +248,8 @@ class CheckpointInfo:
     committed_at_s: float  # Unix time by the coordinator's clock, for display and for ages
     metrics: Mapping[str, MetricValue]
     state: Literal["live", "lost", "retired", "collected"] = "live"
-    replicas: int = 0  # copies on other nodes, proven by the commit or a promotion
+    replicas: int = 0  # copies on other nodes, or losses that the parity groups allow for, once proven
+    parity: str = ""  # those parity groups, such as `6+2`; empty if there are copies
     pins: Mapping[str, float | None] = field(default_factory=dict)  # owner -> Unix time when the pin ends
     verified_at_s: float | None = None  # Unix time of the last scrub that found every copy intact
     durable_at_s: float | None = None  # Unix time when the storage path had the whole checkpoint

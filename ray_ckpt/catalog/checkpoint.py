@@ -163,6 +163,7 @@ class CheckpointView:
             ("session", info.id.session),
             ("state", info.state),
             ("level", info.level.label),
+            *((("parity groups", info.parity),) if info.parity else ()),
             ("ranks", f"{info.world_size} on {info.num_nodes} nodes"),
             *((("mesh", info.mesh),) if info.mesh else ()),
             ("bytes", info.size_bytes),

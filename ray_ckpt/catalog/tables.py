@@ -67,6 +67,7 @@ def checkpoints_table(
         "level": pa.array([c.level.label for c in known], pa.string()),
         "tiers": pa.array(list(map(_tiers, known, on_storage)), _STRINGS),
         "replicas": pa.array([c.replicas for c in known], pa.int64()),
+        "parity": pa.array([c.parity or None for c in known], pa.string()),
         "world_size": pa.array([c.world_size for c in known], pa.int64()),
         "num_nodes": pa.array([c.num_nodes for c in known], pa.int64()),
         "mesh": pa.array([c.mesh or None for c in known], pa.string()),
@@ -205,9 +206,10 @@ def _event_text(op: records.Op, history: RunHistory) -> str:
             start = "scratch" if source is None else f"step {history.checkpoints[source].step}"
             return f"from {start}, {count_text(world, 'rank')} on {count_text(nodes, 'node')}"
         case records.Commit(size_bytes=size, replicas=copies, suspect=suspect):
-            return f"{size} bytes, {copies} replicas" + (f"; differing: {suspect}" if suspect else "")
-        case records.Promote(replicas=copies):
-            return f"{copies} replicas"
+            protection = _protection_text(copies, op.parity)
+            return f"{size} bytes, {protection}" + (f"; differing: {suspect}" if suspect else "")
+        case records.Promote(replicas=copies, parity=parity):
+            return _protection_text(copies, parity)
         case records.Exported(items=items, size_bytes=size):
             return f"{items}, {size} bytes"
         case records.Epoch(service=service):
@@ -232,6 +234,10 @@ def _event_text(op: records.Op, history: RunHistory) -> str:
             return text
         case _:
             return ""
+
+
+def _protection_text(copies: int, parity: str | None) -> str:
+    return f"{copies} losses allowed by parity {parity}" if parity else f"{copies} replicas"
 
 
 # Tables from manifests

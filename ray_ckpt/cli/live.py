@@ -14,11 +14,12 @@ from rich.console import Group, RenderableType
 from rich.filesize import decimal
 from rich.text import Text
 
-from ray_ckpt.cli.output import FittedTable, Output, parity_text, status_remarks
+from ray_ckpt.cli.output import FittedTable, Output, status_remarks
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError
 from ray_ckpt.format.names import SERVICE_DIR
 from ray_ckpt.location import Location, locate
 from ray_ckpt.texts import age_text, count_text, printable
+from ray_ckpt.types import parity_text
 from ray_ckpt.verify.live_manifest import SHORT_ID
 
 if TYPE_CHECKING:

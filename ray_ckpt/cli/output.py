@@ -22,7 +22,7 @@ from ray_ckpt.catalog.catalog import Catalog, CheckpointView, Damage, VerifyRepo
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
 from ray_ckpt.texts import age_text, local_time_text, printable, to_datetime
-from ray_ckpt.types import CheckpointInfo, Level, ParityGroup
+from ray_ckpt.types import CheckpointInfo, Level, ParityGroup, parity_text
 
 PIPE_WIDTH = 1_000_000  # characters without a terminal: no line is folded
 MIN_WIDTH = 60  # characters; tables are unreadable in fewer; COLUMNS=0 means unknown
@@ -45,6 +45,7 @@ def info_json(view: CheckpointView) -> dict[str, Any]:
         "state": info.state,
         "level": info.level.label,
         "replicas": info.replicas,
+        "parity": info.parity or None,
         "world_size": info.world_size,
         "mesh": info.mesh,
         "num_nodes": info.num_nodes,
@@ -93,11 +94,6 @@ def status_remarks(shared_bytes: int, suspect: str) -> Iterator[str]:
         yield f"{decimal(shared_bytes)} of the newest save were linked to an earlier one, not written"
     if suspect:
         yield f"data-parallel replicas have drifted apart, {suspect}"
-
-
-def parity_text(groups: Iterable[ParityGroup]) -> str:
-    """Return a text such as `6+2`: the files of two of eight nodes may be lost."""
-    return ", ".join(dict.fromkeys(f"{group.num_data}+{group.parity}" for group in groups))
 
 
 class Lineage:
@@ -242,14 +238,19 @@ def is_narrow(console: Console) -> bool:
 
 
 def level_text(info: CheckpointInfo, *, brief: bool = False) -> str:
-    """Return a text such as `replicated(1), in cluster, exported: model`; if `brief`, `replicated(1)`."""
+    """Return a text such as `replicated(1), in cluster, exported: model`; if `brief`, `replicated(1)`.
+
+    With parity groups it is `replicated(2), parity 6+2, in cluster`.
+    """
     if info.level is Level.DURABLE:
         return info.level.label
     copies = f"({info.replicas})" if info.level is Level.REPLICATED else ""
     if brief:
         return f"{info.level.label}{copies}"
+    parity = f", parity {info.parity}" if info.parity else ""
     exported = f", exported: {info.exported}" if info.exported else ""
-    return f"{info.level.label}{copies}" + (", in cluster" if info.state == "live" else "") + exported
+    place = ", in cluster" if info.state == "live" else ""
+    return f"{info.level.label}{copies}{parity}{place}{exported}"
 
 
 def pins_text(info: CheckpointInfo) -> str:

@@ -260,7 +260,7 @@ def _changed(old: CheckpointInfo, op: _Change, time_s: float) -> CheckpointInfo:
             return replace(old, exported=items, exported_root=root, exported_bytes=size, exported_at_s=time_s)
         case _ if old.state != "live":
             return old
-        case Promote(level=level, replicas=copies):
+        case Promote(level=level, replicas=copies, parity=parity):
             durable_s = old.durable_at_s
             if level is Level.DURABLE and durable_s is None:
                 durable_s = time_s
@@ -269,6 +269,7 @@ def _changed(old: CheckpointInfo, op: _Change, time_s: float) -> CheckpointInfo:
                 old,
                 level=max(old.level, level),
                 replicas=max(old.replicas, copies),
+                parity=(parity or "") if copies > old.replicas else old.parity,
                 durable_at_s=durable_s,
                 replicated_at_s=replicated_s,
             )
@@ -337,6 +338,7 @@ def _committed(op: Commit, record: LogRecord, run_uid: str, session: SessionInfo
         committed_at_s=record.time_s,
         metrics=op.metrics,
         replicas=op.replicas,
+        parity=op.parity or "",
         replicated_at_s=record.time_s if op.replicas else None,
         mesh=op.mesh or "",
         stall_s=op.stall_s,

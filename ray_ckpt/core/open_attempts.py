@@ -20,7 +20,7 @@ from ray_ckpt.core.save_times import SaveTimes
 from ray_ckpt.core.step_states import salvage_of
 from ray_ckpt.errors import CheckpointError, CollectiveError, Unavailable
 from ray_ckpt.format import records as r
-from ray_ckpt.types import AttemptId, CheckpointInfo, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level, parity_text
 
 MAX_OPEN_ATTEMPTS = 8  # one save is in flight per rank; more means ranks that disagree on steps
 MAX_WAITING_COMMITS = 2  # the newest commits that wait while the store is silent; older ones are dropped
@@ -150,6 +150,7 @@ class OpenAttempts:
                 replicate_s=self._context.now_s - attempt.stored_s,
                 suspect=suspect or None,
                 shared_bytes=facts.shared_bytes or None,
+                parity=self._parity(attempt.id.attempt, copies),
             )
         )
 
@@ -187,6 +188,10 @@ class OpenAttempts:
     def _num_copies(self, attempt: Attempt) -> int:
         return self._context.holders.num_copies(attempt.id.attempt, len(attempt.nodes))
 
+    def _parity(self, name: str, copies: int) -> str | None:
+        """Return a text about the parity groups that `copies` counts; None if it counts copies, or is 0."""
+        return (parity_text(self._context.holders.parity.groups(name)) or None) if copies else None
+
     def _is_overtaken(self, attempt: Attempt) -> bool:
         """Return True if this or a newer step of the session is committed or being committed.
 
@@ -223,7 +228,10 @@ class OpenAttempts:
             return
         if context.holders.tolerates(name, num_nodes, recorded + 1):
             copies = min(context.holders.num_copies(name, num_nodes), context.options.max_losses)
-            context.ledger.append(r.Promote(attempt=name, level=Level.REPLICATED, replicas=copies))
+            parity = self._parity(name, copies)
+            context.ledger.append(
+                r.Promote(attempt=name, level=Level.REPLICATED, replicas=copies, parity=parity)
+            )
 
     def reconsider(self, attempt: Attempt) -> Iterator[m.Effect]:
         """After the death of a node, correct a waiting commit: a record must be true when it is sent."""
@@ -238,7 +246,8 @@ class OpenAttempts:
         elif copies < op.replicas:
             copies = max(copies, 0)
             level = Level.REPLICATED if copies else Level.LOCAL
-            self._context.ledger.amend(op, replace(op, level=level, replicas=copies))
+            parity = self._parity(op.attempt, copies)
+            self._context.ledger.amend(op, replace(op, level=level, replicas=copies, parity=parity))
 
     def drop_excess(self) -> Iterator[m.Effect]:
         """Keep the newest of the commits that wait for a silent store; drop the others."""

@@ -97,6 +97,7 @@ class Commit:
     replicate_s: float | None = None  # after `local_s`, until the level was reached or the wait ended
     suspect: str | None = None  # replicas whose bytes differed at this save
     shared_bytes: int | None = None  # see `SaveFacts`
+    parity: str | None = None  # parity groups that `replicas` counts in place of copies, such as `6+2`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +114,7 @@ class Promote:
     attempt: str
     level: Level
     replicas: int
+    parity: str | None = None  # as in `Commit`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,6 +460,7 @@ FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "text": jsontext.text,
     "suspect": optional(jsontext.text),
     "shared_bytes": optional(jsontext.integer),
+    "parity": optional(jsontext.text),
 }
 """Readers of the fields of ops; a name has the same meaning in every op."""
 _KNOWN = FIELDS.keys() | {"seq", "epoch", "writer", "prev", "time_s", "op"}

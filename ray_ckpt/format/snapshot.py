@@ -41,6 +41,7 @@ COLUMNS = pa.schema(
         pa.field("state", pa.string()),
         pa.field("level", pa.string()),
         pa.field("replicas", pa.int64()),
+        pa.field("parity", pa.string()),
         pa.field("world_size", pa.int64()),
         pa.field("num_nodes", pa.int64()),
         pa.field("size_bytes", pa.int64()),
@@ -81,6 +82,7 @@ _SECONDS = (
 )
 _LATER: Mapping[str, float | str | None] = {
     **dict.fromkeys(_SECONDS),
+    "parity": "",
     "mesh": "",
     "drill": "",
     "suspect": "",

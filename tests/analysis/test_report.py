@@ -470,6 +470,15 @@ def test_the_page_names_shared_bytes(night: Story) -> None:
     assert ">9.0 GB, 7.0 GB linked<" in text
 
 
+def test_the_page_names_parity_groups(night: Story) -> None:
+    *others, newest = night.report().checkpoints
+    assert "parity" not in page(night.report())
+    coded = replace(newest, level=Level.REPLICATED, replicas=2, parity="6+2")
+    report = replace(night.report(), checkpoints=[*others, coded])
+    assert ">replicated (2, parity 6+2)<" in page(report)
+    assert to_json(report)["checkpoints"][-1]["parity"] == "6+2"
+
+
 def test_one_of_a_kind_is_not_many() -> None:
     log = Story()
     log.create()

@@ -139,6 +139,16 @@ def test_replicas_that_differed_are_in_every_view(tmp_path: Path, capsys: pytest
     )
 
 
+def test_tables_and_pages_name_parity_groups(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10,), durable=(10,))
+    later = make_checkpoint(run.log.attempt(1, 20))
+    run.log.commit(later, replicas=2, parity="6+2")
+    catalog = Catalog(run.folder)
+    assert rows(catalog.to_arrow(), "step", "parity") == [(10, None), (20, "6+2")]
+    assert "2 losses allowed by parity 6+2" in catalog.to_arrow("events").to_pylist()[-1]["text"]
+    assert "parity groups" in catalog[20]._repr_html_() and "parity" not in catalog[10]._repr_html_()
+
+
 def test_tiers_are_those_of_the_log(tmp_path: Path) -> None:
     run = write_run(tmp_path, durable=(10, 30), replicas=0, lost=(20,), retired=(30,))
     found = rows(Catalog(run.folder).to_arrow(), "step", "tiers", "on_storage")

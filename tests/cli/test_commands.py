@@ -465,6 +465,16 @@ def test_show_of_an_unknown_step(run: SampleRun, capsys: pytest.CaptureFixture[s
     assert (code, out) == (2, "") and hint in err
 
 
+def test_show_and_ls_name_the_parity_groups_of_the_log(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10,), durable=(10,))
+    later = make_checkpoint(run.log.attempt(1, 20))
+    run.log.commit(later, replicas=2, parity="6+2")
+    assert "replicated(2), parity 6+2, in cluster" in ray_ckpt_cli("show", run.folder, 20)
+    assert as_json("show", run.folder, 20)["parity"] == "6+2"
+    assert as_json("show", run.folder, 10)["parity"] is None
+    assert [found["parity"] for found in as_json("ls", run.folder)["checkpoints"]] == [None, "6+2"]
+
+
 def test_show_names_pins_and_the_last_verification(run: SampleRun) -> None:
     assert (as_json("show", run.folder, 50)["pins"], as_json("show", run.folder, 50)["verified_at_s"]) == (
         {},

@@ -139,7 +139,7 @@ def test_a_group_codes_when_all_of_its_nodes_have_stored_and_the_commit_waits_fo
     assert not of(run.feed(*map(coded, codes[:3])), m.NotifyOutcome)
     outcome = one(run.feed(coded(codes[3])), m.NotifyOutcome)
     assert outcome.level is Level.REPLICATED
-    assert run.checkpoint(attempt).replicas == 2
+    assert (run.checkpoint(attempt).replicas, run.checkpoint(attempt).parity) == (2, "2+2")
 
 
 def test_status_counts_the_parity_files_that_are_made_and_those_that_are_awaited() -> None:
@@ -169,6 +169,7 @@ def test_a_commit_promises_what_the_parity_files_that_were_made_allow(failed: st
     found = run.checkpoint(run.attempt(10))
     assert found.replicas == replicas
     assert found.level is (Level.REPLICATED if replicas else Level.LOCAL)
+    assert found.parity == ("2+2" if replicas else "")
 
 
 def test_a_node_that_dies_while_its_group_codes_lowers_the_promise() -> None:
@@ -187,10 +188,11 @@ def test_without_an_answer_the_commit_is_made_in_time_and_promoted_later() -> No
     run = harness()
     codes = of(run.save(10), m.Code)
     run.tick(run.options.goal_timeout_s + 1)
-    assert run.checkpoint(run.attempt(10)).level is Level.LOCAL
+    found = run.checkpoint(run.attempt(10))
+    assert (found.level, found.parity) == (Level.LOCAL, "")
     run.feed(*map(coded, codes))
     found = run.checkpoint(run.attempt(10))
-    assert (found.level, found.replicas) == (Level.REPLICATED, 2)
+    assert (found.level, found.replicas, found.parity) == (Level.REPLICATED, 2, "2+2")
 
 
 def test_a_late_report_does_not_count_the_copies_of_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,7 +349,8 @@ def _protection(report: RunReport) -> Verdict:
     if newest.level is Level.REPLICATED:
         nodes = "any one node" if newest.replicas == 1 else f"any {newest.replicas} nodes"
         tone = "good" if behind.startswith(" Without") else "warn"
-        text = f"By the log it survives the loss of {nodes}; {age}.{behind}"
+        what = f" of each of its parity groups ({newest.parity})" if newest.parity else ""
+        text = f"By the log it survives the loss of {nodes}{what}; {age}.{behind}"
         return Verdict(tone=tone, title=title, head=head, text=text)
     fallback = f"from step {safer[-1].step}" if safer else "from nothing"
     text = f"On the nodes of its ranks only, {age}: if one is lost, a restart continues {fallback}.{behind}"
@@ -563,6 +564,7 @@ def _checkpoint_json(info: CheckpointInfo, report: RunReport) -> dict[str, Any]:
         "state": info.state,
         "level": info.level.label,
         "replicas": info.replicas,
+        "parity": info.parity or None,
         "size_bytes": info.size_bytes,
         "shared_bytes": info.shared_bytes,
         "exported": info.exported or None,

@@ -196,7 +196,10 @@ def _lineage(report: RunReport) -> Iterator[tuple[SessionInfo, CheckpointInfo | 
 
 
 def _level_text(info: CheckpointInfo) -> str:
-    return f"{info.level.label} ({info.replicas})" if info.level is Level.REPLICATED else info.level.label
+    if info.level is not Level.REPLICATED:
+        return info.level.label
+    parity = f", parity {info.parity}" if info.parity else ""
+    return f"{info.level.label} ({info.replicas}{parity})"
 
 
 def _sizes_text(info: CheckpointInfo) -> str:
