@@ -51,7 +51,7 @@ SliceKey: TypeAlias = tuple[str, tuple[int, ...]]
 """Identity of a slice on a rank: tensor name and offset. A rank may hold several slices of a tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class LiveSlice:
     """A slice and its live local tensor. `ranks` hold the same bytes; one of them saves it."""
 
