@@ -152,7 +152,12 @@ class DrainSchedule:
         else:
             self._maintenance.uploaded(attempt)
             if checkpoint.state == "live" and checkpoint.level < Level.DURABLE:
-                op = r.Promote(attempt=attempt, level=Level.DURABLE, replicas=checkpoint.replicas)
+                op = r.Promote(
+                    attempt=attempt,
+                    level=Level.DURABLE,
+                    replicas=checkpoint.replicas,
+                    parity=checkpoint.parity or None,
+                )
                 context.ledger.append(op)
 
     def _failed(self, attempt: AttemptId, reason: str) -> Iterator[m.Effect]:

@@ -144,9 +144,10 @@ def _is_covered(live: LiveCheckpoint, scenario: Scenario) -> bool:
         return False
     copies = checkpoint.replicas if checkpoint.level is Level.REPLICATED else 0
     holding = list(map(frozenset, live.holders))
-    for places in live.groups if copies else ():  # any node of a group may hold what computes a fragment
-        for member in places.group.members:
-            holding[member] = group_nodes(places)
+    if copies and not all(len(nodes) > copies for nodes in holding):
+        for places in live.groups:  # any node of a group may hold what computes a fragment
+            for member in places.group.members:
+                holding[member] = group_nodes(places)
     return all(len(scenario.lost & nodes) <= copies for nodes in holding)
 
 

@@ -190,7 +190,13 @@ class OpenAttempts:
 
     def _parity(self, name: str, copies: int) -> str | None:
         """Return a text about the parity groups that `copies` counts; None if it counts copies, or is 0."""
-        return (parity_text(self._context.holders.parity.groups(name)) or None) if copies else None
+        holders = self._context.holders
+        has_copies = all(
+            len(holders.of(name, member)) > copies
+            for group in holders.parity.groups(name)
+            for member in group.members
+        )
+        return None if has_copies or not copies else parity_text(holders.parity.groups(name))
 
     def _is_overtaken(self, attempt: Attempt) -> bool:
         """Return True if this or a newer step of the session is committed or being committed.

@@ -46,7 +46,8 @@ ENCODERS = 2  # windows of a parity file at a time: one waits for the network wh
 class GroupSources:
     """The addresses of the nodes with the files of a parity group; see `GroupPlaces`.
 
-    With `prefers_q` a single lost member is computed from Q, which helps if P has damaged bytes.
+    With `prefers_q` a single lost member is computed from Q, which helps if P has damaged bytes. The member
+    at position `without` counts as lost, which helps if that member has some.
     """
 
     group: ParityGroup
@@ -54,6 +55,7 @@ class GroupSources:
     fragments: tuple[tuple[str, ...], ...]
     parities: tuple[tuple[str, ...], ...]
     prefers_q: bool = False
+    without: int | None = None
 
 
 def group_sources(
@@ -71,6 +73,17 @@ def group_sources(
         parities=addresses(places.parities),
     )
     return (first, replace(first, prefers_q=True))[: places.group.parity]
+
+
+def doubting_sources(sources: GroupSources, member: int) -> Iterator[GroupSources]:
+    """Yield further ways to compute a member's files: each doubts one of the other members.
+
+    They are for rows that P and Q computed wrong, since a member of the group has damaged bytes.
+    """
+    if sources.group.parity > 1:
+        for at, other in enumerate(sources.group.members):
+            if other != member:
+                yield replace(sources, without=at)
 
 
 class _Gone(Exception):
@@ -268,8 +281,9 @@ class GroupReader:
         """Return the bytes of spans of one stripe, in which the member at `position` has data."""
         group, stripe = layer.group, spans[0].stripe
         while True:
+            left_out = {position, self._sources.without}
             lost = [
-                at for at in group.data_of(stripe) if at == position or not self._left(at, is_parity=False)
+                at for at in group.data_of(stripe) if at in left_out or not self._left(at, is_parity=False)
             ]
             sums = [i for i in range(group.parity) if self._left(group.place(stripe + i), is_parity=True)]
             sums = sums[::-1] if self._sources.prefers_q else sums

@@ -32,7 +32,7 @@ from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore.extents import Extent, Tally, cut_extents, first_rows, rows_by_file
 from ray_ckpt.restore.manifest import ManifestRef
-from ray_ckpt.restore.parity import PARITY, Coded, GroupReader, GroupSources, group_sources
+from ray_ckpt.restore.parity import PARITY, Coded, GroupReader, GroupSources, doubting_sources, group_sources
 from ray_ckpt.restore.sources import ByteSource, Disk, Mapped, Peer, Peers, Remote
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.texts import tier_text
@@ -100,7 +100,8 @@ def parity_sources(
         FileSource(tier="peer", where=PARITY, group=sources)
         for places in groups
         if index in places.group.members and any(places.parities)
-        for sources in group_sources(places, num_nodes, endpoints)
+        for ways in [group_sources(places, num_nodes, endpoints)]
+        for sources in (*ways, *doubting_sources(ways[0], index))
     ]
 
 

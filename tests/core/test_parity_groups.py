@@ -195,6 +195,17 @@ def test_without_an_answer_the_commit_is_made_in_time_and_promoted_later() -> No
     assert (found.level, found.replicas, found.parity) == (Level.REPLICATED, 2, "2+2")
 
 
+def test_copies_that_a_later_session_makes_are_not_called_parity() -> None:
+    run = harness()
+    save(run, 10)
+    attempt, holders = run.attempt(10), run.machine._attempts._context.holders
+    assert run.checkpoint(attempt).parity == "2+2"
+    for index in range(4):
+        holders.add(attempt.attempt, index, NODES[(index + 1) % 4])
+    assert run.machine._attempts._parity(attempt.attempt, 2) == "2+2", "each has one copy"
+    assert run.machine._attempts._parity(attempt.attempt, 1) is None
+
+
 def test_a_late_report_does_not_count_the_copies_of_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = "".join(map(chr, range(ord("A"), ord("A") + 40)))
     run = Harness(nodes, parity=(2, 2), remote_every=1000)
