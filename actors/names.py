@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 NAMESPACE = "ray_ckpt"
 COORDINATOR = f"coordinator-v{PROTOCOL_VERSION}"
 AGENT_PREFIX = f"agent-v{PROTOCOL_VERSION}-"

@@ -17,7 +17,7 @@ from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena
 from ray_ckpt.actors.agent.coding import damaged_parity
 from ray_ckpt.actors.agent.priority import ActiveCopies, DrainRateLimiter
 from ray_ckpt.actors.agent.run import NodeRun, require
-from ray_ckpt.actors.agent.still_files import has_remotely, like_here, store_still
+from ray_ckpt.actors.agent.still_files import has_remotely, same_here, store_still
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import Inventory, ScrubResult, StoredFragment, StoredParity
 from ray_ckpt.errors import LOST_BYTES, CheckpointError, CorruptionError, Unavailable
@@ -159,7 +159,8 @@ def send_copy(
             size_bytes=file.size_bytes,
             digest=file.digest,
             epoch=effect.epoch,
-            like=like_here(run, directory, file) if effect.may_link else "",
+            is_link=next(same_here(run, directory, file), None) is not None,
+            is_repair=effect.is_repair,
         )
         return Outgoing(request=request, chunks=partial(_wanted_bytes, run, effect.attempt, file.name, read))
 

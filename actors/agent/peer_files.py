@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing_extensions import Buffer
 
 from ray_ckpt.actors.agent.run import NodeRun
-from ray_ckpt.actors.agent.still_files import has_same
+from ray_ckpt.actors.agent.still_files import is_intact, same_here
 from ray_ckpt.errors import Unavailable
 from ray_ckpt.format.digest import FRAGMENT_PREFIX
 from ray_ckpt.format.names import attempt_of
@@ -36,10 +36,12 @@ class PeerFiles:
     def put(self, request: PutRequest, chunks: Iterable[Buffer]) -> str:
         name, run = request.name, self._run(request.name)
         self._check_wanted(run, name)
-        if request.like:
+        if request.is_link:
             entry = FileEntry(name=name.file, size_bytes=request.size_bytes, digest=request.digest)
-            is_here = has_same(run, request.like, entry)
-            if not (is_here and run.staging.link(name.run_uid, [request.like], name.directory, name.file)):
+            same = same_here(run, name.directory, entry)
+            if request.is_repair:
+                same = (other for other in same if is_intact(run, other, entry))
+            if not run.staging.link(name.run_uid, same, name.directory, name.file):
                 return BYTES_WANTED
         else:
             run.check_space(request.size_bytes, what=f"A copy of {name.file}")

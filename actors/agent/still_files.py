@@ -63,16 +63,18 @@ def store_still(
 def _may_link(run: NodeRun, directory: str, entry: FileEntry) -> bool:
     """Return whether a shard of an earlier checkpoint is to be shared.
 
-    With parity it is read first, once in a session: the nodes of the session's groups code its bytes as they
-    are, so that bytes which have changed on the disk could not be computed. A copy on another node has bytes
-    of its own.
+    With parity it is read first: the nodes of the session's groups code its bytes as they are, so that bytes
+    which have changed on the disk could not be computed. A copy on another node has bytes of its own.
     """
-    if run.spec.options.parity is None:
-        return True
+    return run.spec.options.parity is None or is_intact(run, directory, entry)
+
+
+def is_intact(run: NodeRun, directory: str, entry: FileEntry) -> bool:
+    """Return whether a still shard on this node has its digest; it is read once in a session."""
     path = run.staging.path(run.run_uid, directory, entry.name)
     try:
-        found = path.stat()
-        known = run.require_plan().session_key, entry, (found.st_dev, found.st_ino)
+        found, plan = path.stat(), run.machine.plan
+        known = plan.session_key if plan else None, entry, (found.st_dev, found.st_ino)
         if run.read_still.get(entry.name) == known:
             return True
         blocks = read_written(path)
@@ -106,16 +108,10 @@ def _digest_of(data: memoryview, span: tuple[int, int]) -> str:
     return digest(data[offset : offset + nbytes])
 
 
-def like_here(run: NodeRun, directory: str, file: FileEntry) -> str:
-    """Return an earlier checkpoint of this node with the same still shard, for a peer to link; "" if none."""
-    if not is_still_name(file.name):
-        return ""
-    return next((other for other, entry in likes(run, directory, file.name) if entry == file), "")
-
-
-def has_same(run: NodeRun, directory: str, file: FileEntry) -> bool:
-    """Return whether a complete fragment of that checkpoint on this node lists the same file."""
-    return any(file in held.fragment.files for held in run.staging.holdings(run.run_uid, directory=directory))
+def same_here(run: NodeRun, directory: str, file: FileEntry) -> Iterator[str]:
+    """Yield the newest checkpoints on this node whose complete fragments list the same still shard."""
+    if is_still_name(file.name):
+        yield from (other for other, entry in likes(run, directory, file.name) if entry == file)
 
 
 def has_remotely(run: NodeRun, directory: str, node_index: int, num_nodes: int, file: FileEntry) -> bool:

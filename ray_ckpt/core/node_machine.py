@@ -313,15 +313,15 @@ class NodeMachine:
     # -- copies and deletions --------------------------------------------------------------------------
 
     def _on_copy_ordered(self, event: n.CopyOrdered) -> Iterator[n.NodeEffect]:
-        yield self._copy(event.attempt, event.node_index, event.holder)
+        yield self._copy(event.attempt, event.node_index, event.holder, is_repair=True)
 
     def _copy(
-        self, attempt: AttemptId, node_index: int, holder: str, *, may_link: bool = False
+        self, attempt: AttemptId, node_index: int, holder: str, *, is_repair: bool = False
     ) -> n.SendCopy | n.ReportCopied:
         """Send a copy, or report at once that its holder cannot be reached."""
         if self.reaches(holder):
             return n.SendCopy(
-                epoch=self.epoch, attempt=attempt, node_index=node_index, holder=holder, may_link=may_link
+                epoch=self.epoch, attempt=attempt, node_index=node_index, holder=holder, is_repair=is_repair
             )
         return n.ReportCopied(
             epoch=self.epoch,
@@ -380,7 +380,7 @@ class NodeMachine:
             watched=merged(save.watched),
         )
         for holder in here.holders:
-            yield self._copy(save.attempt, here.node_index, holder, may_link=True)
+            yield self._copy(save.attempt, here.node_index, holder)
 
     def _on_outcome_notified(self, event: n.OutcomeNotified) -> Iterator[n.NodeEffect]:
         known = self.outcomes.get(event.attempt.attempt)

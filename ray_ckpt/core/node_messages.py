@@ -329,14 +329,14 @@ class ReportRefused:
 class SendCopy:
     """Send the fragment's files, then the fragment, from this node's disk; CopyEnded is the answer.
 
-    With `may_link` the holder may link files that it has in an earlier checkpoint; a repair sends all bytes.
+    The holder may link still shards that it has in another checkpoint; for a repair it reads them before.
     """
 
     epoch: int  # the epoch that this node obeys now; also sent in the report of the copy's end
     attempt: AttemptId
     node_index: int
     holder: str
-    may_link: bool = False
+    is_repair: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

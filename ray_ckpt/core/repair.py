@@ -45,6 +45,9 @@ class _Need:
     draining: frozenset[str]  # holders that are about to leave the cluster
     missing: int
     beside: frozenset[str] = frozenset()  # nodes with other files of its parity group
+    alike: frozenset[str] = (
+        frozenset()
+    )  # nodes that can link most of it, as they have it of another checkpoint
     spares: frozenset[str] = frozenset()  # the only nodes that may take the copies, if not empty
 
     @property
@@ -104,7 +107,8 @@ class Repairs:
         self._forget_others({c.id.attempt for c in checkpoints})
         staying = holders.live - draining
         may_hold = staying if may_hold is None else may_hold & staying
-        needs = list(_needs(checkpoints, holders, staying, may_hold, replicas + 1))
+        is_shared = any(2 * c.shared_bytes > c.size_bytes for c in checkpoints)
+        needs = list(_needs(checkpoints, holders, staying, may_hold, replicas + 1, is_shared=is_shared))
         self.deficit = sum(need.missing for need in needs)
         needs += _spare_needs(checkpoints[:1], holders, spares & staying)
         if not needs:
@@ -114,13 +118,18 @@ class Repairs:
             for _ in range(need.missing - len(self._on_their_way(need))):
                 if len(self._active) >= MAX_ACTIVE:
                     return
+                if is_shared and need.staying and self._is_like_one_on_its_way(need):
+                    break
                 copy = self._plan(need, may_hold, domains, load, links, now_s)
                 if copy is None:
                     break
-                nbytes = need.checkpoint.size_bytes / need.checkpoint.num_nodes
+                size_bytes, num_nodes = need.checkpoint.size_bytes, need.checkpoint.num_nodes
+                linked_bytes = need.checkpoint.shared_bytes if copy.holder in need.alike else 0
+                nbytes = (size_bytes - linked_bytes) / num_nodes
                 if need.staying and not budget.take(nbytes, now_s):  # an imminent loss needs no budget
                     return
-                until_s = now_s + longest_s(nbytes, limit_bytes_per_s and limit_bytes_per_s / MAX_ACTIVE)
+                limit = limit_bytes_per_s and limit_bytes_per_s / MAX_ACTIVE
+                until_s = now_s + longest_s(size_bytes / num_nodes, limit)  # the holder may want all bytes
                 self._active[copy] = _ActiveCopy(until_s, nbytes if need.staying else 0.0)
                 load[copy.holder] += 1
                 yield copy
@@ -176,6 +185,7 @@ class Repairs:
                             n in need.beside,
                             domain_of(n, domains) in taken,
                             problem.blame[n],
+                            n not in need.alike,
                             load[n],
                             n,
                         ),
@@ -186,6 +196,12 @@ class Repairs:
     def _on_their_way(self, need: _Need) -> frozenset[str]:
         where = (need.checkpoint.id, need.node_index)
         return frozenset(c.holder for c in self._active if (c.attempt, c.node_index) == where)
+
+    def _is_like_one_on_its_way(self, need: _Need) -> bool:
+        """Return True if this fragment of another checkpoint is being copied: its holder can link it then."""
+        return any(
+            copy.node_index == need.node_index and copy.attempt != need.checkpoint.id for copy in self._active
+        )
 
     def _failed(self, copy: Replicate, now_s: float) -> None:
         problem = self._problems.setdefault((copy.attempt.attempt, copy.node_index), _Problem())
@@ -210,6 +226,8 @@ def _needs(
     staying: Set[str],
     may_hold: Set[str],
     wanted: int,
+    *,
+    is_shared: bool,
 ) -> Iterator[_Need]:
     """Yield the fragments with at least one copy, but fewer on nodes that stay than wanted and possible."""
     wanted = min(wanted, len(staying))
@@ -229,7 +247,16 @@ def _needs(
                     draining=held - staying,
                     missing=missing,
                     beside=group_nodes(places) if places is not None else frozenset(),
+                    alike=_alike(checkpoint, index, checkpoints, holders) if is_shared else frozenset(),
                 )
+
+
+def _alike(
+    checkpoint: CheckpointInfo, index: int, checkpoints: Sequence[CheckpointInfo], holders: Holders
+) -> frozenset[str]:
+    """Return the nodes with this fragment of another checkpoint that as many nodes have saved."""
+    others = (c for c in checkpoints if c.num_nodes == checkpoint.num_nodes and c is not checkpoint)
+    return frozenset(node for other in others for node in holders.of(other.id.attempt, index))
 
 
 def _spare_needs(newest: Sequence[CheckpointInfo], holders: Holders, spares: Set[str]) -> Iterator[_Need]:

@@ -429,7 +429,7 @@ class Nodes:
             return "it is being deleted there"
         listed, bad = source.disk.listed[copy], source.disk.bad_still_files(copy)
         for file in listed:
-            if work.may_link and is_still_name(file) and holder.disk.link(held.attempt.directory, file):
+            if is_still_name(file) and holder.disk.link(held.attempt.directory, file, is_read=work.is_repair):
                 continue  # no bytes of the source are read
             if file in bad:
                 return "its bytes differ from the digest"

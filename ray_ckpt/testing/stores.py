@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -79,20 +79,25 @@ class Disk:
             self.num_inodes += 1
             self.inodes[directory, file] = self.num_inodes
 
-    def link(self, directory: str, file: str) -> bool:
-        """Link a still file to the newest one here with equal bytes; return False if there is none."""
-        if (like := self._like(directory, file)) is None:
+    def link(self, directory: str, file: str, *, is_read: bool = False) -> bool:
+        """Link a still file to the newest one here with equal bytes; return False if there is none.
+
+        With `is_read` its bytes are compared before.
+        """
+        like = self._like(directory, file, self.bad_inodes if is_read else set())
+        if like is None:
             return False
         self.folders.setdefault(directory, set()).add(file)
         self.inodes[directory, file] = self.inodes[like, file]
         self.num_links += 1
         return True
 
-    def _like(self, directory: str, file: str) -> str | None:
+    def _like(self, directory: str, file: str, bad: Set[int]) -> str | None:
         others = (
             held.attempt.directory
             for copy, held in self.fragments.items()
-            if file in self.listed[copy] and (held.attempt.directory, file) in self.inodes
+            if file in self.listed[copy]
+            and self.inodes.get((held.attempt.directory, file), -1) not in {-1, *bad}
         )
         version = still_version(directory)
         return max((o for o in others if o != directory and still_version(o) == version), default=None)

@@ -80,7 +80,7 @@ class PeerClient:
             raise self._unavailable(request.name, wrong)
 
     def link(self, request: wire.PutRequest) -> bool:
-        """Have the peer link a file to the one in the checkpoint `request.like`; False if it needs bytes."""
+        """Have the peer link a file to the same one in another checkpoint; False if it needs bytes."""
         return self._put(request, (), SLOWEST_BYTES_PER_S) == request.digest
 
     def _put(self, request: wire.PutRequest, chunks: Iterable[Buffer], slowest_bytes_per_s: float) -> str:

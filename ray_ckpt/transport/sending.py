@@ -96,7 +96,7 @@ def send_files(
 ) -> int:
     """Send `files` over up to `streams` connections at a time; return when the peer has stored all durably.
 
-    Return the bytes that the peer did not need, because it has linked files instead (`PutRequest.like`).
+    Return the bytes that the peer did not need, because it has linked files instead (`PutRequest.is_link`).
     An interrupted file is sent again over a new connection, up to MAX_TRIES times in all. Raise Unavailable
     if the peer refuses or cannot be reached. Exceptions from `chunks` propagate without a retry. When one
     file fails, the others stop; files already stored stay. Send a fragment in a later call than the files
@@ -145,9 +145,9 @@ class _Sender:
     def _try(self, file: Outgoing) -> int:
         request = file.request
         with PeerClient(self._endpoint, credentials=self._credentials, gone_s=GONE_S) as peer:
-            if request.like and peer.link(request):
+            if request.is_link and peer.link(request):
                 return request.size_bytes
-            slowest, plain = self._limiter.slowest_bytes_per_s, replace(request, like="")
+            slowest, plain = self._limiter.slowest_bytes_per_s, replace(request, is_link=False)
             peer.put(plain, self._paced(file.chunks()), slowest_bytes_per_s=slowest)
         return 0
 

@@ -31,7 +31,7 @@ class PeerFiles(Protocol):
         """Store a file durably and return the digest of the stored bytes.
 
         Raise an error if the size or the digest differs, or if there is no space. A chunk stays valid as long
-        as it is referenced. With `request.like` there are no chunks: link the file to the same one in that
+        as it is referenced. With `request.is_link` there are no chunks: link the file to the same one in
         checkpoint, or return BYTES_WANTED if this node has none or cannot link it.
         """
         ...

@@ -25,7 +25,7 @@ CHUNK_BYTES = 2 << 20  # per message: 1 to 4 MiB are equally fast; larger messag
 TOKEN_HEADER = "authorization"
 TOKEN_PREFIX = "Bearer "
 NOT_HERE = -1  # the size of a file that a peer does not have
-BYTES_WANTED = "bytes"  # answer to a put request with `like` if the peer lacks that file; no digest
+BYTES_WANTED = "bytes"  # answer to a put request with `is_link` if the peer lacks that file; no digest
 REFUSED = b"refused"  # sent with an error that would occur again in a retry
 LOST = b"lost"  # sent with an error about a file that is not here, or not whole; a retry fails too
 ALTERED = b"altered"  # sent with an error about bytes that differ from their digest
@@ -53,19 +53,17 @@ class FileName:
 class PutRequest:
     """A request to store a file. The receiver checks size and digest and answers with the computed digest.
 
-    The receiver answers when it obeys `epoch`, that of the sender, or a higher one. With `like`, no bytes
-    follow: the receiver links the file to the same one in that checkpoint, or answers with BYTES_WANTED.
+    The receiver answers when it obeys `epoch`, that of the sender, or a higher one. With `is_link`, no bytes
+    follow: the receiver links the file to the same one in another checkpoint, or answers with BYTES_WANTED.
+    With `is_repair` too, it compares the bytes of that one with the digest before.
     """
 
     name: FileName
     size_bytes: int
     digest: str
     epoch: int = 0
-    like: str = ""
-
-    def __post_init__(self) -> None:
-        if self.like:
-            names.check_directory(self.like)
+    is_link: bool = False
+    is_repair: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +86,8 @@ def decode_put(data: bytes) -> PutRequest:
         size_bytes=jsontext.integer(fields.get("size_bytes"), "size_bytes"),
         digest=jsontext.hex_digest(fields.get("digest"), "digest"),
         epoch=jsontext.integer(fields.get("epoch"), "epoch"),
-        like=jsontext.text(fields.get("like"), "like"),
+        is_link=jsontext.boolean(fields.get("is_link"), "is_link"),
+        is_repair=jsontext.boolean(fields.get("is_repair"), "is_repair"),
     )
 
 

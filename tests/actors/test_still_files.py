@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -250,7 +249,7 @@ def test_a_holder_links_what_it_has_and_gets_the_rest(make: Callable[..., StillN
 
 def failure_of_copy(source: StillNode, holder: StillNode) -> Exception:
     with pytest.raises(CheckpointError) as caught:
-        source.send(1, holder, may_link=False)
+        source.send(1, holder, is_repair=True)
     return caught.value
 
 
@@ -338,14 +337,35 @@ def test_a_holder_whose_shard_differs_gets_all_bytes(make: Callable[..., StillNo
     assert a.send(2, b)[1] == 0 and b.scrub(2).damage == ()
 
 
-def test_a_repair_sends_all_bytes(make: Callable[..., StillNode]) -> None:
+def test_a_repair_links_what_the_holder_has_read(make: Callable[..., StillNode]) -> None:
+    a, b = make("a"), make("b")
+    for step in (1, 2, 3):
+        a.save(step, BASE, head(step))
+    sent = [a.send(step, b, is_repair=True)[1] for step in (3, 2, 1)]
+    assert sent == [0, a.entry(2).size_bytes, a.entry(1).size_bytes], "the newest comes first"
+    assert len({b.inode(step) for step in (1, 2, 3)}) == 1 and b.steps() == [1, 2, 3]
+
+
+def test_a_repair_sends_all_bytes_if_those_of_the_holder_are_damaged(
+    make: Callable[..., StillNode],
+) -> None:
     a, b = make("a"), make("b")
     for step in (1, 2):
         a.save(step, BASE, head(step))
-        a.send(step, b)
-    shutil.rmtree(b.path(2).parent)
-    assert a.send(2, b, may_link=False)[1] == 0
-    assert b.inode(1) != b.inode(2) and b.steps() == [1, 2]
+    a.send(1, b)
+    flip(b.path(1))
+    assert a.send(2, b, is_repair=True)[1] == 0
+    assert b.inode(1) != b.inode(2) and b.steps() == [1, 2] and b.scrub(2).damage == ()
+
+
+def test_a_holder_links_any_checkpoint_with_the_shard(make: Callable[..., StillNode]) -> None:
+    """It did not get the one before, since a copy failed."""
+    a, b = make("a"), make("b")
+    for step in (1, 2, 3):
+        a.save(step, BASE, head(step))
+        if step != 2:
+            a.send(step, b)
+    assert b.inode(1) == b.inode(3) and b.steps() == [1, 3]
 
 
 def test_an_interrupted_request_is_sent_again(
@@ -482,8 +502,8 @@ def test_a_flip_in_a_shared_file_is_found_in_every_checkpoint_and_repaired(
     assert found.shared == ((attempt(1), 0), (attempt(3), 0))
     assert b.steps() == [], "nothing is a copy until it is repaired"
     for step in (1, 2, 3):
-        a.send(step, b, may_link=False)
-    assert b.steps() == [1, 2, 3] and len({b.inode(step) for step in (1, 2, 3)}) == 3
+        a.send(step, b, is_repair=True)
+    assert b.steps() == [1, 2, 3] and len({b.inode(step) for step in (1, 2, 3)}) == 1
     assert all(b.scrub(step).damage == () for step in (1, 2, 3))
 
 

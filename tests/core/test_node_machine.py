@@ -81,8 +81,8 @@ def test_a_save_goes_through_its_phases_in_order() -> None:
             replicated=("same",),
             metrics={"loss": 0.5},
         ),
-        n.SendCopy(epoch=1, attempt=at, node_index=0, holder="b", may_link=True),
-        n.SendCopy(epoch=1, attempt=at, node_index=0, holder="c", may_link=True),
+        n.SendCopy(epoch=1, attempt=at, node_index=0, holder="b"),
+        n.SendCopy(epoch=1, attempt=at, node_index=0, holder="c"),
     )
     done = machine.handle(published(at, Level.LOCAL))
     assert done == (n.ResolveSave(attempt=at, level=Level.LOCAL, error=None),)
@@ -471,7 +471,7 @@ def test_a_fragment_that_is_reported_after_its_commit_stays() -> None:
 def test_copies_and_deletes_are_done_as_ordered() -> None:
     machine, at = started("z"), attempt(10)
     assert machine.handle(n.CopyOrdered(attempt=at, node_index=1, holder="b", epoch=1)) == (
-        n.SendCopy(epoch=1, attempt=at, node_index=1, holder="b"),
+        n.SendCopy(epoch=1, attempt=at, node_index=1, holder="b", is_repair=True),
     )
     assert machine.handle(n.DeleteOrdered(directories=(at.directory, attempt(20).directory), epoch=1)) == (
         n.DeleteFolder(directory=at.directory),
@@ -495,7 +495,7 @@ def test_without_a_coordinator_only_the_newest_saves_are_waited_for() -> None:
 def test_an_unreachable_peer_is_waited_for_once_and_probed_until_it_answers() -> None:
     machine = started()
     sent = machine.handle(n.CopyOrdered(attempt=attempt(1), node_index=0, holder="b", epoch=1))
-    assert sent == (n.SendCopy(epoch=1, attempt=attempt(1), node_index=0, holder="b"),)
+    assert sent == (n.SendCopy(epoch=1, attempt=attempt(1), node_index=0, holder="b", is_repair=True),)
     silent = n.CopyEnded(
         attempt=attempt(1), node_index=0, holder="b", epoch=1, error="silent", is_unreachable=True
     )

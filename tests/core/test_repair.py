@@ -154,6 +154,21 @@ def test_two_fragments_at_once_go_to_two_nodes() -> None:
     assert assign(Repairs(), [checkpoint(7, num_nodes=2)], holders) == ["7.0 a>b", "7.1 a>c"]
 
 
+def test_checkpoints_that_share_most_bytes_go_to_one_node_one_after_the_other() -> None:
+    """The node links what it has of the one before, if that is complete there."""
+    saved = [replace(checkpoint(step), shared_bytes=90) for step in (9, 8, 7)]
+    holders = holders_of("acd", dict.fromkeys((9, 8, 7), ("a",)))
+    repairs, budget = Repairs(), Budget(bytes_per_s=0.1, burst_bytes=120)
+    copies = []
+    for step in (9, 8, 7):
+        copies += assign(repairs, saved, holders, budget=budget)
+        assert assign(repairs, saved, holders, budget=budget) == []
+        repairs.ended(ended(step, "c"), 0.0)
+        holders.add(checkpoint(step).id.attempt, 0, "c")
+    assert copies == ["9.0 a>c", "8.0 a>c", "7.0 a>c"]
+    assert assign(repairs, saved, holders) == []
+
+
 def test_a_source_that_stays_is_used_before_one_that_leaves() -> None:
     holders = holders_of("abc", {7: ("ab",)})
     assert assign(Repairs(), [checkpoint(7)], holders, draining="a") == ["7.0 b>c"]

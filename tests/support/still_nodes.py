@@ -136,10 +136,10 @@ class StillNode:
         )
         return store_shard(self.run, shard)
 
-    def send(self, step: int, peer: StillNode, *, may_link: bool = True) -> tuple[int, int]:
+    def send(self, step: int, peer: StillNode, *, is_repair: bool = False) -> tuple[int, int]:
         """Copy a checkpoint to a peer; return the bytes sent, and those that the peer had."""
         self.run.endpoints["peer"] = peer.endpoint
-        order = n.SendCopy(epoch=1, attempt=attempt(step), node_index=0, holder="peer", may_link=may_link)
+        order = n.SendCopy(epoch=1, attempt=attempt(step), node_index=0, holder="peer", is_repair=is_repair)
         _, *sent = send_copy(self.run, order, KEYS.credentials(UID), self._copies)
         return sent[0], sent[1]
 
