@@ -155,7 +155,7 @@ class Holders:
         return len(self._fragments.get(attempt, {}).get(node, ()))
 
     def expect(self, attempt: str, node_index: int, node: str) -> None:
-        """Note that a node is to make a copy anew, with all bytes: a report of it counts again."""
+        """Note that a node is to make a copy anew, of intact bytes: a report of it counts again."""
         self._taken.get(attempt, set()).discard((node_index, node))
 
     def report(self, attempt: str, node_index: int, node: str) -> None:
