@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -130,17 +130,23 @@ def _name(piece: Sequence[tuple[_Chunk, LiveSlice]]) -> str:
     return keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]} ({len(keys)} tensors)"
 
 
+_Place: TypeAlias = tuple[int, int, int]
+"""The numbers of a group, of a piece in it, and of a chunk in that."""
+
+
 @dataclass(slots=True)
 class WindowDigests:
     """Digests of one save: `add_now` and `complete` read the bytes, `reports` returns the digests."""
 
     _groups: list[_GroupDigests]
-    _parts: dict[tuple[int, int, int], bytes] = field(default_factory=dict)  # group, piece, chunk -> digest
-    _copied: list[tuple[list[tuple[int, int, int]], torch.Tensor, Any]] = field(default_factory=list)
+    _parts: dict[_Place, bytes] = field(default_factory=dict)  # digests
+    _copied: list[tuple[list[_Place], torch.Tensor, Any]] = field(default_factory=list)
+    _versions: dict[_Place, tuple[int, int]] = field(default_factory=dict)  # of what `complete` reads
+    _changed: set[int] = field(default_factory=set)  # groups with a tensor that changed before it was read
 
     def add_now(self, background: Set[str]) -> None:
         """Read bytes that may change at any time; begin to read those on a device, and wait for nothing."""
-        on_devices: dict[torch.device, list[tuple[tuple[int, int, int], torch.Tensor]]] = {}
+        on_devices: dict[torch.device, list[tuple[_Place, torch.Tensor]]] = {}
         with torch.no_grad():
             for place, chunk, live in self._all():
                 if not _is_on_host(live):
@@ -148,18 +154,25 @@ class WindowDigests:
             for device, found in on_devices.items():
                 self._begin_sums(device, found)
             for place, chunk, live in self._all():
-                if _is_on_host(live) and live.slice.key not in background:
+                if _is_on_host(live) and live.slice.key in background:
+                    self._versions[place] = live.versions
+                elif _is_on_host(live):
                     self._parts[place] = _host_digest(chunk, live)
 
     def complete(self) -> None:
-        """Read the other bytes; called before they may change."""
+        """Read the other bytes; called before they may change.
+
+        If the training changes one all the same, without `ckpt.lock()`, ranks may read it before or after.
+        """
         with torch.no_grad():
             for place, chunk, live in self._all():
                 if place not in self._parts and _is_on_host(live):
                     self._parts[place] = _host_digest(chunk, live)
+                    if live.versions != self._versions[place]:
+                        self._changed.add(place[0])
 
     def reports(self) -> tuple[Watched, ...]:
-        """Return the digests of each group of replicas; wait for those of a device."""
+        """Return the digests of each group in which no tensor has changed; wait for those of a device."""
         for places, sums, event in self._copied:
             if event is not None:
                 event.synchronize()
@@ -173,6 +186,7 @@ class WindowDigests:
                 names=group.names,
             )
             for at, group in enumerate(self._groups)
+            if at not in self._changed
         )
 
     def _text(self, at: int, number: int, piece: Sequence[object]) -> str:
@@ -181,15 +195,13 @@ class WindowDigests:
             found.update(self._parts[at, number, chunk])
         return found.hexdigest()[:_HEX]
 
-    def _all(self) -> Iterator[tuple[tuple[int, int, int], _Chunk, LiveSlice]]:
+    def _all(self) -> Iterator[tuple[_Place, _Chunk, LiveSlice]]:
         for at, group in enumerate(self._groups):
             for number, piece in enumerate(group.pieces):
                 for place, (chunk, live) in enumerate(piece):
                     yield (at, number, place), chunk, live
 
-    def _begin_sums(
-        self, device: torch.device, found: Sequence[tuple[tuple[int, int, int], torch.Tensor]]
-    ) -> None:
+    def _begin_sums(self, device: torch.device, found: Sequence[tuple[_Place, torch.Tensor]]) -> None:
         """Enqueue the sums on a device and their copies to the host, behind the work of this thread."""
         sums = device_sums([flat for _, flat in found])
         event = None

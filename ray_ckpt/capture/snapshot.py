@@ -23,7 +23,7 @@ from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.items import elements
 from ray_ckpt.capture.overlap_guard import running
 from ray_ckpt.capture.shared_copy import Helpers, SharedCopy, use_one_core
-from ray_ckpt.capture.torch_private import copy_all, version
+from ray_ckpt.capture.torch_private import copy_all
 from ray_ckpt.capture.walk import LiveSlice
 from ray_ckpt.errors import StateError, Unavailable
 
@@ -68,7 +68,7 @@ class Snapshot:
         self._helpers = helpers
         self.is_late = any(part.is_late for part in parts)
         self._waited = waited  # gets the seconds for which `before_change` stalled training
-        self._versions = [(part.live, _version(part.live)) for part in parts if part.is_late]
+        self._versions = [(part.live, part.live.versions) for part in parts if part.is_late]
         self._lock = threading.Lock()
         self._changed: list[LiveSlice] | None = None  # None: not checked yet
         self._judged = threading.Event()
@@ -137,7 +137,7 @@ class Snapshot:
         """Note changed slices, once: when every slice is copied, or before the first allowed change."""
         with self._lock:
             if self._changed is None:
-                self._changed = [live for live, version in self._versions if _version(live) != version]
+                self._changed = [live for live, version in self._versions if live.versions != version]
         self._judged.set()
 
 
@@ -332,14 +332,9 @@ def _ended(snapshot: Snapshot, fail: Callable[[Exception], None], done: Future[N
         fail(error)
 
 
-def _version(live: LiveSlice) -> tuple[int, int]:
-    """Return the change counters of a tensor; a DTensor and its local part have one each."""
-    return version(live.leaf), version(live.tensor)
-
-
 def versions(slices: Sequence[LiveSlice]) -> tuple[tuple[int, int], ...]:
     """Return the change counters of tensors, in order. Raises RuntimeError for inference tensors."""
-    return tuple(map(_version, slices))
+    return tuple(live.versions for live in slices)
 
 
 def _is_on_host(source: torch.Tensor) -> bool:

@@ -24,7 +24,6 @@ from torch import nn
 from ray_ckpt.capture.dtensors import is_dtensor
 from ray_ckpt.capture.items import elements, storage_of
 from ray_ckpt.capture.overlap_guard import Stepped, optimized
-from ray_ckpt.capture.torch_private import version
 from ray_ckpt.capture.walk import LiveSlice, SliceKey
 from ray_ckpt.format.shard import RankLayout, build_rank_layout
 from ray_ckpt.texts import size_text
@@ -112,7 +111,7 @@ class Taken:
     @classmethod
     def of(cls, slices: Sequence[LiveSlice]) -> Taken:
         """Note slices before they are copied."""
-        return cls(tuple(map(weakref.ref, slices)), tuple(map(_version, slices)))
+        return cls(tuple(map(weakref.ref, slices)), tuple(live.versions for live in slices))
 
     def is_here(self, slices: Sequence[LiveSlice]) -> bool:
         """Return whether each slice is still the same tensor in the same memory."""
@@ -129,17 +128,13 @@ class Taken:
         found = [
             live
             for live, known, seen in zip(slices, self.slices, self.versions, strict=True)
-            if live is known() and _version(live) != seen
+            if live is known() and live.versions != seen
         ]
         if found:
             return found
         draws = _draws()
         pairs = zip(slices, views, strict=True)
         return [live for live, view in pairs if not _looks_equal(live.tensor, view, draws)]
-
-
-def _version(live: LiveSlice) -> tuple[int, int]:
-    return version(live.leaf), version(live.tensor)
 
 
 def _draws() -> torch.Tensor:

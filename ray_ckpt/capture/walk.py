@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from ray_ckpt.capture.boxes import boxed
 from ray_ckpt.capture.dtensors import holders, is_dtensor, parts_here
 from ray_ckpt.capture.items import BoxedTensor, Item, Leaf, elements, local_tensor
-from ray_ckpt.capture.torch_private import is_around_one_tensor, local_part
+from ray_ckpt.capture.torch_private import is_around_one_tensor, local_part, version
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.short import key_text
@@ -72,6 +72,14 @@ class LiveSlice:
     @property
     def slice_key(self) -> SliceKey:
         return self.slice.key, self.slice.offset
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """The counts of changes in place, of a DTensor and of its local part, without those through `.data`.
+
+        Raises RuntimeError for an inference tensor.
+        """
+        return version(self.leaf), version(self.tensor)
 
     @property
     def is_small_and_plain(self) -> bool:

@@ -143,6 +143,22 @@ def test_sums_of_a_device_are_digests_too_and_not_compared_with_those_of_a_host(
     assert len(found) == 1
 
 
+def test_a_tensor_that_changes_before_it_is_read_is_no_finding() -> None:
+    """As in a loop that clamps weights without `ckpt.lock()`: ranks read before or after that."""
+    ones = torch.ones(WINDOWS)
+    by_rank = {}
+    for rank in RANKS:
+        slices = [live("clamped", ones.clone()), live("other", ones.clone(), ranks=(0, 1, 2, 3))]
+        found = ReplicaWatch(slices).digests(slices, 1, rank)
+        found.add_now(frozenset(s.slice.key for s in slices))
+        if rank == 2:
+            slices[0].tensor.clamp_(max=0.5)
+        found.complete()
+        by_rank[rank] = found.reports()
+    assert [len(by_rank[rank]) for rank in RANKS] == [2, 2, 1]
+    assert not finding({f"node{rank}": merged({rank: by_rank[rank]}) for rank in RANKS})
+
+
 @pytest.mark.slow
 def test_ten_thousand_saves_of_equal_replicas_have_no_finding() -> None:
     """Each replica makes the same steps on its own bytes; then a last bit differs, as a check of the test."""
@@ -153,6 +169,7 @@ def test_ten_thousand_saves_of_equal_replicas_have_no_finding() -> None:
         nodes = {}
         for rank, (watch, replica) in enumerate(zip(watches, replicas, strict=True)):
             digests = watch.digests(replica, step, rank)
+            digests.add_now(frozenset(s.slice.key for s in replica))
             digests.complete()
             nodes[f"node{rank}"] = merged({rank: digests.reports()})
         return finding(nodes)
