@@ -22,6 +22,7 @@ from ray_ckpt.format.galois import Bytes, StripeSum, solve
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
 from ray_ckpt.format.names import fragment_file, is_still_name, parity_file
 from ray_ckpt.format.parity import (
+    DIGEST_BYTES,
     Layer,
     ParityHeader,
     Span,
@@ -221,6 +222,29 @@ class GroupReader:
     def _read_small(self, position: int, name: str, size: int, endpoint: str) -> bytes:
         blocks = self._pull(endpoint, position, name, [(0, size)], is_parity=True)
         return b"".join(map(bytes, blocks))
+
+    def bad_parities(self) -> Iterator[tuple[int, str]]:
+        """Yield each parity file that cannot be read, or has another size, by its position, with the reason.
+
+        No block is read, so damage inside of a file is not found.
+        """
+        for position, held in enumerate(self._sources.parities):
+            if held:
+                try:
+                    self._check_parity(position)
+                except (_Gone, Unavailable) as error:
+                    yield position, str(error)
+
+    def _check_parity(self, position: int) -> None:
+        """Raise _Gone or Unavailable if a member's parity file is not as its header says."""
+        for layer in self._read_header(position).layers:
+            name = self._name(layer.parity_file(position))
+            blocks_at = 0 if layer.number else self._header_bytes[position]
+            wanted = blocks_at + layer.blocks_bytes + DIGEST_BYTES
+            with self._peers.acquire(self._first_left(position, is_parity=True)) as peer:
+                found = peer.size(name)
+            if found != wanted:
+                raise _Gone(f"{name.file} has {found or 0} bytes instead of {wanted}.")
 
     def files_of(self, position: int) -> tuple[FileEntry, ...]:
         """Return the entries of a member's files, its fragment first, from a node with it or a parity file.

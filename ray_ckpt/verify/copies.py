@@ -1,19 +1,21 @@
 """Prove that a live checkpoint can be restored from its holders: nodes, and perhaps the storage path.
 
 Every copy of each fragment and its files is checked, because a failure may leave any single copy. The check
-reads the fragment, the sizes of the files and their headers. It reads no bytes of tensors; a drill reads all
-of these bytes.
+reads the fragment, the sizes of the files and their headers, also of parity files. It reads no bytes of
+tensors; a drill reads all of these bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from ray_ckpt.core.loss_scenarios import LiveCheckpoint
 from ray_ckpt.core.parity_files import lost_members, tolerance
+from ray_ckpt.core.values import GroupPlaces
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format import names
 from ray_ckpt.format.manifest import FragmentVersion, choose_fragments, version_files
@@ -70,6 +72,7 @@ def num_copies(live: LiveCheckpoint) -> int:
 
 def _check(live: LiveCheckpoint, access: ReadAccess, progress: ProgressCallback) -> PlanReport:
     info = live.checkpoint
+    live, bad_parities = _without_bad_parities(live, access)
     wanted = tuple(names.fragment_file(index, info.num_nodes) for index in range(info.num_nodes))
     holders = tuple(_holders(live, wanted, access))
     versions: dict[str, dict[str, FragmentVersion]] = {}  # versions of each fragment, by digest
@@ -95,7 +98,7 @@ def _check(live: LiveCheckpoint, access: ReadAccess, progress: ProgressCallback)
         where=info.directory,
         is_restorable=not fatal,
         read_bytes=sum(holder.check.size_bytes for holder in holders),
-        damages=[*fatal, *_too_few(live, wanted)],
+        damages=[*fatal, *bad_parities, *_too_few(live, wanted)],
         holders=[holder.report(wanted) for holder in holders],
     )
 
@@ -110,10 +113,11 @@ def _holders(live: LiveCheckpoint, wanted: Sequence[str], access: ReadAccess) ->
     for places in live.groups:
         lost = {at for at in places.group.members if not live.holders[at]} - lost_members(places)
         if lost:
-            sources = group_sources(places, info.num_nodes, access.endpoints)[0]
             computed = [wanted[at] for at in sorted(lost)]
-            files = _ComputedFiles(computed, info.id, access.credentials, sources)
-            yield _HolderCheck(PARITY, computed, files)
+            ways = group_sources(places, info.num_nodes, access.endpoints)
+            for name, sources in zip("PQ", ways if len(lost) == 1 else ways[:1], strict=False):
+                files = _ComputedFiles(computed, info.id, access.credentials, sources)
+                yield _HolderCheck(f"{PARITY} ({name})" if len(lost) == 1 else PARITY, computed, files)
     if info.level >= Level.DURABLE and access.remote is not None:
         yield _StorageCheck(access.remote, info, wanted)
 
@@ -152,6 +156,24 @@ def _lost(name: str, fragment: Fragment | None, holders: Iterable[_HolderCheck])
     files = {name} | {file.name for file in (fragment.files if fragment is not None else ())}
     for file in sorted(files.difference(*(holder.intact(files) for holder in having))):
         yield Damage(file=file, where="copies", detail="No holder has it intact.")
+
+
+def _without_bad_parities(
+    live: LiveCheckpoint, access: ReadAccess
+) -> tuple[LiveCheckpoint, tuple[Damage, ...]]:
+    """Return the checkpoint without parity files that cannot be read or have a wrong size, and these."""
+    info, found, groups = live.checkpoint, list[Damage](), list[GroupPlaces]()
+    for places in live.groups:
+        sources = group_sources(places, info.num_nodes, access.endpoints)[0]
+        with closing(Peers(access.credentials)) as peers:
+            bad = dict(GroupReader(info.id, sources, peers).bad_parities())
+        for at, reason in bad.items():
+            name = names.parity_file(places.group.members[at], info.num_nodes)
+            nodes = ", ".join(node[:SHORT_ID] for node in places.parities[at])
+            found.append(Damage(file=name, where="copies", detail=f"On {nodes}: {reason}"))
+        left = tuple(() if at in bad else held for at, held in enumerate(places.parities))
+        groups.append(replace(places, parities=left))
+    return replace(live, groups=tuple(groups)), tuple(found)
 
 
 def _too_few(live: LiveCheckpoint, wanted: Sequence[str]) -> Iterator[Damage]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -379,6 +380,36 @@ def test_drills_and_checks_of_copies_compute_what_a_loss_takes(coded: Group) -> 
     assert [damage.detail for damage in report.damages] == [
         "Its parity group allows for 0 lost node(s) instead of 2."
     ]
+
+
+def test_a_check_of_copies_looks_at_parity_files(coded: Group) -> None:
+    whole = coded.places()
+    live = LiveCheckpoint(checkpoint=_checkpoint(coded), holders=whole.fragments, groups=(whole,))
+    access = ReadAccess(endpoints=coded.endpoints, credentials=KEYS.credentials(UID))
+
+    def details() -> list[str]:
+        report = verify_copies(live, access, retry=lambda known: (known, access))
+        assert report is not None and report.is_restorable
+        return [damage.detail for damage in report.damages]
+
+    assert details() == []
+    paths = [coded.folder(NODES[at]) / parity_file(at, NUM_NODES) for at in (1, 4)]
+    paths[0].unlink()
+    os.truncate(paths[1], paths[1].stat().st_size - 1)
+    first, second, third = details()
+    assert first.startswith("On node-1: ") and second.startswith("On node-4: parity-00004-of-00008.bin has ")
+    assert third == "Its parity group allows for 1 lost node(s) instead of 2."
+
+
+def test_a_check_of_copies_computes_with_q_if_p_is_damaged(coded: Group) -> None:
+    left = coded.places(3)
+    live = LiveCheckpoint(checkpoint=_checkpoint(coded), holders=left.fragments, groups=(left,))
+    access = ReadAccess(endpoints=coded.endpoints, credentials=KEYS.credentials(UID))
+    stripe = coded.group.stripe_of(3, 0)  # with the fragment
+    path = coded.folder(NODES[stripe]) / parity_file(stripe, NUM_NODES)
+    _flip(path, header_bytes(path.read_bytes()))
+    report = verify_copies(live, access, retry=lambda known: (known, access))
+    assert report is not None and report.is_restorable
 
 
 def test_a_node_that_does_not_answer_is_left_out(coded: Group) -> None:
