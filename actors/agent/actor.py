@@ -23,6 +23,7 @@ from ray_ckpt.actors.agent.peer_files import PeerFiles
 from ray_ckpt.actors.agent.rank_endpoints import RankEndpoints
 from ray_ckpt.actors.agent.relay import OrderRelay, RelayEndpoints
 from ray_ckpt.actors.agent.runs import NodeRuns
+from ray_ckpt.actors.agent.still_files import scrub_stored
 from ray_ckpt.actors.messages import (
     AgentCard,
     OpenRun,
@@ -47,7 +48,6 @@ from ray_ckpt.core.values import (
 from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
 from ray_ckpt.format import zstd
 from ray_ckpt.format.save_signal import SaveSignal
-from ray_ckpt.storage.local.scrub import verify_stored
 from ray_ckpt.transport.credentials import ServiceKeys
 from ray_ckpt.transport.server import PeerServer
 from ray_ckpt.types import AttemptId, Level
@@ -274,8 +274,9 @@ class NodeAgent(RankEndpoints, RelayEndpoints):
     async def scrub_remote(
         self, run_uid: str, attempt: AttemptId, num_nodes: int, node_index: int
     ) -> ScrubResult:
-        """Read a fragment's files on the storage path; bad files are to be uploaded again."""
+        """Read a fragment's files on the storage path, and mend bad ones that this node has.
+
+        Others are to be uploaded again.
+        """
         run = self._runs.get(run_uid)
-        blocks = partial(run.remote.blocks, attempt.directory)
-        damage = await run.check_threads.run(verify_stored, blocks, node_index, num_nodes)
-        return ScrubResult(damage=damage)
+        return await run.check_threads.run(scrub_stored, run, attempt, node_index, num_nodes)

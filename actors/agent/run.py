@@ -67,6 +67,7 @@ class NodeRun:
         ] = {}  # digests of ranks' still shards
         # file -> the session in which an earlier still shard was read, its entry, device and inode
         self.read_still: dict[str, tuple[SessionKey | None, FileEntry, tuple[int, int]]] = {}
+        self.mended: dict[FileEntry, str] = {}  # still shards that were mended, and in which folder
         self.endpoints: dict[str, str] = {}  # addresses of agents, by node
         self._warned_of_space: SessionKey | None = None  # the last session that was warned of a full disk
         self.annotating = 0  # number of annotations that wait for a save, or for the log

@@ -7,6 +7,7 @@ a file system without links or a checkpoint that is deleted meanwhile, the shard
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -14,17 +15,21 @@ from itertools import chain
 from operator import eq
 from typing import TYPE_CHECKING
 
+from ray_ckpt.core.values import ScrubResult
 from ray_ckpt.errors import CheckpointError, CorruptionError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
 from ray_ckpt.format.names import fragment_file, is_still_name
 from ray_ckpt.storage.local.direct import Written, hashed, read_written
 from ray_ckpt.storage.local.files import checked
+from ray_ckpt.storage.local.scrub import verify_stored
 from ray_ckpt.storage.parallel import map_in_order
-from ray_ckpt.types import FileEntry
+from ray_ckpt.types import AttemptId, FileEntry
 
 if TYPE_CHECKING:
     from ray_ckpt.actors.agent.run import NodeRun
+
+log = logging.getLogger("ray_ckpt.agent")
 
 HASH_THREADS = 2  # of a still shard: memory is read at full speed, and training keeps its cores
 MAX_LIKE = 4  # earlier checkpoints that are examined, newest first: those of two buffers and two more
@@ -128,3 +133,46 @@ def has_remotely(run: NodeRun, directory: str, node_index: int, num_nodes: int, 
     except (OSError, EOFError, CheckpointError):
         return False
     return file in metadata.files
+
+
+def scrub_stored(run: NodeRun, attempt: AttemptId, node_index: int, num_nodes: int) -> ScrubResult:
+    """Compare a fragment's files on the storage path with their digests, and mend still shards.
+
+    Checkpoints there may share one damaged file, most of which no node has any more. A later checkpoint on
+    this node may have the same shard.
+    """
+    blocks = partial(run.remote.blocks, attempt.directory)
+    damage = verify_stored(blocks, node_index, num_nodes)
+    still = [file for file in damage if is_still_name(file)]
+    if not still or not _mend(run, attempt, fragment_file(node_index, num_nodes), still):
+        return ScrubResult(damage=damage)
+    left = verify_stored(blocks, node_index, num_nodes)
+    return ScrubResult(damage=left, mended=tuple(file for file in damage if file not in left))
+
+
+def _mend(run: NodeRun, attempt: AttemptId, fragment: str, still: Sequence[str]) -> bool:
+    """Write damaged still shards of a fragment anew as far as possible; return whether any was."""
+    directory, is_any = attempt.directory, False
+    data = run.remote.read_whole(directory, fragment, max_bytes=MAX_FRAGMENT_BYTES)
+    for file in (file for file in decode_columns(data)[0].files if file.name in still):
+        if run.machine.is_deleted(attempt.attempt):  # a late write would bring the step back
+            return False
+        known = run.mended.get(file)
+        if known is not None and run.remote.share(known, directory, file) is not None:
+            is_any = True
+            continue
+        for other in same_here(run, directory, file):
+            path = run.staging.path(run.run_uid, other, file.name)
+            try:
+                run.remote.put_file(
+                    directory, file, path, pace=run.drain_limiter, level=run.spec.options.compress
+                )
+            except (OSError, CorruptionError) as error:
+                log.info("%s of %s is not mended from %s: %s", file.name, directory, other, error)
+                continue
+            run.mended[file] = directory
+            is_any = True
+            break
+    if is_any:
+        run.remote.settle(directory)
+    return is_any

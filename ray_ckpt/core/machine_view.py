@@ -183,6 +183,10 @@ class MachineView:
         """The nodes that hold each fragment of each attempt."""
         return self._parts.context.holders.table()
 
+    def holders_of(self, attempt: str, node_index: int) -> frozenset[str]:
+        """Return the nodes that hold a fragment."""
+        return frozenset(self._parts.context.holders.of(attempt, node_index))
+
     def parity_groups(self, attempt: str) -> tuple[GroupPlaces, ...]:
         """Return the nodes that hold the files of each parity group of an attempt."""
         return self._parts.context.holders.places(attempt)

@@ -347,6 +347,13 @@ class Maintenance:
             doubt.unread.discard(scrub)
         was_suspect = event.node_index in self._scrubs.suspect_remote.get(event.attempt.attempt, ())
         where = "the storage path" if event.place == m.REMOTE else f"node {event.place[:12]}"
+        if event.mended:
+            files = ", ".join(event.mended[:5])
+            yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} is mended: {files}.")
+            for metric in (telemetry.CORRUPT, telemetry.REPAIRED):
+                self._context.measure(metric, place=m.REMOTE)
+            if not was_suspect:
+                self._suspect_sharers(event)
         if self._scrubs.ended(event):
             yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} cannot be read: {event.error}")
         if event.damage:
@@ -394,10 +401,11 @@ class Maintenance:
         """
         history, bad = self._context.history, self._context.holders.bad_remote
         known = history.checkpoints.get(event.attempt.attempt)
-        if known is None or not any(map(is_still_name, event.damage)):
+        if known is None or not any(map(is_still_name, (*event.damage, *event.mended))):
             return
         for other in history.live():
-            if other.num_nodes == known.num_nodes and other.id.attempt not in bad:
+            is_other = other is not known and other.id.attempt not in bad
+            if is_other and other.num_nodes == known.num_nodes:
                 scrub = m.Scrub(attempt=other.id, node_index=event.node_index, place=m.REMOTE)
                 self._scrubs.suspect(scrub)
         self._next_s = 0.0

@@ -294,6 +294,7 @@ class ScrubEnded:
     error: str | None  # the reason why the copy could not be read; the copy may still be good
     # fragments on the same node that have lost a bad file too, because they share it by a hard link
     shared: tuple[tuple[AttemptId, int], ...] = ()
+    mended: tuple[str, ...] = ()  # files that differed and were written anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,9 +42,11 @@ class ScrubResult:
     """The result of reading a copy of a fragment: the files that differ from their digests.
 
     `shared` are other fragments on that node, by attempt and index, that have lost a bad file with it.
+    `mended` are files that differed and were written anew, from the same file of another checkpoint.
     """
 
     damage: tuple[str, ...] = ()
+    mended: tuple[str, ...] = ()
     shared: tuple[tuple[AttemptId, int], ...] = ()
 
 

@@ -48,6 +48,7 @@ def event_of(answer: Answered) -> m.Event | None:
                 place=place,
                 damage=found.damage,
                 shared=found.shared,
+                mended=found.mended,
                 error=error,
             )
         case m.Delete(attempt=name, place=place):

@@ -281,10 +281,16 @@ class RunHost:
             self.handle(*(Answered(to=delete) for delete in work.deletes))
 
     def _scrub(self, effect: m.Scrub) -> None:
-        """Scrub a copy on its node; the nodes take turns to scrub what is on the storage path."""
-        node = effect.place
+        """Scrub a copy on its node; the nodes take turns to scrub what is on the storage path.
+
+        Those that have this fragment of the newest checkpoint are first: they may mend a still shard.
+        """
+        node, machine = effect.place, self.machine
         if node == m.REMOTE:
-            nodes = sorted(self.nodes.opened & self.ports.agents())
+            able = self.nodes.opened & self.ports.agents()
+            newest = [c.id.attempt for c in machine.history.lineage()[-1:]]
+            alike = (machine.view.holders_of(name, effect.node_index) for name in newest)
+            nodes = sorted(able.intersection(*alike) or able)
             self._num_scrubs += 1
             node = nodes[self._num_scrubs % len(nodes)] if nodes else ""
         self.ports.call(Call(node=node, order=effect, work=effect, bound_s=math.inf))

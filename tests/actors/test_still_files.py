@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,8 +18,9 @@ import pytest
 import torch
 
 from ray_ckpt.actors.agent import files
-from ray_ckpt.actors.agent.still_files import has_remotely
+from ray_ckpt.actors.agent.still_files import has_remotely, scrub_stored
 from ray_ckpt.config import RunOptions
+from ray_ckpt.core.values import ScrubResult
 from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, shard_file
@@ -505,6 +507,41 @@ def test_a_flip_in_a_shared_file_is_found_in_every_checkpoint_and_repaired(
         a.send(step, b, is_repair=True)
     assert b.steps() == [1, 2, 3] and len({b.inode(step) for step in (1, 2, 3)}) == 1
     assert all(b.scrub(step).damage == () for step in (1, 2, 3))
+
+
+def test_what_is_only_on_the_storage_path_is_mended_from_a_later_checkpoint(node: StillNode) -> None:
+    """The folder's checkpoints share one file, and older ones are on no node any more."""
+    for step in (1, 2, 3):
+        node.save(step, BASE, head(step))
+        node.upload(step, step - 1 or None)
+    folder = Path(node.run.remote.files.where) / "checkpoints"
+    stored = {step: folder / attempt(step).directory / STILL_FILE for step in (1, 2, 3)}
+    assert stored[1].samefile(stored[2]) and stored[1].samefile(stored[3])
+    flip(stored[1])
+    for step in (1, 2):
+        shutil.rmtree(node.path(step).parent)
+    for step in (1, 2, 3):
+        found = scrub_stored(node.run, attempt(step), 0, 1)
+        assert (found.damage, found.mended) == ((), (STILL_FILE,))
+        assert stored[step].read_bytes() == node.path(3).read_bytes()
+    assert stored[1].samefile(stored[2]) and stored[1].samefile(stored[3]), "written once"
+    assert scrub_stored(node.run, attempt(1), 0, 1) == ScrubResult()
+
+
+def test_what_cannot_be_mended_is_damage(node: StillNode) -> None:
+    for step in (1, 2):
+        node.save(step, BASE, head(step))
+        node.upload(step)
+    folder = Path(node.run.remote.files.where) / "checkpoints" / attempt(1).directory
+    flip(folder / STILL_FILE)
+    flip(folder / shard_file(0, 1))
+    found = scrub_stored(node.run, attempt(1), 0, 1)
+    assert (found.damage, found.mended) == ((shard_file(0, 1),), (STILL_FILE,))
+    flip(folder / STILL_FILE)
+    flip(node.path(2))
+    shutil.rmtree(node.path(1).parent)
+    found = scrub_stored(node.run, attempt(1), 0, 1)
+    assert set(found.damage) == {shard_file(0, 1), STILL_FILE} and not found.mended
 
 
 def test_a_flip_on_the_storage_path_is_in_every_link_and_an_upload_without_links_replaces_it(

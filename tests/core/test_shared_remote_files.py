@@ -78,6 +78,18 @@ def test_what_shares_the_damage_is_uploaded_anew_and_nothing_is_read_twice() -> 
     assert likes(run.save(50)) == {run.attempt(40).directory}
 
 
+def test_the_others_are_read_at_once_when_a_file_was_damaged_and_mended() -> None:
+    run = run_with()
+    ended = m.ScrubEnded(
+        attempt=run.attempt(20), node_index=0, place=m.REMOTE, damage=(), error=None, mended=(STILL,)
+    )
+    effects = run.feed(ended)
+    assert "is mended: " in one(effects, m.Warn).text
+    assert not of(effects, m.Drain)
+    assert suspects(run, (*effects, *run.tick(MAINTENANCE_S))) == [10, 30]
+    assert not run.machine._context.holders.unsafe_remote
+
+
 def test_an_upload_under_way_shares_no_more_and_is_read_when_it_is_durable() -> None:
     run = run_with((10,))
     first, second = of(run.save(20), m.Drain)

@@ -69,6 +69,7 @@ class StillNode:
             reach_epoch=lambda _: None,
             still={},
             read_still={},
+            mended={},
             limiter=Limiter(),
             drain_limiter=Limiter(),
             uploads={},
