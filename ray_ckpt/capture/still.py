@@ -47,6 +47,11 @@ class StillSlices:
         self._moved: set[SliceKey] = set()
         self._num_changes = 0
 
+    @property
+    def num_moved(self) -> int:
+        """Number of slices that turned out to change."""
+        return len(self._moved)
+
     def layout(self, owned: Sequence[LiveSlice], *, is_stream: bool = False) -> RankLayout:
         """Lay out the slices that a rank saves; a stream has one shard, since it is written as it comes."""
         still = [] if is_stream or self._num_changes >= MAX_CHANGES else self.choose(owned)
@@ -132,31 +137,24 @@ class Taken:
         ]
         if found:
             return found
-        draws = _draws()
-        pairs = zip(slices, views, strict=True)
-        return [live for live, view in pairs if not _looks_equal(live.tensor, view, draws)]
+        draws, pairs = new_draws(), zip(slices, views, strict=True)
+        return [live for live, view in pairs if not torch.equal(look(live.tensor, draws), look(view, draws))]
 
 
-def _draws() -> torch.Tensor:
+def new_draws() -> torch.Tensor:
     """Return MAX_LOOKS integers for one look, int64; torch's own generators belong to the training."""
     chance = random.Random(next(_LOOKS))
     return torch.tensor([chance.getrandbits(62) for _ in range(MAX_LOOKS)])
 
 
-def _looks_equal(tensor: torch.Tensor, view: torch.Tensor, draws: torch.Tensor) -> bool:
-    """Return whether MAX_LOOKS elements, drawn at random, are bit for bit those of `view`.
+def look(tensor: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Return MAX_LOOKS elements of a tensor as integers on the host, at places that `draws` chooses.
 
-    Elements at regular distances would all be in one column of most matrices.
+    They are integers because NaN differs from itself. Elements at regular distances would all be in one
+    column of most matrices.
     """
-    if not tensor.numel():
-        return True
-    places = draws % tensor.numel()
-    here, there = (_looked_at(elements(found), places) for found in (tensor, view))
-    return torch.equal(here, there)
-
-
-def _looked_at(flat: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the elements at `places` as integers on the host, since NaN differs from itself."""
-    if kind := _INTEGERS.get(flat.element_size()):
-        return flat.view(kind)[places.to(flat.device)].cpu()
-    return flat[places.to(flat.device)].cpu().view(torch.uint8)
+    flat = elements(tensor)
+    if not flat.numel():
+        return torch.empty(0)
+    found = flat[(draws % flat.numel()).to(flat.device)].cpu()
+    return found.view(_INTEGERS.get(found.element_size(), torch.uint8))

@@ -30,9 +30,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ray_ckpt.capture.overlap_guard import runs_hooks
 from ray_ckpt.capture.snapshot import OPERATION_S, versions
-from ray_ckpt.capture.still import StillSlices
+from ray_ckpt.capture.still import StillSlices, look, new_draws
 from ray_ckpt.capture.torch_private import copy_all
-from ray_ckpt.capture.walk import LiveSlice, Walked
+from ray_ckpt.capture.walk import LiveSlice, SliceKey, Walked
 from ray_ckpt.core.values import Salvage, SessionKey
 from ray_ckpt.errors import Unavailable, UnsupportedItem, named_text, text_of
 from ray_ckpt.format.digest import digest
@@ -66,6 +66,8 @@ class _Kept:
     live: tuple[LiveSlice, ...]  # those of `common` that are live, and not copies
     versions: tuple[tuple[int, int], ...]  # of `live`
     walked: Walked
+    draws: torch.Tensor | None = None  # chooses the elements in `looks`; None: there are no looks
+    looks: tuple[torch.Tensor, ...] = ()  # at the tensors in `live`, whose versions miss `.data`
 
 
 class _StepCopy:
@@ -75,22 +77,43 @@ class _StepCopy:
         self._still = still
         self._common: tuple[LiveSlice, ...] = ()  # of the last copy
         self._uncopied: tuple[LiveSlice, ...] = ()  # those that training leaves as they are
+        self._versions: tuple[tuple[int, int], ...] = ()  # of `_uncopied`, like `_looks` since the first copy
+        self._draws = new_draws()
+        self._looks: tuple[torch.Tensor, ...] = ()
+        self._changed: set[SliceKey] = set()  # taken for unchanged before, such as an average of weights
+        self._num_moved = 0
         self._moving: list[LiveSlice] = []
         self._copies: list[LiveSlice] = []  # of `_moving`
 
     def take(self, kept: _Kept) -> _Kept:
         """Return `kept` with copies in place of its live tensors."""
-        if not _are_same(self._common, kept.common):
-            self._copies = []  # frees the memory
-            self._uncopied = tuple(self._still.choose(kept.common))
-            still = {live.slice_key for live in self._uncopied}
-            self._moving = [live for live in kept.common if live.slice_key not in still]
-            self._copies = [_room_for(live) for live in self._moving]
-            self._common = kept.common
+        seen = zip(self._uncopied, self._versions, strict=True)
+        changed = {live.slice_key for live, version in seen if live.versions != version}
+        is_as_before = not changed and self._num_moved == self._still.num_moved
+        if not is_as_before or not _are_same(self._common, kept.common):
+            self._changed |= changed
+            self._choose(kept.common)
         with torch.no_grad():
             copy_all([copy.tensor for copy in self._copies], [live.tensor for live in self._moving])
-        common = (*self._uncopied, *self._copies)
-        return replace(kept, common=common, live=self._uncopied, versions=versions(self._uncopied))
+        return replace(
+            kept,
+            common=(*self._uncopied, *self._copies),
+            live=self._uncopied,
+            versions=self._versions,
+            draws=self._draws,
+            looks=self._looks,
+        )
+
+    def _choose(self, common: tuple[LiveSlice, ...]) -> None:
+        """Choose the tensors to copy, and allocate memory for them."""
+        self._copies = []  # frees the memory
+        still = [live for live in self._still.choose(common) if live.slice_key not in self._changed]
+        self._uncopied, self._versions = tuple(still), versions(still)
+        self._looks = tuple(look(live.tensor, self._draws) for live in still)
+        left_out = {live.slice_key for live in still}
+        self._moving = [live for live in common if live.slice_key not in left_out]
+        self._copies = [_room_for(live) for live in self._moving]
+        self._common, self._num_moved = common, self._still.num_moved
 
 
 class Survivor:
@@ -425,6 +448,10 @@ def _change_of(kept: _Kept) -> str:
     for live, before, now in zip(kept.live, kept.versions, versions(kept.live), strict=True):
         if before != now:
             return f"{live.slice.key} was changed outside of optimizer steps"
+    if kept.draws is not None:
+        for live, before_it in zip(kept.live, kept.looks, strict=True):
+            if not torch.equal(look(live.tensor, kept.draws), before_it):
+                return f"{live.slice.key} was changed outside of optimizer steps"
     return ""
 
 

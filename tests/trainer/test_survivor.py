@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -29,14 +30,16 @@ STEPS = 3
 class Loop:
     """The training of rank 0 of two, with a buffer and random numbers of its own."""
 
-    def __init__(self, *, is_frozen: bool = False, **options: Any) -> None:
+    def __init__(self, *, is_frozen: bool = False, with_average: bool = False, **options: Any) -> None:
         defaults = {"memory": "double", "salvage": True}
         self.link = LocalLink(RunOptions(**{**defaults, **options}), world_size=2)
         self.model: Any = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
         self.model[0].requires_grad_(not is_frozen)
         trained = [param for param in self.model.parameters() if param.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.1)
-        self.ckpt = Checkpointer(link=self.link, model=self.model, optimizer=self.optimizer)
+        self.average: Any = deepcopy(self.model).requires_grad_(False)
+        more = {"average": self.average} if with_average else {}
+        self.ckpt = Checkpointer(link=self.link, model=self.model, optimizer=self.optimizer, **more)
         self.states: dict[int, dict[str, torch.Tensor]] = {}  # step -> what a checkpoint of it has
 
     def forward(self) -> None:
@@ -353,6 +356,37 @@ def test_a_step_in_which_no_optimizer_step_was_seen_is_not_offered() -> None:
         training.link.question.set_result(True)
         end_of_salvage()
         assert not training.link.offers, "nor is step 1, whose tensors are gone"
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_an_average_of_weights_is_saved_as_it_was_at_the_step_or_not_at_all(
+    is_counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is frozen and in no optimizer, as parameters that training leaves alone, and yet it changes.
+
+    A change through `.data` has no version, so the step before is not offered until a save has found it.
+    """
+    monkeypatch.setattr(survivor, "WHOLE_S", 0.01)
+    averages = []
+    with loop(salvage_copy=True, with_average=True) as training:
+        training.ckpt.restore()
+        for step in (1, 2, 3):
+            training.forward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            for mean, param in zip(training.average.parameters(), training.model.parameters(), strict=True):
+                with torch.no_grad():
+                    (mean if is_counted else mean.data).mul_(0.5).add_(param, alpha=0.5)
+            averages.append(training.average[0].weight.detach().clone())
+            if step < 3:
+                training.ckpt.step(step)
+        if is_counted:
+            training.decide(2, 0)
+        training.link.question.set_result(True)
+        end_of_salvage()
+        assert training.link.offers == ([(2,)] if is_counted else [])
+        if is_counted:
+            assert torch.equal(training.link.tensors(2)["average.0.weight"], averages[1])
 
 
 class Hookless(torch.optim.Optimizer):
