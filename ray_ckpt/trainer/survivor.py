@@ -363,9 +363,13 @@ class Survivor:
         if salvage.attempt is None or self._link.identity.rank not in salvage.savers:
             return
         step = salvage.attempt.step
-        if step not in steps:
-            raise Unavailable(f"It holds step {', '.join(map(str, steps))}, not step {step}.")
-        self._save(steps[step], salvage)
+        try:
+            if step not in steps:
+                raise Unavailable(f"It holds step {', '.join(map(str, steps))}, not step {step}.")
+            self._save(steps[step], salvage)
+        except Exception as error:  # or launcher and ranks wait until their time is up
+            self._link.skip(salvage.attempt, text_of(error))
+            raise
         outcome = self._link.outcome(salvage.attempt, Level.LOCAL).result(SAVED_S)
         if outcome.error is not None:
             raise outcome.error

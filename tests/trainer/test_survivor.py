@@ -307,6 +307,16 @@ def test_a_step_whose_tensors_change_before_they_are_captured_is_not_saved(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+def test_a_saver_that_cannot_save_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the launcher waits for the salvage until its time is up, and the next group with it."""
+    with loop() as training:
+        asked_after_a_step(training)
+        monkeypatch.setattr(vars(training.ckpt)["_saver"], "wait_free", lambda _: False)
+        training.decide(1, 0)
+        end_of_salvage()
+        assert training.link.skipped == {1: "The save before is still being written."}
+
+
 def test_a_change_under_the_lock_waits_for_the_capture() -> None:
     with loop() as training:
         weight = asked_after_a_step(training)
