@@ -119,9 +119,18 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         """Note when the first failure was noticed, in Unix time, and let survivors save the last step."""
         if self._launch.noticed_at_s is None:
             self._launch = replace(self._launch, noticed_at_s=time.time())
-            if self._spec is not None and self._joined is not None and self._spec.options.salvage:
-                with _guarded("survivors do not save the last step"):
-                    salvage(self._spec)
+            self._save_last()
+
+    def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
+        """Let the ranks of a group that trains, and is to be replaced by a larger one, save the last step."""
+        if self._launch.noticed_at_s is None:  # else it has failed
+            self._save_last()
+
+    def _save_last(self) -> None:
+        """Let the ranks of the group that are there save the last step, with the option `salvage`."""
+        if self._spec is not None and self._joined is not None and self._spec.options.salvage:
+            with _guarded("the last step is not saved"):
+                salvage(self._spec)
 
     def after_worker_group_shutdown(self, worker_group_context: Any) -> None:
         """Note when the processes of the last opened group had ended, in Unix time."""

@@ -223,6 +223,34 @@ def test_an_elastic_group_shrinks_with_a_lost_node_and_grows_when_it_is_back(
         torch.testing.assert_close(tensor, expected[f"model.{name}"], rtol=1e-9, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_group_that_grows_repeats_no_steps_with_salvage(no_cluster: None, tmp_path: Path) -> None:
+    """No save is ever due; the ranks are asked for their last step before their group is replaced."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+
+    def step() -> int:
+        path = folder / "step"
+        return int(path.read_text() or 0) if path.exists() else 0
+
+    def log() -> str:
+        return (folder / "log").read_text() if (folder / "log").exists() else ""
+
+    with LocalCluster(tmp_path / "staging", ["node-a", "node-b"]) as cluster:
+        out = tmp_path / "program.log"
+        arguments = str(tmp_path / "storage"), str(folder)
+        with program(cluster, out, "tests.cluster.elastic_survivors", *arguments) as process:
+            wait_for(lambda: step() > 20, "two workers train")
+            before = step()
+            cluster.add("node-c")
+            wait_for(lambda: "of 3" in log(), "three workers train")
+            (folder / "stop").touch()
+            assert process.wait(WAIT_S) == 0, out.read_text()[-3000:]
+    restored = {line.removesuffix(" of 3") for line in log().splitlines() if line.endswith(" of 3")}
+    assert len(restored) == 1 and int(restored.pop()) > before
+
+
 @dataclass(slots=True)
 class Group:
     """The events of all ranks of a session."""

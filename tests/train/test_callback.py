@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -209,6 +210,25 @@ def test_a_group_that_could_not_be_opened_is_part_of_the_recovery(launches: Laun
     launches.error = None
     launches.started(40.0)
     assert launches.opened == [times(None, None, 10.0), times(20.0, 23.0, 40.0)]
+
+
+@pytest.mark.parametrize("has_salvage", [True, False])
+def test_ranks_save_the_last_step_when_their_group_fails_or_is_replaced_by_a_larger_one(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, has_salvage: bool
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(module, "salvage", lambda spec: asked.append(launches.now_s))
+    callback = launches.callback
+    callback._options = replace(callback._options, salvage=has_salvage)
+    callback.before_controller_execute_resize_decision(object())  # for the first group
+    launches.started(10.0)
+    launches.failed(20.0)
+    callback.before_controller_execute_resize_decision(object())  # for the next one, of what is left
+    launches.ended(23.0)
+    launches.started(29.0)
+    launches.now_s = 40.0
+    callback.before_controller_execute_resize_decision(object())  # a node has joined
+    assert asked == ([20.0, 40.0] if has_salvage else [])
 
 
 # -- errors ----------------------------------------------------------------------------------------------

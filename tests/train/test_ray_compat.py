@@ -41,6 +41,7 @@ HOOKS = {
     "after_controller_state_update": (compat.ControllerCallback, ["self", "previous_state", "current_state"]),
     "before_controller_shutdown": (compat.ControllerCallback, ["self"]),
     "before_controller_execute_failure_decision": (compat.ControllerCallback, ["self", "failure_decision"]),
+    "before_controller_execute_resize_decision": (compat.ControllerCallback, ["self", "resize_decision"]),
     "after_worker_group_shutdown": (compat.WorkerGroupCallback, ["self", "worker_group_context"]),
     "before_init_train_context": (compat.WorkerGroupCallback, ["self", "workers"]),
     "after_init_train_context": (compat.WorkerCallback, ["self"]),
