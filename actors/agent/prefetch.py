@@ -26,6 +26,7 @@ from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format.names import shard_files
 from ray_ckpt.restore.manifest import SavedRows
 from ray_ckpt.restore.reader import Bytes, FileSource, FlatSink, RestoreTicket, SourceReader, prefetch_seal
+from ray_ckpt.storage.local.cores import available_cores
 from ray_ckpt.storage.local.memory import available_memory_bytes
 from ray_ckpt.storage.local.pages import make_huge, map_shared, seal_writes
 from ray_ckpt.types import ARENA_PAGE_BYTES, SMALL_TENSOR_BYTES, CheckpointInfo, ManifestRow
@@ -284,7 +285,7 @@ def has_spare_cores(num_ranks: int) -> bool:
 
     Where all cores are busy, reading ahead delays the ranks by more than it saves (decision 39).
     """
-    return len(os.sched_getaffinity(0)) > CORES_PER_RANK * num_ranks
+    return available_cores() > CORES_PER_RANK * num_ranks
 
 
 def _likely_files(ticket: RestoreTicket, rows: SavedRows) -> list[str]:

@@ -27,6 +27,7 @@ from ray_ckpt.capture.arena import Ring
 from ray_ckpt.errors import InsufficientSpace, Unavailable
 from ray_ckpt.format.arena_page import RING_BLOCK_BYTES, RING_BLOCKS
 from ray_ckpt.format.shard import RankLayout, ShardLayout
+from ray_ckpt.storage.local.cores import available_cores
 from ray_ckpt.storage.local.memory import available_memory_bytes
 
 GIB = 1 << 30
@@ -105,10 +106,30 @@ def test_a_cgroup_limits_what_is_available(tmp_path: Path, monkeypatch: pytest.M
     inner.mkdir()
     (inner / "memory.max").write_text("max\n")
     monkeypatch.setattr(
-        "ray_ckpt.storage.local.memory._cgroups",
-        lambda: iter((folder, "memory.max", "memory.current") for folder in (inner, tmp_path)),
+        "ray_ckpt.storage.local.memory.cgroups",
+        lambda controller: iter((folder, True) for folder in (inner, tmp_path)),
     )
     assert available_memory_bytes() == 500_000
+
+
+def test_a_cgroup_limits_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod with a limit of CPU, which sees all cores of its node."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert 0 < available_cores() <= 64
+    new, old = tmp_path / "new", tmp_path / "old"
+    for folder in (new, old):
+        folder.mkdir()
+    found = [(tmp_path, True), (new, True), (old, False)]
+    monkeypatch.setattr("ray_ckpt.storage.local.cores.cgroups", lambda controller: iter(found))
+    assert available_cores() == 64, "no files"
+    (new / "cpu.max").write_text("max 100000\n")
+    (old / "cpu.cfs_quota_us").write_text("-1\n")
+    (old / "cpu.cfs_period_us").write_text("100000\n")
+    assert available_cores() == 64
+    (old / "cpu.cfs_quota_us").write_text("450000\n")
+    assert available_cores() == 4.5
+    (new / "cpu.max").write_text("150000 100000\n")
+    assert available_cores() == 1.5
 
 
 @pytest.mark.parametrize("named", [False, True])

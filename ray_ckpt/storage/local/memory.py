@@ -6,6 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+_FILES = "memory.max", "memory.current"  # of a cgroup: limit and usage
+_FILES_OF_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes"
+
 
 def available_memory_bytes() -> int:
     """Return the memory that this process may still allocate, on the machine and in its cgroups.
@@ -14,7 +17,8 @@ def available_memory_bytes() -> int:
     """
     with open("/proc/meminfo") as file:  # noqa: PTH123
         free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
-    for folder, limit_file, usage_file in _cgroups():
+    for folder, is_v2 in cgroups("memory"):
+        limit_file, usage_file = _FILES if is_v2 else _FILES_OF_V1
         with contextlib.suppress(OSError, ValueError):
             limit = int((folder / limit_file).read_text())
             used = int((folder / usage_file).read_text()) - _reclaimable_bytes(folder)
@@ -22,18 +26,16 @@ def available_memory_bytes() -> int:
     return max(free, 0)
 
 
-def _cgroups() -> Iterator[tuple[Path, str, str]]:
-    """Yield the process's memory cgroup and its parents as (folder, name of limit file, of usage file)."""
+def cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of the process's cgroup and of its parents; True for those of version 2."""
     root = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":  # version 2
-                for folder in _upwards(root, path):
-                    yield folder, "memory.max", "memory.current"
-            elif "memory" in controllers.split(","):
-                for folder in _upwards(root / "memory", path):
-                    yield folder, "memory.limit_in_bytes", "memory.usage_in_bytes"
+                yield from ((folder, True) for folder in _upwards(root, path))
+            elif controller in controllers.split(","):
+                yield from ((folder, False) for folder in _upwards(root / controller, path))
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
