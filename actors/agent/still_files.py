@@ -144,9 +144,11 @@ def scrub_stored(run: NodeRun, attempt: AttemptId, node_index: int, num_nodes: i
     blocks = partial(run.remote.blocks, attempt.directory)
     damage = verify_stored(blocks, node_index, num_nodes)
     still = [file for file in damage if is_still_name(file)]
-    if not still or not _mend(run, attempt, fragment_file(node_index, num_nodes), still):
-        return ScrubResult(damage=damage)
-    left = verify_stored(blocks, node_index, num_nodes)
+    left, tries = damage, 2  # the second without files that were mended before, and are damaged again
+    while still and tries and _mend(run, attempt, fragment_file(node_index, num_nodes), still):
+        left, tries = verify_stored(blocks, node_index, num_nodes), tries - 1
+        still = [file for file in left if is_still_name(file)]
+        run.mended = {file: where for file, where in run.mended.items() if file.name not in still}
     return ScrubResult(damage=left, mended=tuple(file for file in damage if file not in left))
 
 
@@ -158,7 +160,7 @@ def _mend(run: NodeRun, attempt: AttemptId, fragment: str, still: Sequence[str])
         if run.machine.is_deleted(attempt.attempt):  # a late write would bring the step back
             return False
         known = run.mended.get(file)
-        if known is not None and run.remote.share(known, directory, file) is not None:
+        if known not in (None, directory) and run.remote.share(known, directory, file) is not None:
             is_any = True
             continue
         for other in same_here(run, directory, file):

@@ -156,5 +156,8 @@ def look(tensor: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     flat = elements(tensor)
     if not flat.numel():
         return torch.empty(0)
+    kind = _INTEGERS.get(flat.element_size())
+    if kind is not None:  # before the choice, which torch has not for every dtype
+        flat = flat.view(kind)
     found = flat[(draws % flat.numel()).to(flat.device)].cpu()
-    return found.view(_INTEGERS.get(found.element_size(), torch.uint8))
+    return found if kind is not None else found.view(torch.uint8)

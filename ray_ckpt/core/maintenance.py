@@ -352,8 +352,9 @@ class Maintenance:
             yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} is mended: {files}.")
             for metric in (telemetry.CORRUPT, telemetry.REPAIRED):
                 self._context.measure(metric, place=m.REMOTE)
-            if not was_suspect:
-                self._suspect_sharers(event)
+            self._suspect_sharers(event, was_suspect)
+        if event.place == m.REMOTE and event.error is None and not event.damage:
+            self._found_intact(event)
         if self._scrubs.ended(event):
             yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} cannot be read: {event.error}")
         if event.damage:
@@ -391,21 +392,31 @@ class Maintenance:
         if event.node_index not in parts:  # count each damaged fragment once
             parts.add(event.node_index)
             self._context.measure(telemetry.CORRUPT, place=m.REMOTE)
-            if not was_suspect:  # else all that may share its files are suspects too, or were read since
-                self._suspect_sharers(event)
+            self._suspect_sharers(event, was_suspect)
 
-    def _suspect_sharers(self, event: m.ScrubEnded) -> None:
+    def _found_intact(self, event: m.ScrubEnded) -> None:
+        """Note that a fragment on the storage path is intact, perhaps again."""
+        attempt = event.attempt.attempt
+        parts = self._bad_remote.get(attempt, set())
+        parts.discard(event.node_index)
+        if not parts and attempt in self._bad_remote:
+            self._context.holders.bad_remote.discard(attempt)
+            del self._bad_remote[attempt]
+
+    def _suspect_sharers(self, event: m.ScrubEnded, was_suspect: bool) -> None:
         """Let all fragments be read that may share a damaged still file on the storage path.
 
-        Uploads that are under way are included, since they may have been ordered to share this file.
+        Uploads that are under way are included, since they may have been ordered to share this file. If the
+        event's fragment was a suspect itself, all others are suspects too, or were read since. Those that
+        are known to be damaged may be mended if this one was.
         """
         history, bad = self._context.history, self._context.holders.bad_remote
         known = history.checkpoints.get(event.attempt.attempt)
         if known is None or not any(map(is_still_name, (*event.damage, *event.mended))):
             return
         for other in history.live():
-            is_other = other is not known and other.id.attempt not in bad
-            if is_other and other.num_nodes == known.num_nodes:
+            is_new = bool(event.mended) if other.id.attempt in bad else not was_suspect
+            if is_new and other is not known and other.num_nodes == known.num_nodes:
                 scrub = m.Scrub(attempt=other.id, node_index=event.node_index, place=m.REMOTE)
                 self._scrubs.suspect(scrub)
         self._next_s = 0.0

@@ -45,9 +45,6 @@ class _Need:
     draining: frozenset[str]  # holders that are about to leave the cluster
     missing: int
     beside: frozenset[str] = frozenset()  # nodes with other files of its parity group
-    alike: frozenset[str] = (
-        frozenset()
-    )  # nodes that can link most of it, as they have it of another checkpoint
     spares: frozenset[str] = frozenset()  # the only nodes that may take the copies, if not empty
 
     @property
@@ -107,8 +104,7 @@ class Repairs:
         self._forget_others({c.id.attempt for c in checkpoints})
         staying = holders.live - draining
         may_hold = staying if may_hold is None else may_hold & staying
-        is_shared = any(2 * c.shared_bytes > c.size_bytes for c in checkpoints)
-        needs = list(_needs(checkpoints, holders, staying, may_hold, replicas + 1, is_shared=is_shared))
+        needs = list(_needs(checkpoints, holders, staying, may_hold, replicas + 1))
         self.deficit = sum(need.missing for need in needs)
         needs += _spare_needs(checkpoints[:1], holders, spares & staying)
         if not needs:
@@ -118,18 +114,16 @@ class Repairs:
             for _ in range(need.missing - len(self._on_their_way(need))):
                 if len(self._active) >= MAX_ACTIVE:
                     return
-                if is_shared and need.staying and self._is_like_one_on_its_way(need):
+                alike = (_alike(need, checkpoints, holders) & may_hold) - need.staying
+                if need.staying and not alike and self._is_like_one_on_its_way(need, checkpoints):
                     break
-                copy = self._plan(need, may_hold, domains, load, links, now_s)
+                copy = self._plan(need, may_hold, alike, domains, load, links, now_s)
                 if copy is None:
                     break
-                size_bytes, num_nodes = need.checkpoint.size_bytes, need.checkpoint.num_nodes
-                linked_bytes = need.checkpoint.shared_bytes if copy.holder in need.alike else 0
-                nbytes = (size_bytes - linked_bytes) / num_nodes
+                nbytes = need.checkpoint.size_bytes / need.checkpoint.num_nodes
                 if need.staying and not budget.take(nbytes, now_s):  # an imminent loss needs no budget
                     return
-                limit = limit_bytes_per_s and limit_bytes_per_s / MAX_ACTIVE
-                until_s = now_s + longest_s(size_bytes / num_nodes, limit)  # the holder may want all bytes
+                until_s = now_s + longest_s(nbytes, limit_bytes_per_s and limit_bytes_per_s / MAX_ACTIVE)
                 self._active[copy] = _ActiveCopy(until_s, nbytes if need.staying else 0.0)
                 load[copy.holder] += 1
                 yield copy
@@ -158,6 +152,7 @@ class Repairs:
         self,
         need: _Need,
         may_hold: Set[str],
+        alike: Set[str],
         domains: Mapping[str, str],
         load: Counter[str],
         links: Links,
@@ -185,7 +180,7 @@ class Repairs:
                             n in need.beside,
                             domain_of(n, domains) in taken,
                             problem.blame[n],
-                            n not in need.alike,
+                            n not in alike,
                             load[n],
                             n,
                         ),
@@ -197,11 +192,13 @@ class Repairs:
         where = (need.checkpoint.id, need.node_index)
         return frozenset(c.holder for c in self._active if (c.attempt, c.node_index) == where)
 
-    def _is_like_one_on_its_way(self, need: _Need) -> bool:
-        """Return True if this fragment of another checkpoint is being copied: its holder can link it then."""
-        return any(
-            copy.node_index == need.node_index and copy.attempt != need.checkpoint.id for copy in self._active
-        )
+    def _is_like_one_on_its_way(self, need: _Need, checkpoints: Sequence[CheckpointInfo]) -> bool:
+        """Return True if this fragment of a checkpoint that shares bytes with it is being copied.
+
+        The holder of that copy can link most of this one afterwards.
+        """
+        others = {c.id for c in _sharing(need.checkpoint, checkpoints)}
+        return any(c.node_index == need.node_index and c.attempt in others for c in self._active)
 
     def _failed(self, copy: Replicate, now_s: float) -> None:
         problem = self._problems.setdefault((copy.attempt.attempt, copy.node_index), _Problem())
@@ -226,8 +223,6 @@ def _needs(
     staying: Set[str],
     may_hold: Set[str],
     wanted: int,
-    *,
-    is_shared: bool,
 ) -> Iterator[_Need]:
     """Yield the fragments with at least one copy, but fewer on nodes that stay than wanted and possible."""
     wanted = min(wanted, len(staying))
@@ -247,16 +242,20 @@ def _needs(
                     draining=held - staying,
                     missing=missing,
                     beside=group_nodes(places) if places is not None else frozenset(),
-                    alike=_alike(checkpoint, index, checkpoints, holders) if is_shared else frozenset(),
                 )
 
 
-def _alike(
-    checkpoint: CheckpointInfo, index: int, checkpoints: Sequence[CheckpointInfo], holders: Holders
-) -> frozenset[str]:
-    """Return the nodes with this fragment of another checkpoint that as many nodes have saved."""
-    others = (c for c in checkpoints if c.num_nodes == checkpoint.num_nodes and c is not checkpoint)
-    return frozenset(node for other in others for node in holders.of(other.id.attempt, index))
+def _sharing(checkpoint: CheckpointInfo, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Return the other checkpoints that most likely share most of their bytes with this one."""
+    same = [c for c in checkpoints if c.num_nodes == checkpoint.num_nodes]
+    is_shared = any(2 * c.shared_bytes > c.size_bytes for c in same)
+    return [c for c in same if c is not checkpoint] if is_shared else []
+
+
+def _alike(need: _Need, checkpoints: Sequence[CheckpointInfo], holders: Holders) -> frozenset[str]:
+    """Return the nodes that can link most of a fragment, as they have it of another checkpoint."""
+    others = _sharing(need.checkpoint, checkpoints)
+    return frozenset(node for other in others for node in holders.of(other.id.attempt, need.node_index))
 
 
 def _spare_needs(newest: Sequence[CheckpointInfo], holders: Holders, spares: Set[str]) -> Iterator[_Need]:

@@ -76,17 +76,6 @@ def group_sources(
     return (first, replace(first, prefers_q=True))[: places.group.parity]
 
 
-def doubting_sources(sources: GroupSources, member: int) -> Iterator[GroupSources]:
-    """Yield further ways to compute a member's files: each doubts one of the other members.
-
-    They are for rows that P and Q computed wrong, since a member of the group has damaged bytes.
-    """
-    if sources.group.parity > 1:
-        for at, other in enumerate(sources.group.members):
-            if other != member:
-                yield replace(sources, without=at)
-
-
 class _Gone(Exception):
     """A source of the group has failed and is no longer used."""
 
@@ -241,10 +230,19 @@ class GroupReader:
             name = self._name(layer.parity_file(position))
             blocks_at = 0 if layer.number else self._header_bytes[position]
             wanted = blocks_at + layer.blocks_bytes + DIGEST_BYTES
-            with self._peers.acquire(self._first_left(position, is_parity=True)) as peer:
-                found = peer.size(name)
+            found = self._size(self._first_left(position, is_parity=True), name)
             if found != wanted:
                 raise _Gone(f"{name.file} has {found or 0} bytes instead of {wanted}.")
+
+    def _size(self, endpoint: str, name: FileName) -> int | None:
+        for tries_left in reversed(range(PEER_TRIES)):
+            try:
+                with self._peers.acquire(endpoint) as peer:
+                    return peer.size(name)
+            except Unavailable as error:
+                if not tries_left or error.fields.get("refused"):
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def files_of(self, position: int) -> tuple[FileEntry, ...]:
         """Return the entries of a member's files, its fragment first, from a node with it or a parity file.

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -32,7 +32,7 @@ from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore.extents import Extent, Tally, cut_extents, first_rows, rows_by_file
 from ray_ckpt.restore.manifest import ManifestRef
-from ray_ckpt.restore.parity import PARITY, Coded, GroupReader, GroupSources, doubting_sources, group_sources
+from ray_ckpt.restore.parity import PARITY, Coded, GroupReader, GroupSources, group_sources
 from ray_ckpt.restore.sources import ByteSource, Disk, Mapped, Peer, Peers, Remote
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.texts import tier_text
@@ -100,8 +100,7 @@ def parity_sources(
         FileSource(tier="peer", where=PARITY, group=sources)
         for places in groups
         if index in places.group.members and any(places.parities)
-        for ways in [group_sources(places, num_nodes, endpoints)]
-        for sources in (*ways, *doubting_sources(ways[0], index))
+        for sources in group_sources(places, num_nodes, endpoints)
     ]
 
 
@@ -285,13 +284,28 @@ class SourceReader:
         """Cut the remaining rows, for source number `turn` of each file; [] if no file has such a source."""
         extents: list[Extent] = []
         for file in sorted(left):
-            sources = self._sources.get(file, ())
-            if turn < len(sources):
-                source = sources[turn]
+            source = self._source(file, turn) if left[file] else None
+            if source is not None:
                 tally = Tally(file, source.tier, source.where, is_prefetched=source.is_verified)
                 placed = ((row.byte_offset, row) for row in left[file])
                 extents += cut_extents(self._byte_source(source, file), tally, placed)
         return extents
+
+    def _source(self, file: str, turn: int) -> FileSource | None:
+        """Return source number `turn` of a file; None if there are fewer.
+
+        After the others come those for rows that P and Q of a parity group have computed wrong, since a
+        member has damaged bytes that nobody knows of: each leaves another member out.
+        """
+        sources = self._sources.get(file, ())
+        if turn < len(sources):
+            return sources[turn]
+        for coded in sources:
+            if coded.group is not None and coded.group.group.parity > 1:
+                there = [at for at, held in enumerate(coded.group.fragments) if held]
+                for without in there[turn - len(sources) :][:1]:
+                    return replace(coded, group=replace(coded.group, without=without))
+        return None
 
     def _byte_source(self, source: FileSource, file: str) -> ByteSource:
         if source.is_in_memory:

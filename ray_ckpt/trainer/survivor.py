@@ -407,7 +407,7 @@ class Survivor:
         """
         with self._state:
             self._state.wait_for(lambda: self._is_held, OPERATION_S)
-        if reason := _change_of(kept):
+        if reason := _change_of(kept) or _look_of(kept):
             raise Unavailable(f"After step {kept.step} {reason}.")
 
     def _save(self, kept: _Kept, salvage: Salvage) -> None:
@@ -452,10 +452,18 @@ def _change_of(kept: _Kept) -> str:
     for live, before, now in zip(kept.live, kept.versions, versions(kept.live), strict=True):
         if before != now:
             return f"{live.slice.key} was changed outside of optimizer steps"
+    return ""
+
+
+def _look_of(kept: _Kept) -> str:
+    """Return which uncopied tensor of a copied step has changed without a new version, or "".
+
+    It reads a device, whose work may hang until the capture has come to its end; so no offer waits for it.
+    """
     if kept.draws is not None:
-        for live, before_it in zip(kept.live, kept.looks, strict=True):
-            if not torch.equal(look(live.tensor, kept.draws), before_it):
-                return f"{live.slice.key} was changed outside of optimizer steps"
+        for live, before in zip(kept.live, kept.looks, strict=True):
+            if not torch.equal(look(live.tensor, kept.draws), before):
+                return f"{live.slice.key} was changed through `.data`"
     return ""
 
 

@@ -163,16 +163,20 @@ def _without_bad_parities(
 ) -> tuple[LiveCheckpoint, tuple[Damage, ...]]:
     """Return the checkpoint without parity files that cannot be read or have a wrong size, and these."""
     info, found, groups = live.checkpoint, list[Damage](), list[GroupPlaces]()
-    for places in live.groups:
+
+    def look(places: GroupPlaces) -> dict[int, str]:
         sources = group_sources(places, info.num_nodes, access.endpoints)[0]
-        with closing(Peers(access.credentials)) as peers:
-            bad = dict(GroupReader(info.id, sources, peers).bad_parities())
-        for at, reason in bad.items():
-            name = names.parity_file(places.group.members[at], info.num_nodes)
-            nodes = ", ".join(node[:SHORT_ID] for node in places.parities[at])
-            found.append(Damage(file=name, where="copies", detail=f"On {nodes}: {reason}"))
-        left = tuple(() if at in bad else held for at, held in enumerate(places.parities))
-        groups.append(replace(places, parities=left))
+        return dict(GroupReader(info.id, sources, peers).bad_parities())
+
+    with closing(Peers(access.credentials)) as peers:
+        looks = map_in_order(look, live.groups, threads=HOLDERS_AT_A_TIME, name="verify")
+        for places, bad in zip(live.groups, looks, strict=True):
+            for at, reason in bad.items():
+                name = names.parity_file(places.group.members[at], info.num_nodes)
+                nodes = ", ".join(node[:SHORT_ID] for node in places.parities[at])
+                found.append(Damage(file=name, where="copies", detail=f"On {nodes}: {reason}"))
+            left = tuple(() if at in bad else held for at, held in enumerate(places.parities))
+            groups.append(replace(places, parities=left))
     return replace(live, groups=tuple(groups)), tuple(found)
 
 

@@ -528,6 +528,18 @@ def test_what_is_only_on_the_storage_path_is_mended_from_a_later_checkpoint(node
     assert scrub_stored(node.run, attempt(1), 0, 1) == ScrubResult()
 
 
+def test_a_file_that_was_mended_is_mended_again(node: StillNode) -> None:
+    for step in (1, 2, 3):
+        node.save(step, BASE, head(step))
+        node.upload(step, step - 1 or None)
+    folder = Path(node.run.remote.files.where) / "checkpoints"
+    for _ in range(2):
+        flip(folder / attempt(1).directory / STILL_FILE)
+        for step in (1, 2, 3):
+            found = scrub_stored(node.run, attempt(step), 0, 1)
+            assert (found.damage, found.mended) == ((), (STILL_FILE,))
+
+
 def test_what_cannot_be_mended_is_damage(node: StillNode) -> None:
     for step in (1, 2):
         node.save(step, BASE, head(step))

@@ -158,11 +158,11 @@ def test_checkpoints_that_share_most_bytes_go_to_one_node_one_after_the_other() 
     """The node links what it has of the one before, if that is complete there."""
     saved = [replace(checkpoint(step), shared_bytes=90) for step in (9, 8, 7)]
     holders = holders_of("acd", dict.fromkeys((9, 8, 7), ("a",)))
-    repairs, budget = Repairs(), Budget(bytes_per_s=0.1, burst_bytes=120)
+    repairs = Repairs()
     copies = []
     for step in (9, 8, 7):
-        copies += assign(repairs, saved, holders, budget=budget)
-        assert assign(repairs, saved, holders, budget=budget) == []
+        copies += assign(repairs, saved, holders)
+        assert assign(repairs, saved, holders) == []
         repairs.ended(ended(step, "c"), 0.0)
         holders.add(checkpoint(step).id.attempt, 0, "c")
     assert copies == ["9.0 a>c", "8.0 a>c", "7.0 a>c"]

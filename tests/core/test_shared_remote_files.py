@@ -90,6 +90,22 @@ def test_the_others_are_read_at_once_when_a_file_was_damaged_and_mended() -> Non
     assert not run.machine._context.holders.unsafe_remote
 
 
+def test_what_was_damaged_before_another_is_mended_is_read_again() -> None:
+    """The node that had read it did not have the file."""
+    run = run_with(keep_local=1)
+    run.tick(MAINTENANCE_S)
+    first, second = run.attempt(10), run.attempt(30)
+    effects = read(run, first, STILL)
+    holders = run.machine._context.holders
+    assert not of(effects, m.Drain) and holders.bad_remote == {first.attempt}, "it is on no node"
+    mended = m.ScrubEnded(
+        attempt=second, node_index=0, place=m.REMOTE, damage=(), error=None, mended=(STILL,)
+    )
+    effects = (*effects, *run.feed(mended), *run.tick(MAINTENANCE_S))
+    assert sorted(suspects(run, effects)) == [10, 20, 30]
+    assert not holders.bad_remote and not holders.unsafe_remote
+
+
 def test_an_upload_under_way_shares_no_more_and_is_read_when_it_is_durable() -> None:
     run = run_with((10,))
     first, second = of(run.save(20), m.Drain)
