@@ -159,5 +159,9 @@ def look(tensor: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     kind = _INTEGERS.get(flat.element_size())
     if kind is not None:  # before the choice, which torch has not for every dtype
         flat = flat.view(kind)
-    found = flat[(draws % flat.numel()).to(flat.device)].cpu()
+    places = draws % flat.numel()
+    if flat.is_cpu:
+        found = flat.index_select(0, places)
+    else:
+        found = flat.index_select(0, places.to(flat.device)).cpu()
     return found if kind is not None else found.view(torch.uint8)

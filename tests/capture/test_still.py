@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import weakref
 from collections.abc import Callable
@@ -71,6 +72,11 @@ class Loop:
             assert found.keys() == expected.keys()
             wrong = [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)]
             assert not wrong, f"step {step}: {wrong} are of another step"
+
+
+@pytest.fixture(autouse=True)
+def _the_same_looks_in_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(still_module, "_LOOKS", itertools.count(500))
 
 
 @pytest.fixture
