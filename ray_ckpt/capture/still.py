@@ -31,7 +31,7 @@ from ray_ckpt.texts import size_text
 log = logging.getLogger("ray_ckpt")
 
 MIN_STILL_BYTES = 1 << 20  # of a shard that may be shared: below it, another file costs more
-MAX_LOOKS = 64  # elements of a slice that are compared before its copy is left out: some 20 us on a host
+MAX_LOOKS = 64  # elements of a slice that are compared before its copy is left out: some 30 us on a host
 _LOOKS = count()  # each look compares other elements
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 MAX_CHANGES = 3  # saves that found a change in still slices; after it, each layout has one shard

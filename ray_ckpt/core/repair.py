@@ -109,13 +109,15 @@ class Repairs:
         needs += _spare_needs(checkpoints[:1], holders, spares & staying)
         if not needs:
             return
+        sharing = {c.id: _sharing(c, checkpoints) for c in checkpoints}
         load = _load(checkpoints, holders) + Counter(copy.holder for copy in self._active)
         for need in sorted(needs, key=lambda need: need.urgency):
             for _ in range(need.missing - len(self._on_their_way(need))):
                 if len(self._active) >= MAX_ACTIVE:
                     return
-                alike = (_alike(need, checkpoints, holders) & may_hold) - need.staying
-                if need.staying and not alike and self._is_like_one_on_its_way(need, checkpoints):
+                others = sharing[need.checkpoint.id]
+                alike = (_alike(need, others, holders) & may_hold) - need.staying
+                if need.staying and not alike and self._is_like_one_on_its_way(need, others):
                     break
                 copy = self._plan(need, may_hold, alike, domains, load, links, now_s)
                 if copy is None:
@@ -192,13 +194,13 @@ class Repairs:
         where = (need.checkpoint.id, need.node_index)
         return frozenset(c.holder for c in self._active if (c.attempt, c.node_index) == where)
 
-    def _is_like_one_on_its_way(self, need: _Need, checkpoints: Sequence[CheckpointInfo]) -> bool:
-        """Return True if this fragment of a checkpoint that shares bytes with it is being copied.
+    def _is_like_one_on_its_way(self, need: _Need, others: Sequence[CheckpointInfo]) -> bool:
+        """Return True if this fragment of one of the checkpoints that share its bytes is being copied.
 
         The holder of that copy can link most of this one afterwards.
         """
-        others = {c.id for c in _sharing(need.checkpoint, checkpoints)}
-        return any(c.node_index == need.node_index and c.attempt in others for c in self._active)
+        ids = {c.id for c in others}
+        return any(c.node_index == need.node_index and c.attempt in ids for c in self._active)
 
     def _failed(self, copy: Replicate, now_s: float) -> None:
         problem = self._problems.setdefault((copy.attempt.attempt, copy.node_index), _Problem())
@@ -252,9 +254,8 @@ def _sharing(checkpoint: CheckpointInfo, checkpoints: Sequence[CheckpointInfo]) 
     return [c for c in same if c is not checkpoint] if is_shared else []
 
 
-def _alike(need: _Need, checkpoints: Sequence[CheckpointInfo], holders: Holders) -> frozenset[str]:
-    """Return the nodes that can link most of a fragment, as they have it of another checkpoint."""
-    others = _sharing(need.checkpoint, checkpoints)
+def _alike(need: _Need, others: Sequence[CheckpointInfo], holders: Holders) -> frozenset[str]:
+    """Return the nodes that can link most of a fragment, as they have it of one of the other checkpoints."""
     return frozenset(node for other in others for node in holders.of(other.id.attempt, need.node_index))
 
 

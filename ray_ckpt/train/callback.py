@@ -122,7 +122,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             self._save_last()
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
-        """Let the ranks of a group that trains, and is to be replaced by a larger one, save the last step."""
+        """Let the ranks of a group that trains, and gets another size, save the last step."""
         if self._launch.noticed_at_s is None:  # else it has failed
             self._save_last()
 

@@ -32,7 +32,7 @@ class PeerFiles(Protocol):
 
         Raise an error if the size or the digest differs, or if there is no space. A chunk stays valid as long
         as it is referenced. With `request.is_link` there are no chunks: link the file to the same one in
-        checkpoint, or return BYTES_WANTED if this node has none or cannot link it.
+        another checkpoint, or return BYTES_WANTED if this node has none or cannot link it.
         """
         ...
 
