@@ -12,8 +12,9 @@ from typing import Any
 
 import ray
 
-from ray_ckpt.actors.client import CALL_S, RayLink, coordinator, get_result, open_group, open_run
+from ray_ckpt.actors.client import CALL_S, coordinator, get_result, open_group, open_run
 from ray_ckpt.actors.messages import Joined
+from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.config import RunOptions
 from ray_ckpt.engine.groups import PARTS_WAIT_S

@@ -158,6 +158,10 @@ class Unavailable(ServiceError):
     """An agent, a peer or the store did not answer in time."""
 
 
+class AgentLost(Unavailable):
+    """The agent of a rank's node has died, or the next one does not know the rank's run yet."""
+
+
 def is_lost(error: Exception, *, is_remote: bool = False) -> bool:
     """Return True if a source does not have the bytes that were read, or no intact ones.
 

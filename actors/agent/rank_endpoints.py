@@ -42,12 +42,12 @@ class RankEndpoints:
 
     # -- restore and memory ------------------------------------------------------------------------------
 
-    async def get_ticket(self, run_uid: str, named: bool) -> RestoreTicket:
+    async def get_ticket(self, run_uid: str, named: bool, early: bool = False) -> RestoreTicket:
         """Return the ticket of this node's ranks: the checkpoint to restore, and its sources.
 
-        `named` is as in `reserve`, for the manifest.
+        `named` is as in `reserve`, for the manifest; `early` is as in `NodeRestore.ticket`.
         """
-        return await (await self._runs.get(run_uid).current_restore()).ticket(named=named)
+        return await (await self._runs.get(run_uid).current_restore()).ticket(named=named, early=early)
 
     async def get_whole_ticket(self, run_uid: str, session_key: SessionKey, named: bool) -> RestoreTicket:
         """Return the ticket with the manifest of all nodes. RunSuperseded if the session is over."""
@@ -117,7 +117,9 @@ class RankEndpoints:
     async def seal(self, run_uid: str, shard: SealedShard) -> None:
         """Take over a capture; return when the rank may capture into the arena again."""
         run = self._runs.get(run_uid)
-        if not run.memory.take_layout(shard):
+        plan = run.machine.plan
+        is_over = plan is not None and not plan.has(shard.attempt)  # the arena is that of another rank
+        if not is_over and not run.memory.take_layout(shard):
             reason = f"the arena of rank {shard.rank} is gone"
             await self.skip(run_uid, shard.attempt, shard.rank, reason)
             raise Unavailable(f"Step {shard.attempt.step}: {reason}.")

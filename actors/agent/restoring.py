@@ -60,18 +60,24 @@ class NodeRestore:
             self._prefetching = asyncio.ensure_future(self._run_prefetch())
             self._keep_prefetched()
 
-    async def ticket(self, *, named: bool = False, is_whole: bool = False) -> RestoreTicket:
+    async def ticket(
+        self, *, named: bool = False, is_whole: bool = False, early: bool = False
+    ) -> RestoreTicket:
         """Return the ticket of this node's ranks; the manifest is fetched once for all these ranks.
 
         Unless the whole ticket is wanted, the ticket may have this node's own fragment only. With `named` the
         manifest is a file in /dev/shm, and nothing is prefetched: the ranks cannot map the agent's memory.
+        Reading ahead ends with this call, unless the restore comes later: then it is `early`.
         """
-        await self._end_prefetch()
+        if early:
+            self._keep_prefetched()
+        else:
+            await self._end_prefetch()
         ticket = None if is_whole else await self._shared_ticket(named, False)
         if ticket is None:
             ticket = await self._shared_ticket(named, True)
         assert ticket is not None
-        return ticket if named else self._prefetch.merged(ticket)
+        return ticket if named or early else self._prefetch.merged(ticket)
 
     @property
     def prefetched_bytes(self) -> int:
@@ -123,9 +129,13 @@ class NodeRestore:
         if key not in self._tickets:
             self._tickets[key] = asyncio.ensure_future(self._make_ticket(named=named, is_whole=is_whole))
         making = self._tickets[key]
-        ticket = await asyncio.shield(making)
-        if ticket is not None and ticket.is_unreachable and self._tickets.get(key) is making:
-            del self._tickets[key]  # a rank that asks again gets what is reached then
+        is_final = False
+        try:
+            ticket = await asyncio.shield(making)
+            is_final = ticket is None or not ticket.is_unreachable
+        finally:
+            if making.done() and not is_final and self._tickets.get(key) is making:
+                del self._tickets[key]  # a rank that asks again gets what is reached, or fits, then
         return ticket
 
     async def fetch(

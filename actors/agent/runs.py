@@ -16,7 +16,7 @@ from ray_ckpt.config import staging_roots
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.engine.node_host import NodeHost
-from ray_ckpt.errors import Unavailable
+from ray_ckpt.errors import AgentLost
 from ray_ckpt.storage.local.disks import Disks
 
 
@@ -31,9 +31,9 @@ class NodeRuns:
         self._staging_lock = threading.Lock()  # so that each folder is locked only once
 
     def get(self, run_uid: str) -> NodeRun:
-        """Return an open run, else raise Unavailable."""
+        """Return an open run, else raise AgentLost."""
         if run_uid not in self.open:
-            raise Unavailable(f"Run {run_uid} is not open on node {self._node.node_id[:12]}.")
+            raise AgentLost(f"Run {run_uid} is not open on node {self._node.node_id[:12]}.")
         return self.open[run_uid]
 
     def turn(self, run_uid: str) -> asyncio.Lock:

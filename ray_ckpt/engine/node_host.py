@@ -38,7 +38,15 @@ from ray_ckpt.engine.node_ports import (
     WorkEnded,
 )
 from ray_ckpt.engine.node_session import NodeSession
-from ray_ckpt.errors import CheckpointError, Fenced, RunInUse, RunSuperseded, Unavailable, named_text
+from ray_ckpt.errors import (
+    AgentLost,
+    CheckpointError,
+    Fenced,
+    RunInUse,
+    RunSuperseded,
+    Unavailable,
+    named_text,
+)
 
 log = logging.getLogger("ray_ckpt.agent")
 
@@ -151,7 +159,7 @@ class NodeHost:
         elif not isinstance(event, RankProgressed):
             error: CheckpointError = RunSuperseded("A newer session owns this run.")
             if self.session is None:
-                error = Unavailable("The run has no session here.")
+                error = AgentLost("The run has no session here.")
             self.ports.fail(event.token, error)
 
     # -- orders --------------------------------------------------------------------------------------

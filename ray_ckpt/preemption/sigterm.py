@@ -26,17 +26,16 @@ _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers
 
 # Bytes that the watching thread reads, in addition to the signal numbers that Python writes.
 _HANDLED = b"\x00"
-_RELEASED = b"\xff"
 _ENDED = b"\xfe"
 
 
 class TermSignal:
     """Delays the end of this process by SIGTERM, once, so that the time can be used for a last save.
 
-    On SIGTERM `on_notice` is called in a separate thread. The signal is passed on after `grace_s`, at
-    `release`, at a second SIGTERM or at `uninstall`, whichever comes first. It goes to the previous handler
-    (which raises SystemExit in Ray's workers) or to the default action, or is dropped if SIGTERM was ignored.
-    Afterwards SIGTERM is handled as before `install`, and this object has no further use.
+    On SIGTERM `on_notice` is called in a separate thread. The signal is passed on after `grace_s`, at a
+    second SIGTERM or at `uninstall`, whichever comes first. It goes to the previous handler (which raises
+    SystemExit in Ray's workers) or to the default action, or is dropped if SIGTERM was ignored. Afterwards
+    SIGTERM is handled as before `install`, and this object has no further use.
 
     Python runs handlers in the main thread, between two bytecodes. `time.sleep`, `Thread.join` and locks let
     handlers run; C code that does not return blocks them. The notice does not depend on the main thread,
@@ -84,10 +83,6 @@ class TermSignal:
         _replace_wakeup_fd(-1, self._outbox.fileno())
         _installed = self
         threading.Thread(target=self._watch, name="ray-ckpt-sigterm", daemon=True).start()
-
-    def release(self) -> None:
-        """Pass on a delayed signal, because training has saved. Does nothing before a signal has arrived."""
-        self._write(_RELEASED)
 
     def uninstall(self) -> None:
         """Restore the handling of SIGTERM from before `install`, and pass on a delayed signal at once.
@@ -141,7 +136,7 @@ class TermSignal:
                 self._num_handled += 1
             elif byte == bytes([signal.SIGTERM]):
                 self._num_woken += 1
-            elif byte in (_ENDED, b"") or (byte == _RELEASED and num_signals > 1):
+            elif byte in (_ENDED, b""):
                 return False
         return True
 

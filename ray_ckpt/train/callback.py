@@ -21,8 +21,9 @@ from typing import Any
 
 import ray.train
 
-from ray_ckpt.actors.client import RayLink, finish_run, open_group, open_run, salvage
+from ray_ckpt.actors.client import finish_run, open_group, open_run, salvage
 from ray_ckpt.actors.messages import Joined, RunSpec
+from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.config import RunOptions, is_uri
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, ServiceError, named_text

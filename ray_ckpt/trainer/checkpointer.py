@@ -36,7 +36,7 @@ from ray_ckpt.trainer.metrics import MetricReader, detached
 from ray_ckpt.trainer.outcomes import GOES_ON, Outcomes, SaveStats, UnprotectedGuard, warn_of_annotation
 from ray_ckpt.trainer.rank_items import RESERVED_ITEM, RankItems, start_gap_search
 from ray_ckpt.trainer.reports import Reports
-from ray_ckpt.trainer.restoring import Restoring, step_of
+from ray_ckpt.trainer.restoring import Restoring, called_again, step_of
 from ray_ckpt.trainer.save_signal import SaveSignals
 from ray_ckpt.trainer.saver import Saver
 from ray_ckpt.trainer.step_count import Call, StepCount, whole_number
@@ -155,8 +155,7 @@ class Checkpointer:
         ConfigError if another Checkpointer of this process has restored since it was connected.
         """
         if self._session_key is not None or self._is_closed:
-            when = "after close" if self._is_closed else "twice"
-            raise ConfigError(f"restore was called {when}.", hint="Call it once, before the first step.")
+            raise called_again(is_closed=self._is_closed, has_failed=self._saver is None)
         self._connection.check_unused()
         link, options = self._link, self._link.options
         items = self._items = RankItems(self._objects, link.identity, options)
@@ -268,7 +267,7 @@ class Checkpointer:
 
     def _resume_ticket(self) -> RestoreTicket | None:
         """Return the ticket of the checkpoint that `restore` will restore with its step."""
-        ticket = self._link.ticket()
+        ticket = self._link.ticket(early=True)
         if ticket.checkpoint is not None:
             return ticket
         return self._link.origin(ticket.session_key) if is_uri(self.options.resume) else None

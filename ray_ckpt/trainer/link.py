@@ -117,8 +117,11 @@ class RankLink(Protocol):
 class RestoreLink(RankLink, Protocol):
     """Calls that a rank makes for a restore."""
 
-    def ticket(self) -> RestoreTicket:
-        """Return the ticket of the checkpoint to restore, the same for the whole group."""
+    def ticket(self, *, early: bool = False) -> RestoreTicket:
+        """Return the ticket of the checkpoint to restore, the same for the whole group.
+
+        With `early` the agent goes on reading ahead, since the restore itself comes later.
+        """
         ...
 
     def whole_ticket(self, session_key: SessionKey) -> RestoreTicket:

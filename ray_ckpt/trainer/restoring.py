@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ray_ckpt.capture.classes import check_settings
 from ray_ckpt.capture.hyperparameters import Changed, Hyperparameters
@@ -57,8 +58,7 @@ class Restoring:
             if ticket.checkpoint is None:
                 origin = self._link.origin(ticket.session_key)
             report, load = self._reader.read_all(ticket) if origin is None else self._begin_from(origin)
-            answer = self._link.restored(ticket.session_key, report)
-            older = wait_for_restore(answer, self._link, self._options.restore_timeout_s)
+            older = self._report(ticket, report)
             if older is None:
                 if report.damage:  # the answer was for a rank of another group
                     raise RestoreError(
@@ -91,9 +91,13 @@ class Restoring:
                 f"The live state is that of step {step}, and the run has a checkpoint of {step_of(ticket)}.",
                 hint="Restore that checkpoint.",
             )
-        answer = self._link.restored(ticket.session_key, RankRestore(rank=self._link.identity.rank))
-        wait_for_restore(answer, self._link, self._options.restore_timeout_s)
+        self._report(ticket, RankRestore(rank=self._link.identity.rank))
         return RestoreResult(session_key=ticket.session_key, checkpoint=ticket.checkpoint, info=None)
+
+    def _report(self, ticket: RestoreTicket, report: RankRestore) -> RestoreTicket | None:
+        """Report what this rank has restored, and return the group's answer; see `RestoreLink.restored`."""
+        send = partial(self._link.restored, ticket.session_key, report)
+        return wait_for_restore(send, self._link, self._options.restore_timeout_s)
 
     def _begin_from(self, origin: RestoreTicket) -> tuple[RankRestore, Load]:
         """Read the checkpoint of another run that this run begins with; see `Link.origin`."""
@@ -170,6 +174,17 @@ class Restoring:
                     name,
                     checkpoint.world_size,
                 )
+
+
+def called_again(*, is_closed: bool, has_failed: bool) -> ConfigError:
+    """Return the error of a call of `restore` after another one, or after `close`."""
+    if is_closed or not has_failed:
+        when = "after close" if is_closed else "twice"
+        return ConfigError(f"restore was called {when}.", hint="Call it once, before the first step.")
+    return ConfigError(
+        "restore was called again after it had failed.",
+        hint="Close this Checkpointer, connect all ranks again, and make a new one.",
+    )
 
 
 def step_of(ticket: RestoreTicket) -> int:

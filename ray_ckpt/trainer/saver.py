@@ -300,6 +300,9 @@ class Saver:
             self.settle()
             self._snapshotter.close()
             self._forget_buffers()
+            setup, self._setup = self._setup, None
+            if setup is not None:
+                setup.add_done_callback(_give_up)
 
     def _plan_of(self, walked: Walked) -> CopyPlan:
         """Return the plan of the previous save, or a new plan if a tensor has moved or a hook was added."""
@@ -347,6 +350,13 @@ def _make_ready(buffers: Iterable[SaveBuffer], device: int | None) -> None:
                 buffer.target.mapping.pin(torch.device("cuda", device))
     except (OSError, RuntimeError) as error:
         log.warning("the arena could not be populated in advance: %s", error)
+
+
+def _give_up(setup: Future[tuple[ArenaGrant, deque[SaveBuffer]]]) -> None:
+    """Give up memory that was prepared and that no save has used."""
+    if setup.exception() is None:
+        for buffer in setup.result()[1]:
+            buffer.target.mapping.give_up()
 
 
 def _map(grant: ArenaGrant, path: str) -> Arena | Ring:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar
 
 from ray_ckpt.core.awaited import Awaited, AwaitedKind, ranks_text
-from ray_ckpt.errors import CheckpointError, CollectiveError
+from ray_ckpt.errors import AgentLost, CheckpointError, CollectiveError
 from ray_ckpt.trainer.link import RankLink
 
 log = logging.getLogger("ray_ckpt")
@@ -18,6 +18,8 @@ log = logging.getLogger("ray_ckpt")
 CHECK_S = 5.0  # between requests for the ranks that the group waits for
 REPEAT_S = 15.0  # until the same warning is logged again; doubled after each warning
 MAX_REPEAT_S = 600.0  # REPEAT_S doubles up to this
+RECOVER_POLL_S = 1.0  # between requests for a new agent; one starts in some seconds
+RECOVER_S = 90.0  # without an agent, then the restore fails; a new one first takes stock of its disks
 
 T = TypeVar("T")
 
@@ -53,18 +55,44 @@ class WaitingLog:
                 yield awaited
 
 
-def wait_for_restore(answer: Future[T], link: RankLink, limit_s: float) -> T:
-    """Return the group's answer to this rank's restore.
+class Recovering:
+    """A rank of a restore that has lost its agent: it requests a new one, for up to RECOVER_S."""
 
-    Raises CollectiveError if ranks are missing for `limit_s`.
+    def __init__(self, link: RankLink) -> None:
+        self._link = link
+        self._end_s: float | None = None  # monotonic time at which to give up; None: nothing is lost
+
+    def wait(self, error: AgentLost) -> None:
+        """Request a new agent and wait a little; raise `error` if that was done for RECOVER_S."""
+        now_s = time.monotonic()
+        if self._end_s is None:
+            log.warning("the agent of this node was lost during the restore; a new one is requested")
+            self._end_s = now_s + RECOVER_S
+        if now_s > self._end_s:
+            raise error
+        self._link.recover()
+        time.sleep(RECOVER_POLL_S)
+
+
+def wait_for_restore(report: Callable[[], Future[T]], link: RankLink, limit_s: float) -> T:
+    """Report this rank's restore, and return the group's answer; report again to each new agent.
+
+    Raises CollectiveError if ranks are missing for `limit_s`, AgentLost if there is no agent for RECOVER_S.
     """
     waiting, end_s = WaitingLog(link, "restore"), time.monotonic() + limit_s
+    recovering, answer = Recovering(link), None
     while (left_s := end_s - time.monotonic()) > 0:
         try:
+            answer = answer or report()
             return answer.result(min(CHECK_S, left_s))
+        except AgentLost as error:
+            answer = None
+            recovering.wait(error)
         except FutureTimeout:
-            if answer.done():
-                raise
+            assert answer is not None
+            if answer.done():  # since the wait has ended, or with an error of this kind
+                return answer.result()
+            recovering = Recovering(link)
             waiting.log_waiting()
     ranks = tuple(rank for awaited in waiting.found for rank in awaited.ranks)
     who = f"rank(s) {ranks_text(ranks)}" if ranks else "other ranks"

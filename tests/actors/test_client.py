@@ -8,11 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from ray_ckpt.actors import client
-from ray_ckpt.actors.client import RayLink, open_group
+from ray_ckpt.actors.client import open_group
 from ray_ckpt.actors.messages import Joined, RunSpec
+from ray_ckpt.actors.names import COORDINATOR, agent_name
+from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.config import RunOptions
+from ray_ckpt.errors import Unavailable
+from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.trainer import waiting
 from ray_ckpt.types import LaunchTimes, RankRestore
 
 SPEC = RunSpec(name="run", storage_path="/runs", options=RunOptions())
@@ -52,3 +58,34 @@ def test_a_rank_reports_when_it_was_connected(monkeypatch: pytest.MonkeyPatch) -
     _, session_key, report, _ = actor.calls["report_restored"]
     assert (session_key, report.rank, report.seconds) == ((1, 7), 1, 2.0)
     assert before_s <= report.connected_at_s <= after_s
+
+
+def test_calls_of_a_restore_are_made_again_to_the_next_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P7: an agent that dies in a restore costs a moment."""
+    monkeypatch.setattr(waiting, "RECOVER_POLL_S", 0.0)
+    dead = ray.exceptions.RayActorError()
+    ticket = RestoreTicket(session_key=(1, 1), checkpoint=None)
+    answers: list[Any] = [dead, dead, ticket]
+
+    def get(call: Any, timeout: float | None) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    found: list[str] = []
+
+    def get_actor(name: str, namespace: str) -> Actor:
+        found.append(name)
+        return Actor()
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(RayLink, "_named", lambda link: False)
+    link = RayLink(Joined(run_uid="0" * 32, spec=SPEC, world_size=1, nodes={0: "a"}, origin=None), 0)
+    assert link.ticket() is ticket and not answers
+    assert found.count(agent_name("a")) == 3 and found.count(COORDINATOR) == 2
+
+    answers = [ray.exceptions.RayTaskError("get_ticket", "trace", ValueError("a bug"))]
+    with pytest.raises(Unavailable, match="trace"):
+        link.ticket()

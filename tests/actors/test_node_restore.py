@@ -256,6 +256,51 @@ def test_memory_of_a_restore_is_freed_in_a_thread(
     run_in_loop(story())
 
 
+def test_a_rank_that_only_looks_at_its_ticket_does_not_end_the_reading(
+    stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint
+) -> None:
+    """Frameworks need the step before they build the model, which takes long."""
+    stage = Stage(stack, nodes, saved, is_proven=True)
+
+    async def story() -> None:
+        restore = stage.restore()
+        early = await restore.ticket(early=True)
+        assert restore._prefetching is not None
+        await restore._prefetching
+        assert restore.prefetched_bytes, "files were read after the rank had its ticket"
+        assert (await restore.ticket()).session_key == early.session_key
+        restore.close_shared()
+        await stage.run.memory.freeing.wait()
+
+    run_in_loop(story())
+
+
+def test_a_ticket_that_did_not_fit_is_made_again(
+    stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read ahead may take the memory for a while, in which the first ticket is made."""
+    real, calls = SourceFinder.ticket, []
+
+    def ticket(finder: SourceFinder, plan: Any) -> Any:
+        calls.append(plan)
+        if len(calls) == 1:
+            raise InsufficientSpace("The manifest does not fit in memory.")
+        return real(finder, plan)
+
+    monkeypatch.setattr(SourceFinder, "ticket", ticket)
+
+    async def story() -> None:
+        stage = Stage(stack, nodes, saved, is_proven=False)
+        stage.run.spec.options.prefetch = "never"
+        restore = stage.restore()
+        with pytest.raises(InsufficientSpace):
+            await restore.ticket(is_whole=True)
+        assert (await restore.ticket(is_whole=True)).is_whole and len(calls) == 2
+        restore.close_shared()
+
+    run_in_loop(story())
+
+
 def test_without_a_proven_fragment_the_ticket_is_whole(
     stack: ExitStack,
     nodes: Nodes,

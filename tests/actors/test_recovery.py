@@ -17,7 +17,6 @@ import ray
 from ray_ckpt.actors import names
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.relay import OtherAgents
-from ray_ckpt.actors.client import RayLink
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.opening import RunOpener, _has_begun
 from ray_ckpt.actors.coordinator.ports import RayPorts
@@ -31,6 +30,7 @@ from ray_ckpt.actors.messages import (
     RunSpec,
     ServiceCard,
 )
+from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.node_messages import DeleteOrdered
 from ray_ckpt.core.ownership import RunMark
@@ -39,6 +39,7 @@ from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.ports import AgentDied, Answered, Call, GroupFound, OpenOnNode
 from ray_ckpt.errors import StagingError, StoragePathError, Unavailable
 from ray_ckpt.format import records as r
+from ray_ckpt.trainer import waiting
 from ray_ckpt.transport.credentials import ServiceKeys
 from tests.actors.test_overview import trained
 from tests.actors.test_shutdown import SPEC, make_engine, training
@@ -465,6 +466,7 @@ def test_what_ray_does_not_find_is_unavailable_for_now(monkeypatch: pytest.Monke
     engine = make_engine()
     monkeypatch.setattr(ray, "get_actor", no_answer)
     monkeypatch.setattr(RayLink, "_named", lambda link: False)
+    monkeypatch.setattr(waiting, "RECOVER_S", -1.0)
     with pytest.raises(Unavailable):
         asyncio.run(Node("a", engine.agents.keys)._request("overview"))
     assert asyncio.run(OtherAgents().find(["a"])) == {}

@@ -14,10 +14,13 @@ from ray_ckpt.actors.agent.rank_endpoints import RankEndpoints
 from ray_ckpt.actors.agent.run import NodeRun
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.config import RunOptions
+from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import SessionNode
 from ray_ckpt.errors import InsufficientSpace
+from ray_ckpt.format.names import make_attempt
 from ray_ckpt.storage.local import files
 from ray_ckpt.storage.local.disks import Disks
+from ray_ckpt.trainer.link import SealedShard
 
 GB = 10**9
 UID = "0" * 32
@@ -78,3 +81,44 @@ def test_a_rank_reserves_in_the_session_of_its_group() -> None:
     endpoints._runs = cast(Any, SimpleNamespace(get=lambda uid: run))
     asyncio.run(endpoints.reserve(UID, 0, GB, False))
     assert calls == ["session", "memory", "reserve"]
+
+
+def test_a_capture_of_an_earlier_session_leaves_the_layout_of_the_arena_alone() -> None:
+    """A rank of a group that is over may still live, and the rank of the next group has the arena."""
+    took: list[SealedShard] = []
+    events: list[n.ShardSealed] = []
+
+    async def released(shard: SealedShard) -> None:
+        assert events[-1].attempt == shard.attempt
+
+    def take_layout(shard: SealedShard) -> bool:
+        took.append(shard)
+        return True
+
+    run = SimpleNamespace(
+        machine=SimpleNamespace(plan=SimpleNamespace(has=lambda attempt: attempt.session == 2)),
+        memory=SimpleNamespace(take_layout=take_layout),
+        captures=SimpleNamespace(seal=lambda shard: None, wait_released=released),
+        host=SimpleNamespace(handle=events.append),
+    )
+    endpoints = RankEndpoints()
+    endpoints._runs = cast(Any, SimpleNamespace(get=lambda uid: run))
+    shards = [
+        SealedShard(
+            attempt=make_attempt(run_uid=UID, session=session, step=9, attempt=0),
+            rank=0,
+            state=b"",
+            replicated=(),
+            metrics=None,
+            buffer=0,
+            layout=None,
+            layout_signature="",
+            mesh="",
+            stall_s=0.0,
+            capture_s=0.0,
+        )
+        for session in (1, 2)
+    ]
+    for shard in shards:
+        asyncio.run(endpoints.seal(UID, shard))
+    assert took == shards[1:] and len(events) == 2

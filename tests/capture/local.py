@@ -94,7 +94,7 @@ class LocalLink:
         self.num_whole += 1
         return self.whole
 
-    def ticket(self) -> RestoreTicket:
+    def ticket(self, *, early: bool = False) -> RestoreTicket:
         return self.given
 
     def origin(self, session_key: SessionKey) -> RestoreTicket | None:

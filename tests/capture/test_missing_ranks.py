@@ -16,7 +16,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core.awaited import Awaited, awaited_restore, awaited_save
 from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.core.values import SessionKey
-from ray_ckpt.errors import CollectiveError, SaveNotCollective, Unavailable
+from ray_ckpt.errors import AgentLost, CollectiveError, ConfigError, SaveNotCollective, Unavailable
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer import reports, waiting
 from ray_ckpt.trainer.checkpointer import Checkpointer
@@ -113,6 +113,58 @@ def test_an_agent_that_is_away_costs_a_warning_only(
     monkeypatch.setattr(Alone, "awaited", away)
     waiting.WaitingLog(Alone(), "save").log_waiting()
     assert not warnings()
+
+
+@dataclass(slots=True)
+class Deaths(LocalLink):
+    """A link whose agent dies `num_deaths` times, with the report of the rank or before it."""
+
+    num_deaths: int = 3
+    reported: list[SessionKey] = field(default_factory=list)
+
+    def restored(self, session_key: SessionKey, report: RankRestore) -> Future[RestoreTicket | None]:
+        self.reported.append(session_key)
+        if len(self.reported) > self.num_deaths:
+            return LocalLink.restored(self, session_key, report)
+        if len(self.reported) % 2:
+            raise AgentLost("no agent at the moment")
+        lost: Future[RestoreTicket | None] = Future()
+        lost.set_exception(AgentLost("the agent died"))
+        return lost
+
+
+def test_a_rank_reports_again_to_each_new_agent(warnings: Warnings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P7: the death of an agent in a restore costs no training."""
+    monkeypatch.setattr(waiting, "RECOVER_POLL_S", 0.0)
+    link = Deaths()
+    ckpt = checkpointer(link)
+    assert ckpt.restore() is None
+    ckpt.close()
+    assert link.reported == 4 * [(1, 1)] and link.recovered == 3
+    assert [text for text in warnings() if "lost during the restore" in text] == warnings()[:1]
+
+
+def test_a_node_that_gets_no_agent_ends_the_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "RECOVER_POLL_S", 0.0)
+    monkeypatch.setattr(waiting, "RECOVER_S", 0.05)
+    ckpt = checkpointer(Deaths(num_deaths=1_000_000))
+    with pytest.raises(AgentLost):
+        ckpt.restore()
+    with pytest.raises(ConfigError, match="again after it had failed") as caught:
+        ckpt.restore()
+    assert "connect all ranks again" in str(caught.value)
+    ckpt.close()
+
+
+def test_an_answer_that_comes_as_a_wait_ends_is_taken() -> None:
+    class Late(Future[str]):
+        def result(self, timeout: float | None = None) -> str:
+            if not self.done():
+                self.set_result("go")
+                raise TimeoutError
+            return Future.result(self, timeout)
+
+    assert waiting.wait_for_restore(Late, Alone(), 5.0) == "go"
 
 
 def train(ckpt: Checkpointer, first: int, last: int) -> None:

@@ -23,6 +23,7 @@ from ray_ckpt.capture.torch_private import copy_all
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.config import RunOptions
 from ray_ckpt.trainer.checkpointer import Checkpointer
+from ray_ckpt.trainer.link import ArenaGrant
 from tests.capture.local import LocalLink
 
 PAUSE_S = 0.002  # between the tensors of a copy: long against a step of these models
@@ -333,6 +334,31 @@ def test_saves_go_on_while_memory_is_made_ready(
         time.sleep(0.01)
     assert len(set(map(id, done))) == 2 and "could not be made ready" not in caplog.text
     training.ckpt.close()
+
+
+@pytest.mark.parametrize("closes_first", [True, False])
+def test_memory_that_no_save_has_used_is_given_up(
+    closes_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA would keep it registered after it is unmapped, and take it for other memory at that address."""
+    link = LocalLink(options(memory="double"))
+    go, opened, real = threading.Event(), threading.Event(), LocalLink.open_arena
+
+    def open_arena(*arguments: Any, **more: Any) -> ArenaGrant:
+        assert go.wait(20)
+        return real(link, *arguments[1:], **more)
+
+    given_up: list[arena.Mapping] = []
+    monkeypatch.setattr(arena.Mapping, "give_up", lambda mapping: given_up.append(mapping))
+    monkeypatch.setattr(arena.Mapping, "populate", lambda mapping: opened.set())
+    monkeypatch.setattr(LocalLink, "open_arena", open_arena)
+    training = Training(0, link)
+    if closes_first:
+        training.ckpt.close()
+    go.set()
+    assert opened.wait(20)
+    training.ckpt.close()
+    assert len(given_up) == len(set(map(id, given_up))) == 2
 
 
 def test_the_first_layout_is_the_predicted_one() -> None:

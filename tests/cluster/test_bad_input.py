@@ -151,7 +151,7 @@ def test_too_little_memory_is_named(spare_group: RankGroup, storage: str) -> Non
 def reserve_memory_in_dev_shm(run: str, storage: str) -> None:
     """Reserve memory as a rank that may not open its agent's memory, because of ptrace rules."""
     training = Training(run, storage, memory="single")
-    with mock.patch("ray_ckpt.actors.client._can_open", return_value=False):
+    with mock.patch("ray_ckpt.actors.rank_link._can_open", return_value=False):
         training.ckpt._link.reserve(1 << 20)
         training.ckpt._link.reserve(1 << 50)
 

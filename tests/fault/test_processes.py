@@ -63,6 +63,28 @@ def test_a_restore_goes_on_when_the_coordinator_dies_in_it(make_rig: MakeRig, tm
 
 
 @pytest.mark.slow
+def test_a_restore_goes_on_when_the_agents_die_in_it(make_rig: MakeRig, tmp_path: Path) -> None:
+    """P7: rank 0 waits for the group at its agent, and rank 1 has not asked its own yet."""
+    rig = make_rig("agents", every_steps=1, max_block_s=1.0)
+    rig.train(["node-a", "node-b"])
+    rig.wait_commits(3)
+    rig.stop()
+    newest, num_sessions = rig.commits()[-1].step, rig.num_sessions()
+    begin = tmp_path / "begin"
+    with ThreadPoolExecutor(1) as pool:
+        restoring = pool.submit(rig.restore, ["node-a", "node-b"], until=begin)
+        try:
+            wait_for(lambda: rig.num_sessions() > num_sessions, what="a session")
+            time.sleep(RESTORE_S)
+            for name in ("node-a", "node-b"):
+                rig.kill_agent(name)
+        finally:
+            begin.touch()
+        assert restoring.result(RECOVERED_S) >= newest
+    assert rig.num_sessions() == num_sessions + 1
+
+
+@pytest.mark.slow
 def test_an_agent_that_died_is_replaced_and_finds_its_disk(make_rig: MakeRig) -> None:
     """P2: death of an agent costs its memory, nothing that it has acknowledged."""
     rig = make_rig("agent", every_steps=1, remote_every=1000, keep_last=50, max_block_s=1.0)

@@ -35,7 +35,7 @@ class ImportedLink(LocalLink):
 
     run: str = ""
 
-    def ticket(self) -> RestoreTicket:
+    def ticket(self, *, early: bool = False) -> RestoreTicket:
         storage, _, name = self.run.rpartition("/")
         attempt = ray_ckpt.open(self.run).choose().info.id
         ref = RemoteRef(storage_path=storage, run_name=name)

@@ -157,39 +157,6 @@ def test_the_notice_has_the_time_that_the_process_is_held(start: Start) -> None:
     assert float(deadline_s) == pytest.approx(time.time() + 60.0, abs=SLACK_S)
 
 
-def test_release_ends_the_grace_early(start: Start) -> None:
-    program = start(
-        """
-        def save(notice):
-            on_notice(notice)
-            term.release()
-        signal.signal(signal.SIGTERM, before)
-        term = TermSignal.install(save, grace_s=60)
-        emit("ready")
-        time.sleep(60)
-        """
-    )
-    program.terminate()
-    program.expect("notice")
-    program.expect("before")
-    assert program.write_nothing_and_wait() == 7
-
-
-def test_release_before_a_signal_is_nothing(start: Start) -> None:
-    program = start(
-        """
-        TermSignal.install(on_notice, grace_s=60).release()
-        time.sleep(0.1)
-        emit("ready")
-        time.sleep(60)
-        """
-    )
-    program.terminate()
-    program.expect("notice")
-    time.sleep(0.3)
-    assert program.is_alive
-
-
 @pytest.mark.parametrize("callback", ["on_notice", "lambda notice: (on_notice(notice), time.sleep(60))"])
 def test_a_second_sigterm_ends_the_grace_even_if_the_callback_hangs(start: Start, callback: str) -> None:
     program = start(f"TermSignal.install({callback}, grace_s=60)\nemit('ready')\ntime.sleep(60)")

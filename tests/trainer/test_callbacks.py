@@ -32,7 +32,7 @@ class Resumed(LocalLink):
 
     storage: str = ""
 
-    def ticket(self) -> RestoreTicket:
+    def ticket(self, *, early: bool = False) -> RestoreTicket:
         attempt = ray_ckpt.open(f"{self.storage}/gpt").choose(AT).info.id
         ref = RemoteRef(storage_path=self.storage, run_name="gpt")
         return Origin(uri=f"{self.storage}/gpt", storage=ref, attempt=attempt).ticket((1, 2))

@@ -197,7 +197,7 @@ class Restores(Agent):
     restored_level: Level = Level.LOCAL
     brought: int = 0
 
-    def ticket(self) -> RestoreTicket:
+    def ticket(self, *, early: bool = False) -> RestoreTicket:
         checkpoint = CheckpointInfo(
             id=_attempt(),
             seq=1,

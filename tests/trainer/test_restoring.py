@@ -85,7 +85,7 @@ class Waits(LocalLink):
 
     searched: threading.Event = field(default_factory=threading.Event)
 
-    def ticket(self) -> RestoreTicket:
+    def ticket(self, *, early: bool = False) -> RestoreTicket:
         assert self.searched.wait(10.0), "the search begins after the ticket is there"
         return LocalLink.ticket(self)
 
@@ -207,7 +207,7 @@ class Away(LocalLink):
     away: int = 0
     requests: int = 0
 
-    def ticket(self) -> RestoreTicket:
+    def ticket(self, *, early: bool = False) -> RestoreTicket:
         self.requests += 1
         ticket = LocalLink.ticket(self)
         if self.requests > self.away:

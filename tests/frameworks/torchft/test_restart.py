@@ -34,7 +34,7 @@ class FolderLink(LocalLink):
 
     storage: str = ""
 
-    def ticket(self) -> RestoreTicket:
+    def ticket(self, *, early: bool = False) -> RestoreTicket:
         if not Path(self.storage, "gpt").exists():
             return self.given
         attempt = ray_ckpt.open(f"{self.storage}/gpt").choose(SAVED).info.id
