@@ -26,6 +26,7 @@
     |  |- Fenced                         a newer coordinator owns the log
     |- ServiceError (RuntimeError)       the service failed
     |  |- Unavailable                    an agent, a peer or the store did not answer
+    |     |- AgentLost                   the agent of a rank's node died
 
 Each has a `hint` with the next action, and plain `fields`. Pickling keeps both, so errors cross Ray actors
 unchanged.
