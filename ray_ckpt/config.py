@@ -224,8 +224,9 @@ class RunOptions:
     salvage: bool = False
     """After the loss of ranks or nodes, save the last finished step from the ranks that are left, if they
     hold all tensors (DDP, HSDP). For that, each rank sends its own state (random state, data position) to its
-    node after each step. Not with `replicate="full"`: replicas must be alike. False: a restart continues from
-    the last save."""
+    node in each call of `Checkpointer.step`. It does nothing in loops that call `due` and `save` instead: the
+    integrations of Hugging Face, Lightning, torchtitan, DCP, Megatron and verl. Not with `replicate="full"`:
+    replicas must be alike. False: a restart continues from the last save."""
     salvage_copy: bool = False
     """With `salvage`, also copy the parameters and the optimizer state before each optimizer step. If a rank
     dies when the others are one step further, that step is lost, instead of all steps since the last save.

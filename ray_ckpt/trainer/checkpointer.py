@@ -74,7 +74,7 @@ class Checkpointer:
         self._watch: ProgressThread | None = None
         self._survivor: Survivor | None = None
         self._rng: Any = None  # the restored random state, kept until the first step
-        self._count = StepCount()
+        self._count = StepCount(salvages=link.options.salvage and link.identity.rank == 0)
         self._signals = SaveSignals(link)
         self._metrics = MetricReader(is_first=link.identity.rank == 0)
         self._last_metrics: dict[str, Any] = {}  # of the calls for the last step

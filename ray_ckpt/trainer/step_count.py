@@ -38,7 +38,9 @@ def whole_number(value: Any, what: str) -> int:
 class StepCount:
     """The completed steps of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, salvages: bool = False) -> None:
+        """Begin at step 0. With `salvages`, the first call of `save` warns if `step` was not called."""
+        self._salvages = salvages
         self.last = 0  # the last completed step
         self.restored = 0
         self._num = 0  # number of steps completed since the restore
@@ -77,6 +79,12 @@ class StepCount:
             self._num_saves += call == "save"
         if call == "step":
             self._stepped = step
+        elif call == "save" and self._salvages and not self._stepped:
+            self._salvages = False
+            log.warning(
+                "salvage is set, but step was not called before this save: a loop that calls only due and "
+                "save keeps no step for a salvage"
+            )
         return step, is_new
 
     def captured(self) -> None:

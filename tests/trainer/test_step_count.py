@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,6 +67,24 @@ def test_what_is_no_step_is_an_error_at_once(loop: Loop, call: str, step: Any) -
 def test_what_nearly_is_an_integer_is_refused(step: Any) -> None:
     with pytest.raises(ConfigError, match="optimizer steps over the whole run"):
         StepCount().complete(step, "step")
+
+
+def test_a_loop_that_saves_and_never_steps_learns_once_that_it_has_no_salvages(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def warnings(*calls: str, rank: int = 0, salvage: bool = True) -> int:
+        caplog.clear()
+        options = RunOptions(every_steps=50, memory="single", max_block_s=10.0, salvage=salvage)
+        with closing(Checkpointer(link=LocalLink(options, rank=rank), model=torch.nn.Linear(2, 2))) as ckpt:
+            ckpt.restore()
+            for step in (1, 2):
+                for call in calls:
+                    getattr(ckpt, call)(step)
+        return sum("keeps no step for a salvage" in record.getMessage() for record in caplog.records)
+
+    assert warnings("due", "save") == warnings("save") == 1
+    assert warnings("step", "save") == warnings("step") == warnings("save", salvage=False) == 0
+    assert warnings("save", rank=1) == 0  # rank 0 speaks for all
 
 
 @pytest.mark.parametrize("call", CALLS)
