@@ -164,7 +164,11 @@ def _on_labelled(
 def place_groups(
     training_nodes: Sequence[str], *, num_data: int, parity: int, domains: Mapping[str, str] = {}
 ) -> tuple[ParityGroup, ...]:
-    """Return the parity groups of the training nodes, of about the same size, at most `num_data + parity`.
+    """Return the parity groups of the training nodes: as few as possible, whose sizes differ by 1 at most.
+
+    No group has more than `num_data + parity` nodes, except with (2, 2), where five nodes form one group. So
+    9 nodes with (6, 2) form groups of 5 and 4, and 17 nodes those of 6, 6 and 5, and not of 8 and a rest. A
+    save of a group of n nodes takes n / (n - parity) times the bytes of its nodes.
 
     Nodes of one failure domain are dealt to all groups in turn, so that no group has more of them than it
     must. A group has at least `parity + 1` nodes, so too few nodes to fill several groups form one; with

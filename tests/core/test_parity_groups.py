@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from ray_ckpt.core.values import GroupPlaces, StoredParity
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.types import Level, ParityGroup
 from tests.core.driver import Disk, Harness, of, one
+from tests.support.code_blocks import ROOT
 
 NODES = "abcd"
 
@@ -80,11 +82,21 @@ def test_groups_are_even_and_spread_a_domain_as_far_as_they_can(
         sizes = [group.size for group in groups]
         assert sorted(at for group in groups for at in group.members) == list(range(nodes))
         assert max(sizes) - min(sizes) <= 1 and min(sizes) > parity
-        assert max(sizes) <= num_data + parity or min(sizes) < 2 * (parity + 1)
+        assert max(sizes) <= num_data + parity or (nodes, num_data, parity) == (5, 2, 2)
         for rack, total in Counter(domains.values()).items():
             for group in groups:
                 count = sum(domains[names[at]] == rack for at in group.members)
                 assert count <= -(-total // len(groups))
+
+
+def test_the_page_of_the_service_has_the_groups_and_their_disk() -> None:
+    page = (ROOT / "docs/operations/service.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([\d+, ]+) \| ([\d., ]+)(?: times)? \|$", page, re.MULTILINE)
+    assert len(rows) >= 5
+    for nodes, shown, disk in rows:
+        groups = place_groups([f"n{at}" for at in range(int(nodes))], num_data=6, parity=2)
+        assert shown == ", ".join(f"{group.num_data}+{group.parity}" for group in groups), nodes
+        assert disk == ", ".join(f"{group.size / group.num_data:.2f}" for group in groups), nodes
 
 
 def test_a_domain_with_too_many_nodes_of_a_group_is_named() -> None:
