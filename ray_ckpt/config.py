@@ -513,6 +513,11 @@ _LEAST = {"replicas": 0, "reserve_bytes": 0, "scrub_bytes_per_s": 0}
 """Smallest values of integers; of all others it is 1."""
 
 
+def from_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options that were read from JSON, which has no tuples, with a tuple in place of each list."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
 def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 

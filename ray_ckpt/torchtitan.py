@@ -21,6 +21,7 @@ from torchtitan.config.override import derive, override  # noqa: E402
 from torchtitan.tools import filesystem  # noqa: E402
 
 from ray_ckpt.actors.connecting import connect  # noqa: E402
+from ray_ckpt.config import from_json  # noqa: E402
 from ray_ckpt.errors import ConfigError, ServiceError  # noqa: E402
 from ray_ckpt.interop.torchtitan import manager as interop  # noqa: E402
 from ray_ckpt.trainer.connection import get_connection  # noqa: E402
@@ -79,4 +80,4 @@ def _options(config: Any) -> dict[str, Any]:
     options |= {"keep_last": config.keep_latest_k} if config.keep_latest_k else {"keep_every": 1}
     if config.load_step >= 0:
         options["resume"] = f"step:{config.load_step}"
-    return {**options, **config.options}
+    return {**options, **from_json(config.options)}

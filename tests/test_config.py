@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ray_ckpt.config import MAX_METRIC_NAME, MAX_MILESTONES, RunOptions, staging_roots
+from ray_ckpt.config import MAX_METRIC_NAME, MAX_MILESTONES, RunOptions, from_json, staging_roots
 from ray_ckpt.errors import ConfigError
 
 
@@ -31,6 +32,11 @@ def test_the_defaults_are_good_and_so_is_everything_at_once() -> None:
         copies=("rack",),
     )
     assert options.keep_best == ("val/loss", "max", 1)
+
+
+def test_lists_of_json_are_tuples() -> None:
+    found = from_json(json.loads('{"parity": [6, 2], "replicas": 1, "storage_options": {"profile": "a"}}'))
+    assert found == {"parity": (6, 2), "replicas": 1, "storage_options": {"profile": "a"}}
 
 
 @pytest.mark.parametrize(

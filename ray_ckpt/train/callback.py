@@ -25,7 +25,7 @@ from ray_ckpt.actors.client import finish_run, open_group, open_run, salvage
 from ray_ckpt.actors.messages import Joined, RunSpec
 from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.actors.ray_cluster import owner_here
-from ray_ckpt.config import RunOptions, is_uri
+from ray_ckpt.config import RunOptions, from_json, is_uri
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, ServiceError, named_text
 from ray_ckpt.preemption.sigterm import TermSignal
 from ray_ckpt.storage.remote.tier import RemoteRef
@@ -268,7 +268,7 @@ def _defaults() -> dict[str, Any]:
         raise ConfigError(f"{OPTIONS_ENV} is not JSON: {error}", hint=hint, option=OPTIONS_ENV) from None
     if not isinstance(options, dict) or not isinstance(options.get("storage_path", ""), str):
         raise ConfigError(f"{OPTIONS_ENV} is not an object of options.", hint=hint, option=OPTIONS_ENV)
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+    return from_json(options)
 
 
 def check_storage_path(

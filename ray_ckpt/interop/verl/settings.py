@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ray_ckpt.config import from_json
 from ray_ckpt.errors import ConfigError
 
 ENV = "RAY_CKPT_VERL"
@@ -54,7 +55,7 @@ class Settings:
             raise ConfigError(f"{ENV} is {text!r}.", hint=HINT)
         for name in OTHERS.keys() & found.keys():
             raise ConfigError(f"{ENV} has the option {name!r}.", hint=OTHERS[name], option=name)
-        options = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+        options = from_json(found)
         named = [name for name in ("storage_path", "run", "parts") if name in options]
         own: dict[str, Any] = {name: options.pop(name) for name in named}
         for name in ("storage_path", "run"):

@@ -125,6 +125,8 @@ def test_the_flag_replaces_the_manager_and_keeps_its_options() -> None:
     assert _options(found) == {"every_steps": 7, "keep_last": 5, "replicas": 0}
     found.keep_latest_k, found.load_step = 0, 14
     assert _options(found) == {"every_steps": 7, "keep_every": 1, "resume": "step:14", "replicas": 0}
+    found.options = {"parity": [6, 2], "keep_every": None}  # from JSON
+    assert RunOptions.parse(**_options(found)).parity == (6, 2)
 
 
 def test_the_config_of_another_manager_is_refused() -> None:
