@@ -37,6 +37,7 @@ PREFETCH_MODES = ("auto", "always", "never")
 PLACES = ("rack", "spread")  # of a copy: in the failure domain of the node that saved, or outside
 REPLICATE_MODES = ("shared", "full")
 Resume: TypeAlias = str  # "auto", "never", "must", "step:N" or the URI of a checkpoint
+_LABEL = re.compile(r"[^\s,=]+=[^\s,=]+")
 _STEP = re.compile(r"step:(\d{1,12})\Z")
 
 
@@ -307,8 +308,9 @@ class RunOptions:
         self._need("failure_domain", good, "'auto', 'none' or the name of a Ray node label")
         for name in ("replica_nodes", "spare_nodes"):
             label = getattr(self, name)
-            good = isinstance(label, str) and (label == "" or all(label.partition("=")))
-            self._need(name, good, "a Ray node label and its value, such as 'role=spare', or ''")
+            good = isinstance(label, str) and (label == "" or _LABEL.fullmatch(label) is not None)
+            wanted = "one Ray node label and its value, without blanks and commas"
+            self._need(name, good, f"{wanted}, such as 'role=spare', or to ''")
         self._check_copies()
         good = self.compress is None or self.compress <= MAX_COMPRESS_LEVEL
         self._need("compress", good, f"a zstd level of at most {MAX_COMPRESS_LEVEL}")

@@ -12,11 +12,28 @@ from ray_ckpt.core.values import SessionPlan
 
 def warn_of_placement(context: Context, plan: SessionPlan) -> Iterator[Warn]:
     """Yield a warning for each promise of the options that the plan of a new session does not keep."""
+    yield from _warn_of_labels(context)
     if context.options.parity is not None:
         yield from _warn_of_groups(context, plan, *context.options.parity)
     else:
         yield from _warn_of_domains(context, plan)
         yield from _warn_of_few_copies(context, plan)
+
+
+def _warn_of_labels(context: Context) -> Iterator[Warn]:
+    """Warn if no live node has a label that the options name: it may be misspelt, or its nodes join later."""
+    options, live = context.options, context.holders.live
+    domain = options.failure_domain
+    if domain not in ("auto", "none") and not any(context.domains.get(node) for node in live):
+        yield from context.warn_once(
+            f"failure_domain is {domain!r}, and no node has this label now: nodes count as independent, so "
+            "all copies may be in one rack or zone."
+        )
+    if options.spare_nodes and not context.spares & live:
+        yield from context.warn_once(
+            f"spare_nodes is {options.spare_nodes!r}, and no node has this label now: checkpoints are copied "
+            "to spare nodes when some join."
+        )
 
 
 def _warn_of_few_copies(context: Context, plan: SessionPlan) -> Iterator[Warn]:

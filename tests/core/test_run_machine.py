@@ -245,6 +245,21 @@ def test_parity_groups_that_are_not_filled_are_told_once(nodes: str, expected: s
     assert not of(run.open(nodes), m.Warn)
 
 
+def test_a_label_that_no_node_has_causes_one_warning() -> None:
+    run = Harness("abcd", failure_domain="rakc", spare_nodes="role=sapre")
+    run.feed(m.NodesSeen(live=frozenset("abcd")))
+    texts = [warned.text for warned in of(run.open("abcd"), m.Warn)]
+    assert len(texts) == 2 and all("no node has this label now" in text for text in texts)
+    assert texts[0].startswith("failure_domain is 'rakc'") and texts[1].startswith("spare_nodes is 'role=sapre'")
+    assert not of(run.open("abcd"), m.Warn)
+
+
+def test_a_label_that_one_node_has_causes_no_warning() -> None:
+    run = Harness("abcd", failure_domain="rack", spare_nodes="role=spare")
+    run.feed(m.NodesSeen(live=frozenset("abcd"), domains={"a": "r1", "b": ""}, spares=frozenset("d")))
+    assert not [w for w in of(run.open("abcd"), m.Warn) if "label" in w.text]
+
+
 def test_a_domain_with_too_few_nodes_for_its_copies_causes_one_warning() -> None:
     run = Harness("abcd", replicas=2, copies=("rack", "spread"))
     seen(run, racks="1123")
