@@ -27,6 +27,7 @@ from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.config import RunOptions, from_json, is_uri
 from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, ServiceError, named_text
+from ray_ckpt.location import Location
 from ray_ckpt.preemption.sigterm import TermSignal
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.train.ray_compat import (
@@ -50,8 +51,9 @@ OPTIONS_ENV = "RAY_CKPT_OPTIONS"  # a JSON object: default options of every Chec
 class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback):  # type: ignore[misc]
     """Protects a Ray Train run: `RunConfig(callbacks=[CheckpointCallback(replicas=1, keep_last=3)])`.
 
-    The options are the fields of `ray_ckpt.config.RunOptions`. Raises ConfigError for an unknown or invalid
-    option. Checkpoints go below the storage path of the RunConfig, or below `storage_path` if it is given.
+    The options are the fields of `ray_ckpt.config.RunOptions`. Checkpoints go below the storage path of the
+    RunConfig, or below `storage_path` if it is given. Raises ConfigError for an unknown or invalid option,
+    and for a storage path that is relative, empty or holds a secret.
 
     To use the callback without a change to the driver, set these environment variables of the driver:
 
@@ -79,6 +81,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
                 ) from None
             raise
         self._storage_path = default_path if storage_path is None else storage_path
+        _check_path(self._storage_path, option="storage_path" if storage_path is not None else OPTIONS_ENV)
         self._probe = probe
         self._uid = uuid.uuid4().hex  # identifies this callback, because Ray copies each callback
         self._has_arguments = storage_path is not None or probe is not None or bool(options)
@@ -113,7 +116,8 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
                     "RunConfig(storage_filesystem=...) may hold credentials, so the nodes do not get it.",
                     hint="Give the URL as storage_path instead, in RunConfig or in CheckpointCallback.",
                 )
-            self._run = (config.name, self._storage_path or config.storage_path)
+            path = config.storage_path if self._storage_path is None else os.fspath(self._storage_path)
+            self._run = (config.name, path)
             self._open()
 
     def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
@@ -266,9 +270,25 @@ def _defaults() -> dict[str, Any]:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{OPTIONS_ENV} is not JSON: {error}", hint=hint, option=OPTIONS_ENV) from None
-    if not isinstance(options, dict) or not isinstance(options.get("storage_path", ""), str):
+    if not isinstance(options, dict):
         raise ConfigError(f"{OPTIONS_ENV} is not an object of options.", hint=hint, option=OPTIONS_ENV)
     return from_json(options)
+
+
+def _check_path(path: Any, *, option: str) -> None:
+    """Raise ConfigError unless `path` is None or a storage path; `option` names where it was given."""
+    if path is None:
+        return
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ConfigError(
+            f"{option} has {path!r} as the storage path.",
+            hint="Give a folder that all nodes share, or a URL; without it, the RunConfig's is used.",
+            option=option,
+        )
+    try:
+        Location.parse(path)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error.message}", hint=error.hint, option=option) from None
 
 
 def check_storage_path(

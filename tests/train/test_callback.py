@@ -70,7 +70,8 @@ def test_the_environment_gives_defaults_and_keywords_win(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[1]", "7", '{"storage_path": 7}', '{"replica": 1}', '{"replicas": -1}']
+    "text",
+    ["{", "[1]", "7", '{"storage_path": 7}', '{"storage_path": ""}', '{"replica": 1}', '{"replicas": -1}'],
 )
 def test_a_bad_environment_is_an_error_that_names_the_variable(
     monkeypatch: pytest.MonkeyPatch, text: str
@@ -78,6 +79,21 @@ def test_a_bad_environment_is_an_error_that_names_the_variable(
     monkeypatch.setenv(OPTIONS_ENV, text)
     with pytest.raises(ConfigError, match=OPTIONS_ENV):
         CheckpointCallback()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "storage_path has '' as the storage path. Give a folder"),
+        (7, "storage_path has 7"),
+        ("runs", "storage_path: The storage path 'runs' is relative"),
+        ("s3://key:secret@b/runs", "storage_path: The s3:// storage path holds credentials"),
+    ],
+)
+def test_a_wrong_storage_path_is_refused_before_training(path: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CheckpointCallback(storage_path=path)
+    assert message in str(caught.value) and "secret" not in str(caught.value)
 
 
 def test_a_bad_keyword_is_not_blamed_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
