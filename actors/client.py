@@ -13,6 +13,7 @@ from ray_ckpt.actors import names
 from ray_ckpt.actors.messages import Joined, RunSpec
 from ray_ckpt.catalog.uri import own_resume
 from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
+from ray_ckpt.core.log_requests import check_pin, check_step
 from ray_ckpt.engine.groups import group_nodes
 from ray_ckpt.errors import (
     CheckpointError,
@@ -140,9 +141,10 @@ def exposure(*, run: str, storage_path: str) -> tuple[Exposure, ...]:
 def pin(*, run: str, storage_path: str, step: int, owner: str, expires_in_s: float | None = None) -> None:
     """Keep a checkpoint, despite the retention policy, until the pin expires or is removed.
 
-    ConfigError if the run has no live checkpoint of that step; Unavailable if the service has not opened
-    the run.
+    ConfigError if the run has no live checkpoint of that step, or an argument is wrong; Unavailable if the
+    service has not opened the run.
     """
+    check_pin(owner, expires_in_s)
     _call_for_checkpoint("pin", run, storage_path, step, owner, expires_in_s)
 
 
@@ -171,5 +173,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _call_for_checkpoint(method: str, run: str, storage_path: str, step: int, *args: Any) -> None:
+    check_step(step)
     key = RunSpec(name=run, storage_path=str(Location.parse(storage_path)), options=RunOptions()).key
     get_result(getattr(coordinator(), method).remote(key, step, *args), CALL_S)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.core.history import RunHistory, SessionInfo
+from ray_ckpt.core.log_requests import cannot_hold
 from ray_ckpt.core.ownership import is_offline
 from ray_ckpt.errors import (
     CheckpointError,
@@ -204,7 +205,7 @@ def checked(ops: Iterable[r.Op]) -> tuple[r.Op, ...]:
         for op in found:
             r.check_op(op)
     except FormatError as error:
-        raise ConfigError(f"The log cannot hold that: {error.message}") from error
+        raise cannot_hold(error) from error
     return found
 
 

@@ -24,12 +24,10 @@ from ray_ckpt.cli.options import (
     store_options,
 )
 from ray_ckpt.cli.output import pins_text, print_json, stdout
-from ray_ckpt.core.log_requests import checkpoint_to_unpin
-from ray_ckpt.errors import CheckpointError, ConfigError, RunInUse
+from ray_ckpt.core.log_requests import check_pin, checkpoint_to_unpin
+from ray_ckpt.errors import CheckpointError, RunInUse
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import CheckpointInfo
-
-MAX_OWNER = 200  # characters; limited because owners appear in the log and in tables
 
 StepArgument = Annotated[int, typer.Argument(metavar="STEP", help="The newest live checkpoint of this step.")]
 OwnerOption = Annotated[
@@ -64,8 +62,8 @@ def pin(
 
     Example: `ray-ckpt pin /shared/runs/gpt 3000 --owner paper --for 30d`
     """
-    _check_owner(owner)
     for_s = None if keep_for is None else seconds(keep_for)
+    check_pin(owner, for_s)
     options = store_options(storage_option)
     by, info = "service", _by_service("pin", path, options, address, step, owner, for_s)
     if info is None:
@@ -91,7 +89,6 @@ def unpin(
 
     Example: `ray-ckpt unpin /shared/runs/gpt 3000 --owner paper`
     """
-    _check_owner(owner)
     options = store_options(storage_option)
     by, info = "service", _by_service("unpin", path, options, address, step, owner)
     if info is None:
@@ -101,14 +98,6 @@ def unpin(
         by = "log"
         info = pins.unpin(tier.log, tail.history, step=step, owner=owner, now_s=time.time())
     _print_pins(info, by, as_json)
-
-
-def _check_owner(owner: str) -> None:
-    if not owner or len(owner) > MAX_OWNER or not owner.isprintable():
-        raise ConfigError(
-            "The owner is not a valid name.",
-            hint=f"Give --owner NAME, printable and of at most {MAX_OWNER} characters.",
-        )
 
 
 def _is_over(path: str, options: Mapping[str, str], address: str | None) -> bool:

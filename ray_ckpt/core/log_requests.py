@@ -6,6 +6,7 @@ the order of the requests. Metrics for an open save wait until the save has ende
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -21,9 +22,41 @@ from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import CheckpointInfo
 
 MAX_WAITING = 64  # annotations that wait for saves: 8 for each save that may be open; the oldest ones fail
+MAX_OWNER = 200  # characters; limited because owners appear in the log and in tables
 _NOT_THERE = {"live": "off the lineage", "collected": "retired"}  # state -> text in messages to users
 
 Requested: TypeAlias = m.PinRequested | m.UnpinRequested | m.AnnotateRequested | m.DrillEnded
+
+
+def check_step(step: object) -> None:
+    """Raise ConfigError unless `step` is an int."""
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise ConfigError(
+            f"The step {step!r} is not an integer.", hint="Give the step of a checkpoint, such as 3000."
+        )
+
+
+def check_pin(owner: object, expires_in_s: object) -> None:
+    """Raise ConfigError unless a new pin can have this owner and lifetime; None: without end."""
+    if not isinstance(owner, str) or not 0 < len(owner) <= MAX_OWNER or not owner.isprintable():
+        raise ConfigError(
+            "The owner is not a valid name.",
+            hint=f"Give as owner a printable text of at most {MAX_OWNER} characters.",
+        )
+    is_number = isinstance(expires_in_s, int | float) and not isinstance(expires_in_s, bool)
+    if expires_in_s is not None and not (is_number and 0 < expires_in_s < math.inf):
+        raise ConfigError(
+            f"expires_in_s is {expires_in_s!r}.",
+            hint="Set it to a number of seconds above 0, or to None for a pin without end.",
+        )
+
+
+def cannot_hold(error: FormatError) -> ConfigError:
+    """Return the error for a record that the log cannot hold."""
+    return ConfigError(
+        f"The log cannot hold that: {error.message}",
+        hint="Use texts without lone surrogates, finite numbers, and times within the calendar.",
+    )
 
 
 def checkpoint_to_pin(history: RunHistory, step: int) -> CheckpointInfo:
@@ -68,7 +101,7 @@ def _writable(decision: r.Op | CheckpointError) -> r.Op | CheckpointError:
     try:
         r.check_op(decision)
     except FormatError as error:
-        return ConfigError(f"The log cannot hold that: {error.message}")
+        return cannot_hold(error)
     return decision
 
 

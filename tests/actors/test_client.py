@@ -16,7 +16,8 @@ from ray_ckpt.actors.messages import Joined, RunSpec
 from ray_ckpt.actors.names import COORDINATOR, agent_name
 from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.config import RunOptions
-from ray_ckpt.errors import Unavailable
+from ray_ckpt.core.log_requests import MAX_OWNER
+from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer import waiting
 from ray_ckpt.types import LaunchTimes, RankRestore
@@ -89,3 +90,33 @@ def test_calls_of_a_restore_are_made_again_to_the_next_agent(monkeypatch: pytest
     answers = [ray.exceptions.RayTaskError("get_ticket", "trace", ValueError("a bug"))]
     with pytest.raises(Unavailable, match="trace"):
         link.ticket()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"owner": ""}, "The owner is not a valid name. Give as owner"),
+        ({"owner": "a\nb"}, "The owner is not a valid name"),
+        ({"owner": "x" * (MAX_OWNER + 1)}, "The owner is not a valid name"),
+        ({"owner": 7}, "The owner is not a valid name"),
+        ({"expires_in_s": 0}, "expires_in_s is 0. Set it to a number of seconds above 0"),
+        ({"expires_in_s": float("nan")}, "expires_in_s is nan"),
+        ({"expires_in_s": float("inf")}, "expires_in_s is inf"),
+        ({"expires_in_s": "1d"}, "expires_in_s is '1d'"),
+        ({"step": "10"}, "The step '10' is not an integer"),
+        ({"step": True}, "The step True is not an integer"),
+    ],
+)
+def test_a_wrong_pin_is_refused_before_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], message: str
+) -> None:
+    actor = Actor()
+    monkeypatch.setattr(client, "coordinator", lambda: actor)
+    monkeypatch.setattr(client, "get_result", lambda call, timeout_s: None)
+    good: dict[str, Any] = {"run": "gpt", "storage_path": "/runs", "step": 10, "owner": "me"}
+    with pytest.raises(ConfigError) as caught:
+        client.pin(**good | wrong)
+    assert message in str(caught.value) and not actor.calls
+    client.pin(**good)
+    client.unpin(**good | {"owner": ""})  # an older version may have made it
+    assert actor.calls["pin"][1:] == (10, "me", None) and actor.calls["unpin"][1:] == (10, "")

@@ -421,6 +421,15 @@ def test_a_log_that_is_not_quiet_may_have_a_service_out_of_reach(
         assert "Run gpt may be at work" in message and "--even-if-at-work" in message
 
 
+@pytest.mark.parametrize("owner", ["", "a\nb", "x" * 300])
+def test_a_pin_of_any_owner_can_be_removed(tmp_path: Path, owner: str) -> None:
+    """Earlier versions took every owner."""
+    run = write_run(tmp_path)
+    run.log.append(r.Pin(attempt=run.checkpoints[10].attempt.attempt, owner=owner, expires_at_s=None))
+    ray_ckpt_cli("unpin", run.folder, 10, "--owner", owner)
+    assert ops_of(run.folder)[-1] == r.Unpin(attempt=run.checkpoints[10].attempt.attempt, owner=owner)
+
+
 def test_a_pin_fails_if_another_writer_was_faster(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     history = read_tail(run.log.store).history
@@ -432,7 +441,7 @@ def test_a_pin_fails_if_another_writer_was_faster(tmp_path: Path) -> None:
 def test_a_pin_beyond_the_calendar_writes_nothing(tmp_path: Path) -> None:
     store = write_run(tmp_path).log.store
     history = read_tail(store).history
-    with pytest.raises(ConfigError, match=r"The log cannot hold that: expires_at_s must be"):
+    with pytest.raises(ConfigError, match=r"The log cannot hold that: expires_at_s must be.* Use texts"):
         pins.pin(store, history, step=10, owner="me", expires_at_s=1e15, now_s=START_S)
     assert read_tail(store).history.next_seq == history.next_seq
 
