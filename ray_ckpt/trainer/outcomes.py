@@ -18,7 +18,15 @@ from functools import partial
 
 from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.core.values import SessionKey
-from ray_ckpt.errors import CheckpointError, CollectiveError, RunConflict, Unavailable, Unprotected, text_of
+from ray_ckpt.errors import (
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    RunConflict,
+    Unavailable,
+    Unprotected,
+    text_of,
+)
 from ray_ckpt.trainer.link import SaveLink
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
@@ -250,12 +258,18 @@ class Outcomes:
 
         Before the first save, it waits for the restored checkpoint. The function takes the level and a limit
         in seconds. It raises Unavailable with the reason if the level cannot be reached, or when the time is
-        up.
+        up; ConfigError for `replicated` in a run that makes neither copies nor parity.
         """
         return partial(self._wait, self._requested)
 
     def _wait(self, requested: PendingSave | str | None, level: Level, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
+        if level is Level.REPLICATED and self._link.options.max_losses == 0:
+            raise ConfigError(
+                "replicas is 0, so no save becomes replicated.",
+                hint='Wait for "local" or "durable", or set replicas or parity.',
+                option="replicas",
+            )
         if isinstance(requested, str):
             raise Unavailable(f"There is no checkpoint to wait for: {requested}.")
         if requested is not None:

@@ -104,6 +104,24 @@ def test_a_save_that_ends_well_is_waited_for(
     assert list(agent.files) == [2]
 
 
+def test_without_copies_nobody_waits_for_them() -> None:
+    agent = Agent(RunOptions(memory="single", max_block_s=10.0, replicas=0), level=Level.LOCAL)
+    ckpt = checkpointer(agent)
+    ckpt.save(1)
+    for wait in (lambda: ckpt.wait("replicated"), lambda: ckpt.waiter()(Level.REPLICATED, 600.0)):
+        with pytest.raises(ConfigError, match="replicas is 0, so no save becomes replicated"):
+            wait()
+    ckpt.wait("local")
+    ckpt.close()
+
+
+def test_parity_in_place_of_copies_can_be_waited_for() -> None:
+    ckpt = checkpointer(Agent(RunOptions(memory="single", max_block_s=10.0, replicas=0, parity=(2, 1))))
+    ckpt.save(1)
+    ckpt.wait("replicated")
+    ckpt.close()
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("call", SAVE_CALLS)
 def test_wait_reports_that_a_rank_has_no_memory_for_captures(
