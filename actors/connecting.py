@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import ray
@@ -27,6 +28,10 @@ log = logging.getLogger("ray_ckpt")
 
 LATE_PARTS_S = 3600.0  # longest wait of `begin_connect` for parts that a driver starts later
 RETRY_S = 1.0  # after a failed attempt to open a group in the background
+_PARTS_HINT = (
+    'Give all processes the same `parts`, names with numbers of ranks such as {"actor": 8, "critic": 2}, and '
+    "each its `part`."
+)
 
 _signal: TermSignal | None = None  # SIGTERM handler of this process's connection
 
@@ -52,6 +57,8 @@ def connect(
     the part of this process; `rank`, `world_size` and torch.distributed are then those of the part. All parts
     save the same steps, under items of different names. The call waits at most PARTS_WAIT_S for the other
     parts.
+
+    Raises ConfigError for wrong arguments or options.
     """
     _connecting(run, storage_path, rank, world_size, part, parts, options)()
 
@@ -85,6 +92,12 @@ def _connecting(
     *,
     in_background: bool = False,
 ) -> Callable[[], None]:
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if not _is_integer(value):
+            raise ConfigError(
+                f"{name} is {value!r}, which is not an integer.",
+                hint=f"Give an int, such as {name}=int(os.environ[{name.upper()!r}]).",
+            )
     if not 0 <= rank < world_size:
         raise ConfigError(
             f"This process cannot be rank {rank} of {world_size}.",
@@ -135,14 +148,27 @@ def _set_link(link: RayLink) -> None:
     _watch_signals(link)
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_part(named: tuple[object, object]) -> bool:
+    name, world_size = named
+    return isinstance(name, str) and name.isidentifier() and _is_integer(world_size)
+
+
 def _parts_of(part: str, parts: Mapping[str, int] | None, world_size: int) -> tuple[GroupPart, ...]:
     if parts is None:
+        if part:
+            raise ConfigError(f"part is {part!r}, and parts is not set.", hint=_PARTS_HINT)
         return ()
-    if parts.get(part) != world_size or not all(name.isidentifier() for name in parts):
+    if not isinstance(parts, Mapping) or not all(map(_is_part, parts.items())):
+        raise ConfigError(f"parts is {parts!r}.", hint=_PARTS_HINT)
+    if parts.get(part) != world_size:
         named = ", ".join(f"{name} with {size}" for name, size in parts.items()) or "none"
         raise ConfigError(
             f"This process is in part {part!r} with {world_size} ranks, and the parts are {named}.",
-            hint="Give all processes the same `parts`, names with numbers of ranks, and each its `part`.",
+            hint=_PARTS_HINT,
         )
     return tuple(GroupPart(name=name, world_size=size) for name, size in parts.items())
 
