@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from ray_ckpt import telemetry
-from ray_ckpt.config import resume_step
+from ray_ckpt.config import is_uri, resume_step
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import AWAITED_AFTER_S, Awaited, awaited_restore
 from ray_ckpt.core.context import CLOCK_S, Context
@@ -360,8 +360,26 @@ class Sessions:
         self._restored, self._calls, self.is_training, self._since_s = {}, (), False, context.now_s
         self._forget_restored()
         yield from warn_of_placement(context, context.plan)
+        yield from self._warn_of_ignored(history)
         tokens, self._waiting = self._waiting, ()
         yield m.StartSession(tokens=tokens, plan=context.plan)
+
+    def _warn_of_ignored(self, history: RunHistory) -> Iterator[m.Warn]:
+        """Warn if the run has a checkpoint, so that it does not begin with the one that an option names.
+
+        Only for the first group of a launcher: the later ones continue what it has begun.
+        """
+        options, session = self._context.options, history.session
+        name, uri = ("resume", options.resume) if is_uri(options.resume) else ("init_from", options.init_from)
+        if uri is None or session is None or session.resumed_from is None:
+            return
+        launched = [(s.service, s.owner) for s in history.sessions.values() if s.session != session.session]
+        if (session.service, session.owner) not in launched:
+            step = history.checkpoints[session.resumed_from].step
+            yield from self._context.warn_once(
+                f"The run goes on from its own step {step}: {name} is ignored, since it is for a run without "
+                "checkpoints."
+            )
 
     def _resume_point(self, history: RunHistory, attempt: str | None) -> ResumePoint | None:
         if attempt is None:

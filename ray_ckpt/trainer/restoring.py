@@ -127,8 +127,6 @@ class Restoring:
             step=checkpoint.step, metrics=checkpoint.metrics, parts=report.parts, seconds=report.seconds
         )
         if origin is None:
-            if self._is_first and is_uri(self._options.resume):
-                log.warning("the run goes on from its own newest checkpoint; the one in `resume` is ignored")
             self._warn_of_other_world(checkpoint)
             return info
         if report.origin_step is not None:

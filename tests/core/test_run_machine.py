@@ -250,7 +250,8 @@ def test_a_label_that_no_node_has_causes_one_warning() -> None:
     run.feed(m.NodesSeen(live=frozenset("abcd")))
     texts = [warned.text for warned in of(run.open("abcd"), m.Warn)]
     assert len(texts) == 2 and all("no node has this label now" in text for text in texts)
-    assert texts[0].startswith("failure_domain is 'rakc'") and texts[1].startswith("spare_nodes is 'role=sapre'")
+    assert texts[0].startswith("failure_domain is 'rakc'")
+    assert texts[1].startswith("spare_nodes is 'role=sapre'")
     assert not of(run.open("abcd"), m.Warn)
 
 
@@ -968,6 +969,33 @@ def test_resume_must_needs_a_checkpoint() -> None:
     run.open("ab")
     run.save(10)
     assert one(run.feed(run.group("ab", resume="must")), m.StartSession).plan.resume is not None
+
+
+@pytest.mark.parametrize("option", ["resume", "init_from"])
+def test_a_named_checkpoint_that_is_ignored_causes_a_warning(option: str) -> None:
+    """Not in a restart by the launcher that has begun with it."""
+
+    def ignored(owner: str) -> list[str]:
+        effects = run.feed(run.group("ab", owner=owner, dead_owner="first"))
+        assert of(effects, m.StartSession)
+        run.feed(*(run.restored(node) for node in "ab"))
+        return [warned.text for warned in of(effects, m.Warn) if "is ignored" in warned.text]
+
+    run = Harness("ab", **{option: "s3://bucket/other"})
+    assert not ignored("first"), "the run has no checkpoint"
+    run.save(10)
+    assert not ignored("first")
+    (text,) = ignored("second")
+    assert text.startswith(f"The run goes on from its own step 10: {option} is ignored")
+    assert not ignored("second")
+
+
+def test_without_a_named_checkpoint_nothing_is_ignored() -> None:
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    effects = run.feed(run.group("ab", owner="second", dead_owner="driver"))
+    assert of(effects, m.StartSession) and not of(effects, m.Warn)
 
 
 def test_a_group_resumes_from_a_commit_that_was_in_flight() -> None:
