@@ -393,6 +393,12 @@ class RunOptions:
                 hint="Use resume to continue with the complete state, or init_from to start at step 0.",
                 option="init_from",
             )
+        if self.init_from is not None and self.resume == "must":
+            raise ConfigError(
+                "init_from is set, and resume is 'must': init_from is for a run that has no checkpoint yet.",
+                hint="Use resume='auto', or unset init_from.",
+                option="init_from",
+            )
 
     def _check_remote_items(self) -> None:
         names = self.remote_items

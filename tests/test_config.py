@@ -131,6 +131,11 @@ def test_a_variable_without_a_staging_folder_is_refused(monkeypatch: pytest.Monk
     assert staging_roots("/a", "n1") == (Path("/a"),)
 
 
+def test_a_run_that_must_have_a_checkpoint_begins_with_no_other() -> None:
+    with pytest.raises(ConfigError, match=r"init_from is set, and resume is 'must'.*Use resume='auto'"):
+        RunOptions(init_from="s3://bucket/runs/gpt", resume="must")
+
+
 def test_milestones_need_the_length_of_the_run() -> None:
     with pytest.raises(ConfigError, match=r"needs total_steps. Set total_steps") as caught:
         RunOptions(keep_milestones=(0.5,))
