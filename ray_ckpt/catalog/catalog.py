@@ -41,7 +41,7 @@ from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, r
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.file_store import FileStore, children_of
 from ray_ckpt.storage.remote.tier import RemoteTier, open_store
-from ray_ckpt.texts import did_you_mean, html_table, metrics_text, nearest_steps, to_datetime
+from ray_ckpt.texts import did_you_mean, html_table, metrics_text, nearest_steps, steps_text, to_datetime
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, Level, ProgressCallback
 from ray_ckpt.verify.content import Damage, VerifyReport, verify_directory
 
@@ -169,6 +169,21 @@ class Catalog:
         """Return the newest checkpoint of the lineage that has reached `level`, or None."""
         found = [c for c in self.lineage if c.level >= level]
         return self.view(found[-1]) if found else None
+
+    @property
+    def durable_steps(self) -> frozenset[int]:
+        """The steps of the live durable checkpoints."""
+        return frozenset(c.step for c in self.checkpoints if c.level is Level.DURABLE)
+
+    def nearest_durable(self, step: int) -> str:
+        """Return a hint: the durable steps closest to `step`, or how to reach steps that only nodes have."""
+        if (durable := self.durable_steps) or not self.checkpoints:
+            return nearest_steps(durable, step, kind="durable")
+        return (
+            f"Only the nodes have steps {steps_text(c.step for c in self.checkpoints)}. Read one in the "
+            'cluster by ray_ckpt.open_in_cluster(RUN); or let the training call ckpt.wait("durable"), or set a '
+            "smaller remote_every."
+        )
 
     def view(self, info: CheckpointInfo) -> CheckpointView:
         """Return a view of a checkpoint; the store is read only if the checkpoint was retired or lost."""
@@ -414,10 +429,10 @@ class Catalog:
         """
         wanted = None if steps is None else {operator.index(step) for step in steps}
         found = [c for c in self.checkpoints if c.level is Level.DURABLE]
-        if missing := sorted((wanted or set()) - {c.step for c in found}):
+        if missing := sorted((wanted or set()) - self.durable_steps):
             raise ConfigError(
                 f"Run {self.run_name} has no live durable checkpoint of step {missing[0]}.",
-                hint=nearest_steps((c.step for c in found), missing[0], kind="durable"),
+                hint=self.nearest_durable(missing[0]),
                 step=missing[0],
             )
         return tuple(self._view(c, True) for c in found if wanted is None or c.step in wanted)

@@ -27,7 +27,6 @@ from ray_ckpt.format.tree import TensorRef, decode_state
 from ray_ckpt.location import StoragePath
 from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FileSource, ProgressLog, SourceReader
-from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level, ManifestRow
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ class OpenedRun:
                 what = f"has on the storage path only {items}, which training cannot resume from,"
         raise ConfigError(
             f"Run {self.catalog.run_name} {what} step {attempt.step}.",
-            hint=self._nearest(attempt.step),
+            hint=self.catalog.nearest_durable(attempt.step),
             step=attempt.step,
         )
 
@@ -164,16 +163,12 @@ class OpenedRun:
         if view is not None and view.where is not None:
             return OpenedCheckpoint(self, view)
         what = "has no durable checkpoint" if step is None else f"has step {step} in the cluster only"
-        where = " on its lineage" if step is None and self._durable_steps() else ""
+        where = " on its lineage" if step is None and self.catalog.durable_steps else ""
         raise ConfigError(
-            f"Run {self.catalog.run_name} {what}{where}.", hint=self._nearest(step or 0), step=step
+            f"Run {self.catalog.run_name} {what}{where}.",
+            hint=self.catalog.nearest_durable(step or 0),
+            step=step,
         )
-
-    def _durable_steps(self) -> set[int]:
-        return {c.step for c in self.catalog.checkpoints if c.level is Level.DURABLE}
-
-    def _nearest(self, step: int) -> str:
-        return nearest_steps(self._durable_steps(), step, kind="durable")
 
     def _of_attempt(self, attempt: str) -> CheckpointView:
         """Return the checkpoint that rank 0 chose; read the log again if that has no files of it so far."""

@@ -28,7 +28,7 @@ from ray_ckpt.cli.options import (
 from ray_ckpt.cli.output import print_json, stdout
 from ray_ckpt.cli.progress import byte_bar
 from ray_ckpt.errors import ConfigError, RestoreError
-from ray_ckpt.texts import nearest_steps, printable
+from ray_ckpt.texts import printable
 from ray_ckpt.types import Level, ProgressCallback
 
 
@@ -137,10 +137,10 @@ def export(
     else:
         view = catalog.with_items([item])  # which may have been uploaded alone
     if view is None:
-        durable = {info.step for info in catalog.checkpoints if info.level is Level.DURABLE}
+        durable = catalog.durable_steps
         raise ConfigError(
             f"Run {catalog.run_name} has no durable checkpoint{' on its lineage' if durable else ''}.",
-            hint=nearest_steps(durable, max(durable, default=0), kind="durable"),
+            hint=catalog.nearest_durable(max(durable, default=0)),
         )
     request = Request(
         catalog=catalog,

@@ -224,10 +224,15 @@ def test_a_step_that_cannot_be_read_from_here_is_named(run: SampleRun, opened: O
 
 def test_a_run_with_nothing_durable_is_reported_as_such(tmp_path: Path) -> None:
     run = write_run(tmp_path, durable=())
-    with pytest.raises(
-        ConfigError, match=r"gpt has no durable checkpoint\. The run has no durable checkpoint at all"
-    ):
+    hint = (
+        r"Only the nodes have steps 10, 20, 30, 40\. Read one in the cluster by "
+        r"ray_ckpt\.open_in_cluster\(RUN\); "
+        r'or let the training call ckpt\.wait\("durable"\), or set a smaller remote_every'
+    )
+    with pytest.raises(ConfigError, match=rf"gpt has no durable checkpoint\. {hint}"):
         ray_ckpt.open(run.folder).load()
+    with pytest.raises(ConfigError, match=rf"step 40 in the cluster only\. {hint}"):
+        ray_ckpt.open(run.folder).load(step=40)
     branch = write_run(tmp_path, "branch", durable=(40,), resume_at=10, resumed_steps=(20,))
     opened = ray_ckpt.open(branch.folder)
     with pytest.raises(ConfigError, match=r"on its lineage\. The nearest durable step is 40"):
