@@ -123,6 +123,12 @@ class Location:
 def storage_options(location: Location, options: Mapping[str, str] | None) -> Mapping[str, str]:
     """Check and return the options for a store; ConfigError if an option is unknown or may be a secret."""
     options = options or {}
+    if not isinstance(options, Mapping):  # the message shows no values, since a value may be a secret
+        raise ConfigError(
+            "storage_options is not a mapping from str to str.",
+            hint="Give a dict such as {'profile': 'training'}.",
+            option="storage_options",
+        )
     for name, value in options.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise ConfigError(

@@ -7,7 +7,6 @@ a checkpoint with its digest. A log with a gap or a damaged record is an error, 
 from __future__ import annotations
 
 import logging
-import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any, SupportsIndex
 
 import pyarrow as pa
 
+from ray_ckpt.catalog.arguments import whole, whole_numbers
 from ray_ckpt.catalog.checkpoint import REQUESTS_AT_A_TIME, CheckpointView
 from ray_ckpt.catalog.tables import (
     MAX_HTML_METRICS,
@@ -179,10 +179,10 @@ class Catalog:
         """Return a hint: the durable steps closest to `step`, or how to reach steps that only nodes have."""
         if (durable := self.durable_steps) or not self.checkpoints:
             return nearest_steps(durable, step, kind="durable")
+        steps = steps_text(c.step for c in self.checkpoints)
         return (
-            f"Only the nodes have steps {steps_text(c.step for c in self.checkpoints)}. Read one in the "
-            'cluster by ray_ckpt.open_in_cluster(RUN); or let the training call ckpt.wait("durable"), or set a '
-            "smaller remote_every."
+            f"Only the nodes have steps {steps}. Read one in the cluster by ray_ckpt.open_in_cluster(RUN); "
+            'or let the training call ckpt.wait("durable"), or set a smaller remote_every.'
         )
 
     def view(self, info: CheckpointInfo) -> CheckpointView:
@@ -229,7 +229,7 @@ class Catalog:
         return CheckpointView(info=info, tier=self._tier.of_items(items) if there else None, items=items)
 
     def __getitem__(self, step: int) -> CheckpointView:
-        step = operator.index(step)  # accepts numpy's integers, which tables contain
+        step = whole(step, "step")
         if (view := self.find(step)) is not None:
             return self._durable_instead(view)
         if lost := [c for c in self._history.lost_exported() if c.step == step]:
@@ -427,7 +427,7 @@ class Catalog:
 
         Raise ConfigError if a step has no durable checkpoint.
         """
-        wanted = None if steps is None else {operator.index(step) for step in steps}
+        wanted = None if steps is None else whole_numbers(steps, "steps")
         found = [c for c in self.checkpoints if c.level is Level.DURABLE]
         if missing := sorted((wanted or set()) - self.durable_steps):
             raise ConfigError(

@@ -19,6 +19,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
+from ray_ckpt.catalog.arguments import whole
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.catalog.lazy_tensor import matching_tensors
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, RestoreError
@@ -99,7 +100,7 @@ class OpenedRun:
             _check_into(into, what, rank)
             return self._load_into(into, step)
         what = _checked(what)
-        return self.choose(step, _items_in(what)).load(what, rank=rank or 0)
+        return self.choose(step, _items_in(what)).load(what, rank=rank)
 
     def at(self, attempt: AttemptId, items: Collection[str] = ()) -> OpenedCheckpoint:
         """Return a live durable checkpoint of the run. For any other, raise ConfigError with the nearest.
@@ -232,7 +233,7 @@ class OpenedCheckpoint:
         if into is not None:
             _check_into(into, what, rank)
             return self._load_into(into)
-        if not 0 <= (seen_by := rank or 0) < self.info.world_size:
+        if not 0 <= (seen_by := whole(0 if rank is None else rank, "rank")) < self.info.world_size:
             raise ConfigError(
                 f"Step {self.step} has no rank {seen_by}.", hint=f"Give 0 to {self.info.world_size - 1}."
             )
@@ -265,6 +266,13 @@ class OpenedCheckpoint:
     def _tensors(self, patterns: Collection[str], rank: int) -> dict[str, torch.Tensor]:
         """Return whole tensors by their full names, sorted by name; where ranks differ, those of `rank`."""
         names = sorted({row.slice.key for row in self._rows if row.slice is not None})
+        for item in patterns:
+            if item.isidentifier() and item not in names:  # only the names of items are identifiers
+                raise ConfigError(
+                    f"{item!r} is no tensor of step {self.step}, and several names are those of tensors.",
+                    hint=f"load({item!r}) returns the state of an item; {item + '.*'!r} means its tensors.",
+                    pattern=item,
+                )
         chosen = matching_tensors(patterns, names, f" of step {self.step}")
         tree = {name: TensorRef(name) for name in names if name in chosen}
         state: dict[str, torch.Tensor] = self._load_trees({"tensors": tree}, rank)["tensors"].state

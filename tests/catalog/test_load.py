@@ -274,6 +274,39 @@ def test_names_of_another_type_are_refused(opened: OpenedRun, what: Any) -> None
             load(what)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"step": "30"}, "step is '30', which is not an integer"),
+        ({"step": 30.0}, "step is 30.0, which is not an integer"),
+        ({"step": True}, "step is True"),
+        ({"rank": "1"}, "rank is '1', which is not an integer"),
+        ({"rank": 1.5}, "rank is 1.5"),
+        ({"what": ["model"]}, r"'model' is no tensor of step 50, .* load\('model'\) .* 'model\.\*' means"),
+        ({"what": ["model.*", "loader"]}, "'loader' is no tensor"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(
+    opened: OpenedRun, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        opened.load(**arguments)
+    assert opened.load("scheduler", step=np.int64(30), rank=np.int32(1))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("options", ["backend", ["backend"], (("backend", "fsspec"),)])
+def test_storage_options_are_a_mapping(run: SampleRun, options: Any) -> None:
+    with pytest.raises(ConfigError, match=r"storage_options is not a mapping .* Give a dict"):
+        ray_ckpt.open(run.folder, options)
+
+
+@pytest.mark.parametrize("steps", [30, "30", ["30"], [30.0]])
+def test_steps_of_a_table_are_several_integers(opened: OpenedRun, steps: Any) -> None:
+    for table in ("checkpoints", "shards"):
+        with pytest.raises(ConfigError, match=r"steps is .*integer"):
+            opened.catalog.to_arrow(table, steps=steps)
+
+
 def test_names_and_objects_exclude_each_other(opened: OpenedRun) -> None:
     anything: Any = opened.load
     for arguments in ({"what": "model"}, {"rank": 1}):
