@@ -64,15 +64,22 @@ class WarmWorkers(ControllerCallback, WorkerGroupCallback, WorkerCallback):  # t
     program. `python` is the command of Python on the nodes, by default the path of the one that runs the
     driver.
 
-    Raises ConfigError for a name that is no module's; the run raises it if the workers have another Python.
+    Raises ConfigError for wrong arguments, such as a name that is no module's; the run raises it if the
+    workers have another Python.
     """
 
     def __init__(self, *modules: str, idle_nodes: int = 1, python: str | None = None) -> None:
         for name in modules:
-            if not MODULE.match(name):
-                raise ConfigError(f"{name!r} is not the name of a module.", option="modules")
-        if idle_nodes < 0:
-            raise ConfigError("idle_nodes must not be negative.", option="idle_nodes")
+            if not isinstance(name, str) or not MODULE.match(name):
+                raise ConfigError(
+                    f"{name!r} is not the name of a module.",
+                    hint='Give each name by itself: WarmWorkers("transformers", "my_project.training").',
+                    option="modules",
+                )
+        if not isinstance(idle_nodes, int) or isinstance(idle_nodes, bool) or idle_nodes < 0:
+            raise ConfigError(
+                f"idle_nodes is {idle_nodes!r}.", hint="Set it to an int of 0 or more.", option="idle_nodes"
+            )
         self._modules = ",".join((*OF_EVERY_RANK, *OF_FIRST_STEP, *modules))
         self._idle_nodes = idle_nodes
         self._python = python or shlex.quote(sys.executable)
@@ -86,11 +93,20 @@ class WarmWorkers(ControllerCallback, WorkerGroupCallback, WorkerCallback):  # t
         return {**self.__dict__, "_ended": None}
 
     def runtime_env(self, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return `base` with what RunConfig(worker_runtime_env=...) needs. ConfigError if it has a Python."""
+        """Return `base` with what RunConfig(worker_runtime_env=...) needs.
+
+        Raises ConfigError if it has a Python, or variables that are no mapping.
+        """
         env = dict(base or {})
         _check_python(env)
-        variables = {MODULES_ENV: self._modules, ID_ENV: self._id}
-        env["env_vars"] = {**env.get("env_vars", {}), **variables}
+        variables, known = {MODULES_ENV: self._modules, ID_ENV: self._id}, env.get("env_vars", {})
+        if not isinstance(known, Mapping):
+            raise ConfigError(
+                f"The runtime environment has env_vars {known!r}.",
+                hint="Give a dict of variables, or leave env_vars out.",
+                option="env_vars",
+            )
+        env["env_vars"] = {**known, **variables}
         env["py_executable"] = f"{self._python} -m ray_ckpt.train.warm_start"
         return env
 
@@ -99,7 +115,7 @@ class WarmWorkers(ControllerCallback, WorkerGroupCallback, WorkerCallback):  # t
     def after_controller_start(self, train_run_context: Any) -> None:
         """Raise ConfigError, which ends the run, unless its workers start as `runtime_env` says."""
         _check_python(ray.get_runtime_context().runtime_env)  # workers inherit it
-        variables = (train_run_context.run_config.worker_runtime_env or {}).get("env_vars", {})
+        variables = (train_run_context.run_config.worker_runtime_env or {}).get("env_vars") or {}
         if variables.get(ID_ENV) != self._id:
             raise ConfigError(
                 "The trainer has WarmWorkers, but not the runtime environment that they need.",

@@ -36,10 +36,22 @@ def test_another_python_is_refused(field: str) -> None:
         WarmWorkers().runtime_env({field: "x"})
 
 
-@pytest.mark.parametrize("name", ["", "a,b", "a b", "a.", "1a", "a;b", "a\n"])
-def test_a_name_that_is_no_modules_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="not the name of a module"):
+@pytest.mark.parametrize("name", ["", "a,b", "a b", "a.", "1a", "a;b", "a\n", ["torch", "numpy"], None])
+def test_a_name_that_is_no_modules_is_refused(name: Any) -> None:
+    with pytest.raises(ConfigError, match=r"not the name of a module\. Give each name by itself"):
         WarmWorkers(name)
+
+
+@pytest.mark.parametrize("idle_nodes", [-1, 1.5, "1", None, True])
+def test_idle_nodes_are_a_number_of_nodes(idle_nodes: Any) -> None:
+    with pytest.raises(ConfigError, match=r"idle_nodes is .*\. Set it to an int of 0 or more"):
+        WarmWorkers(idle_nodes=idle_nodes)
+
+
+@pytest.mark.parametrize("variables", [None, "A=1", ["A=1"]])
+def test_variables_that_are_no_mapping_are_refused(variables: Any) -> None:
+    with pytest.raises(ConfigError, match=r"has env_vars .*\. Give a dict of variables"):
+        WarmWorkers().runtime_env({"env_vars": variables})
 
 
 def run_start(tmp_path: Path, modules: str, program: str, **files: str) -> subprocess.CompletedProcess[str]:
@@ -147,7 +159,7 @@ def test_a_run_whose_workers_would_start_otherwise_ends(monkeypatch: pytest.Monk
     warm = WarmWorkers()
     controller(monkeypatch, {"env_vars": {"A": "1"}})
     warm.after_controller_start(run_context(warm.runtime_env()))
-    for wrong in ({}, WarmWorkers().runtime_env()):  # none, or that of another trainer
+    for wrong in ({}, {"env_vars": None}, WarmWorkers().runtime_env()):  # none, or that of another trainer
         with pytest.raises(ConfigError, match="not the runtime environment") as caught:
             warm.after_controller_start(run_context(wrong))
         assert "warm.runtime_env()" in str(caught.value.hint)
