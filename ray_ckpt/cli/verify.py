@@ -283,6 +283,7 @@ def _plan_json(report: PlanReport, nodes: bool) -> dict[str, Any]:
         "num_files": report.num_files,
         "size_bytes": report.size_bytes,
         "tensor_bytes": report.tensor_bytes,
+        "only_items": report.only_items or None,
         "read_bytes": report.read_bytes,
         "items": [asdict(item) for item in report.items],
         "damages": [damage_json(damage) for damage in report.damages],
@@ -334,6 +335,8 @@ def _print_plan(report: PlanReport, nodes: bool) -> None:
 
 
 def _verdict(report: PlanReport) -> str:
+    if report.only_items:
+        return "ok" if report.ok else f"DAMAGED ({count_text(report.num_damages, 'finding')})"
     if report.ok:
         return "can be restored"
     verdict = "CANNOT BE RESTORED"

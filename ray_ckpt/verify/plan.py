@@ -77,7 +77,8 @@ class PlanReport:
 
     A checkpoint may be `is_restorable` and not `ok`: for example, the folder contains a foreign file, or
     `checkpoint.json`, which the restore of a run does not read, is damaged. A live checkpoint has `holders`;
-    it may be restorable from all of them together even if some copies are damaged or missing.
+    it may be restorable from all of them together even if some copies are damaged or missing. One that has
+    `only_items` may be `ok`, and is not `is_restorable`: training does not resume from it.
     """
 
     where: str
@@ -127,7 +128,8 @@ def verify_plan(
     gaps = tuple(check_tensors(fragments))
     check.damages += gaps
     check.check_sizes(description, fragments)
-    is_restorable = not gaps and check.is_restorable(description, fragments, root_digest)
+    only_items = description.items if description is not None else ""
+    is_restorable = not (gaps or only_items) and check.is_restorable(description, fragments, root_digest)
     check.damages += check_listed(description, fragments, check.found, root_digest)
     if description is not None or fragments:
         check.check_unlisted(is_whole=lists_all(description, fragments))
@@ -137,7 +139,7 @@ def verify_plan(
         is_restorable=is_restorable,
         read_bytes=check.size_bytes,
         damages=check.damages,
-        only_items=description.items if description is not None else "",
+        only_items=only_items,
     )
 
 

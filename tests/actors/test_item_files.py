@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import ray_ckpt
 from ray_ckpt.actors.agent import item_files
@@ -210,6 +210,25 @@ def test_an_item_that_was_not_uploaded_is_named(run: SampleRun, disks: list[Disk
     assert "model" in caught.value.hint
 
 
+def test_a_plan_of_items_alone_is_no_plan_of_a_restart(
+    run: SampleRun, disks: list[Disks], tier: RemoteTier
+) -> None:
+    def verify(*options: str) -> Result:
+        return CliRunner().invoke(app, ["verify", where, "--plan", *options])
+
+    export(run, disks, tier, "loader,model")
+    where = str(folder(run, "loader.model"))
+    (found,) = json.loads(verify("--json").stdout)["checkpoints"]
+    assert found["ok"] and (found["is_restorable"], found["world_sizes"]) == (False, None)
+    assert found["only_items"] == "loader,model"
+    text = verify().stdout
+    assert "ok; it has only loader,model, for no restart" in text and "can be restored" not in text
+    (shard,) = folder(run, "loader.model").glob("shard-00001-*")
+    shard.unlink()
+    damaged = verify()
+    assert damaged.exit_code == 1 and "DAMAGED (1 finding); it has only loader,model" in damaged.stdout
+
+
 def test_a_directory_is_verified_alone_and_no_older_version_takes_it_for_a_checkpoint(
     run: SampleRun, disks: list[Disks], tier: RemoteTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +239,8 @@ def test_a_directory_is_verified_alone_and_no_older_version_takes_it_for_a_check
     description = decode_checkpoint((where / "checkpoint.json").read_bytes())
     assert (description.items, description.root_digest) == ("loader,model", exported.root_digest)
     view = Catalog(run.folder)[STEP]
-    assert verify_plan(view.files(), root_digest=view.root_digest).is_restorable
+    report = verify_plan(view.files(), root_digest=view.root_digest)
+    assert report.ok and not report.is_restorable, "training does not resume from it"
     state = ray_ckpt.open(run.folder).choose(STEP).load(rank=3)
     assert state["loader"] == {"position": STEP * 8 + 3} and state.keys() == {"loader", "model"}
     tensors = load_file(where / "shard-00001-of-00004.safetensors")
