@@ -205,7 +205,8 @@ class RunOptions:
     optimizer step waits for the copy. False: `save` returns when everything has been copied."""
     verify_captures: bool = False
     """Compare each capture with a second, blocking copy, to find code that changes parameters outside of an
-    optimizer step. Costs the time and the memory of that copy."""
+    optimizer step. Costs the time and the memory of that copy. It does nothing with memory="stream", whose
+    ring cannot be read again, also if "auto" has chosen it; a warning is logged then."""
     replicate: str = "shared"
     """Ranks that save what several ranks hold, such as the parameters with DDP. shared: one rank saves each
     tensor; full: every rank saves all that it holds, and restores its own bytes at the same world size. Costs
@@ -244,9 +245,10 @@ class RunOptions:
     """Longest wait of a restored rank for the other ranks; missing ranks are logged within seconds. Some
     ranks may take minutes longer to build or to read a large model."""
     prefetch: str = "auto"
-    """Reading by the nodes of what their ranks will restore, while the processes of a group start. always:
-    into memory, from disks, nodes and the storage path; auto: the same on nodes with more than two cores for
-    each rank, elsewhere only the check of what is in memory already; never: ranks read everything."""
+    """Reading by the nodes of what their ranks will restore, while the processes of a group start, if the
+    group has as many ranks and nodes as the one that saved; otherwise nothing is read ahead. always: into
+    memory, from disks, nodes and the storage path; auto: the same on nodes with more than two cores for each
+    rank, elsewhere only the check of what is in memory already; never: ranks read everything."""
     finish_timeout_s: float = 600.0
     """Longest wait at the end of a run until its last checkpoint is on the storage path."""
     reserve_bytes: int = GIB

@@ -145,13 +145,14 @@ class Snapshotter:
     """Copies of one rank, made one at a time on a thread and, with an accelerator, a stream of their own.
 
     `verify` compares each copy with a second, blocking copy, to find code that changes parameters outside of
-    an optimizer step.
+    an optimizer step; copies into a ring are not compared.
     """
 
     def __init__(self, *, overlap: bool, verify: bool, waited: Callable[[float], None]) -> None:
         self._overlap = overlap
         self._waited = waited
         self._verify = verify
+        self._has_warned = False
         self._thread = ThreadPoolExecutor(1, "ray_ckpt-capture", initializer=use_one_core)
         self._helpers = Helpers()
         self._streams: dict[torch.device, Any] = {}
@@ -237,6 +238,7 @@ class Snapshotter:
         """Return a batch of slices for one call, and a piece, which costs 1 us, for each other slice."""
         batch, parts = _Batch([], []), []
         if not isinstance(target, Arena):
+            self._warn_unverified()
             return batch, [_Piece(live, live.tensor, is_late=live.slice.key in safe) for live in slices]
         for live, view in zip(slices, target.views, strict=False):  # still slices may be left out
             source = live.tensor
@@ -249,6 +251,12 @@ class Snapshotter:
                 batch.sources.append(source)
                 batch.views.append(view)
         return batch, parts
+
+    def _warn_unverified(self) -> None:
+        """Warn once if copies into a ring, which cannot be read again, should be compared."""
+        if self._verify and not self._has_warned:
+            self._has_warned = True
+            log.warning('verify_captures does nothing with memory="stream": a ring cannot be read again')
 
     def _copy_now(self, target: Arena | Ring, batch: _Batch, snapshot: Snapshot) -> Callable[[], None]:
         """Copy the slices that may change at any time; return a function that copies the rest."""

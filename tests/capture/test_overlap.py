@@ -214,6 +214,21 @@ def test_verified_captures_find_what_no_version_counter_sees(
     training.ckpt.close()
 
 
+@pytest.mark.parametrize(
+    ("memory", "verify", "count"), [("stream", True, 1), ("single", True, 0), ("stream", False, 0)]
+)
+def test_captures_through_a_ring_are_not_verified_and_a_warning_reports_that_once(
+    memory: str, verify: bool, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(0, LocalLink(options(memory=memory, verify_captures=verify)))
+    for step in (1, 2):
+        training.step(step)
+        training.save(step)
+    training.ckpt.close()
+    warned = [r for r in caplog.records if "verify_captures does nothing" in r.getMessage()]
+    assert len(warned) == count
+
+
 class PlainSgd:
     """An optimizer that torch knows nothing of: no hook runs before its step."""
 
