@@ -20,7 +20,7 @@ from ray_ckpt.cli.live import (
 )
 from ray_ckpt.cli.options import AddressOption, JsonOption, RunArgument, StorageOption, store_options
 from ray_ckpt.cli.output import FittedTable, print_json, status_remarks, stdout
-from ray_ckpt.errors import ServiceError
+from ray_ckpt.errors import NoRun, ServiceError
 from ray_ckpt.texts import age_text, printable, steps_text
 from ray_ckpt.types import Level
 
@@ -58,7 +58,17 @@ def status(
     if run is None:
         assert why is not None, "without a service there is a reason"
         raise why
-    _print_log(run, options, why.message if why else "The service has not opened this run.", as_json)
+    reason = why.message if why else "The service has not opened this run."
+    try:
+        _print_log(run, options, reason, as_json)
+    except NoRun as error:
+        if "/" in run:
+            raise
+        raise NoRun(  # a name, which only a service knows, and no path
+            f"{reason} {error.message}",
+            hint="Give the run's path, <storage_path>/<run name>; or name its cluster: --address HOST:PORT.",
+            **error.fields,
+        ) from None
 
 
 def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -> None:

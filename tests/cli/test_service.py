@@ -256,7 +256,20 @@ def test_status_of_a_log_names_what_is_shared_and_what_was_suspected(tmp_path: P
 
 
 def test_status_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "There is no run at" in fails(capsys, "status", tmp_path / "none")
+    text = fails(capsys, "status", tmp_path / "none")
+    assert "There is no run at" in text and "cluster" not in text
+
+
+def test_status_of_a_name_without_a_cluster_names_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name is also that of a folder, which is not there."""
+    monkeypatch.chdir(tmp_path)
+    text = fails(capsys, "status", "gpt")
+    assert f"There is no Ray cluster on this machine. There is no run at {tmp_path}/gpt." in text
+    assert "Give the run's path" in text and "--address HOST:PORT" in text
+    write_run(tmp_path)
+    assert "By the log alone" in ray_ckpt_cli("status", "gpt"), "a folder of this name is a path"
 
 
 # -- ending a service --------------------------------------------------------------------------------
