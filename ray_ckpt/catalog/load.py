@@ -100,7 +100,7 @@ class OpenedRun:
             _check_into(into, what, rank)
             return self._load_into(into, step)
         what = _checked(what)
-        return self.choose(step, _items_in(what)).load(what, rank=rank)
+        return self.choose(step, _items_in(what)).load(what, rank=0 if rank is None else rank)
 
     def at(self, attempt: AttemptId, items: Collection[str] = ()) -> OpenedCheckpoint:
         """Return a live durable checkpoint of the run. For any other, raise ConfigError with the nearest.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
@@ -36,15 +36,17 @@ def check_step(step: object) -> None:
         )
 
 
-def check_pin(owner: object, expires_in_s: object) -> None:
+def check_pin(owner: Any, expires_in_s: Any) -> None:
     """Raise ConfigError unless a new pin can have this owner and lifetime; None: without end."""
     if not isinstance(owner, str) or not 0 < len(owner) <= MAX_OWNER or not owner.isprintable():
         raise ConfigError(
             "The owner is not a valid name.",
             hint=f"Give as owner a printable text of at most {MAX_OWNER} characters.",
         )
+    if expires_in_s is None:
+        return
     is_number = isinstance(expires_in_s, int | float) and not isinstance(expires_in_s, bool)
-    if expires_in_s is not None and not (is_number and 0 < expires_in_s < math.inf):
+    if not is_number or not 0 < expires_in_s < math.inf:
         raise ConfigError(
             f"expires_in_s is {expires_in_s!r}.",
             hint="Set it to a number of seconds above 0, or to None for a pin without end.",

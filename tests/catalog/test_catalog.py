@@ -122,7 +122,7 @@ def test_a_step_is_looked_up_on_the_lineage_first(branched: SampleRun) -> None:
     assert catalog[40].info.id.session == 2
     with pytest.raises(ConfigError, match=r"no live checkpoint of step 20.* 30, 40, 50"):
         catalog[20]
-    with pytest.raises(ConfigError, match="step is .40., which is not an integer"):
+    with pytest.raises(ConfigError, match=r"step is .40., which is not an integer"):
         catalog["40"]  # type: ignore[index]
     gone = catalog.find(20, all=True)
     assert gone is not None and gone.info.state == "lost" and gone.path is None

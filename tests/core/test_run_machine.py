@@ -982,7 +982,8 @@ def test_a_named_checkpoint_that_is_ignored_causes_a_warning(option: str) -> Non
         run.feed(*(run.restored(node) for node in "ab"))
         return [warned.text for warned in of(effects, m.Warn) if "is ignored" in warned.text]
 
-    run = Harness("ab", **{option: "s3://bucket/other"})
+    options: dict[str, Any] = {option: "s3://bucket/other"}
+    run = Harness("ab", **options)
     assert not ignored("first"), "the run has no checkpoint"
     run.save(10)
     assert not ignored("first")
