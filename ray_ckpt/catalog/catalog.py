@@ -197,14 +197,29 @@ class Catalog:
     def with_items(self, items: Collection[str]) -> CheckpointView | None:
         """Return the newest checkpoint of the lineage with these items on the storage path, or None.
 
-        It may be durable, or have these items alone there; the nodes may have lost the rest of it.
+        It may be durable, or have these items alone there; the nodes may have lost the rest of it. A warning
+        names a newer one with these items that is not of the lineage.
         """
         ends = self._history.branch_points()
         exported = (c for c in (*self.checkpoints, *self._history.lost_exported()) if c.exported)
-        found = [c for c in exported if set(items) <= set(c.exported_items)]
-        found += (c for c in self.checkpoints if c.level is Level.DURABLE)
+        exported = [c for c in exported if set(items) <= set(c.exported_items)]
+        found = [*exported, *(c for c in self.checkpoints if c.level is Level.DURABLE)]
         found = [c for c in found if c.seq <= ends.get(c.id.session, -1)]
-        return self.view(max(found, key=lambda c: c.seq)) if found else None
+        best = max(found, key=lambda c: c.seq, default=None)
+        newest = max(exported, key=lambda c: c.seq, default=None)
+        if newest is not None and (best is None or newest.seq > best.seq):
+            self._warn_of_newer(newest)
+        return self.view(best) if best is not None else None
+
+    def _warn_of_newer(self, info: CheckpointInfo) -> None:
+        if info.id.attempt not in self._warned:
+            self._warned.add(info.id.attempt)
+            log.warning(
+                "step %d of session %d has newer items, but training has resumed from an older checkpoint; "
+                "name the step to read them",
+                info.step,
+                info.id.session,
+            )
 
     def views(self, *, all: bool = False) -> tuple[CheckpointView, ...]:
         """Return views of the checkpoints of `list`; list folders of retired or lost ones in one request."""

@@ -2,11 +2,11 @@
 
 Decisions follow from records alone, so a restarted coordinator decides the same. A checkpoint is kept if any
 policy keeps it. Policies select from the lineage only: a checkpoint off the lineage belongs to a session that
-a later session superseded by resuming from an earlier checkpoint. Three rules precede the policies: busy
-checkpoints stay, pinned checkpoints stay, and for each level the newest checkpoint that has reached the level
-stays, so that the protection of a level is lost only after a newer checkpoint offers it. Retirement gives up
-all copies of a checkpoint; eviction gives up only the copies on the nodes. This module only decides: the run
-machine writes the records, then deletes bytes.
+a later session superseded by resuming from an earlier checkpoint. Four rules precede the policies: busy
+checkpoints stay, pinned checkpoints stay, for each level the newest checkpoint that has reached the level
+stays, so that the protection of a level is lost only after a newer checkpoint offers it, and the newest items
+on the storage path stay. Retirement gives up all copies of a checkpoint; eviction gives up only the copies on
+the nodes. This module only decides: the run machine writes the records, then deletes bytes.
 
 All functions are linear in the number of records. Times are Unix seconds by the coordinators' clocks; a wrong
 clock affects ages, periods and the expiry of pins, and no other decision.
@@ -256,9 +256,8 @@ def _always(view: RetentionView) -> Iterator[tuple[str, str]]:
         newest = _newest(view.lineage, level) or _newest(view.live, level)
         if newest is not None:
             yield newest.id.attempt, f"newest {level.label}"
-    with_items = _newest_exported(view.lineage) or _newest_exported(view.live)
-    if with_items is not None and with_items.exported:
-        yield with_items.id.attempt, NEWEST_ITEMS
+    for c in _with_newest_items(view):
+        yield c.id.attempt, NEWEST_ITEMS
     for c in view.live:
         for owner in pinned_by(c, view.now_s):
             yield c.id.attempt, f"pinned by {owner}"
@@ -285,6 +284,17 @@ def _newest(checkpoints: Sequence[CheckpointInfo], level: Level) -> CheckpointIn
 def _newest_exported(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
     """Return the last checkpoint of which the storage path has some items or all, or None."""
     return next((c for c in reversed(checkpoints) if c.exported or c.level is Level.DURABLE), None)
+
+
+def _with_newest_items(view: RetentionView) -> Iterator[CheckpointInfo]:
+    """Yield the checkpoints that are kept for their items: the newest of the lineage, and the newest of all.
+
+    A group that resumes from an older durable checkpoint, after the loss of all nodes, leaves newer items off
+    the lineage. These stay until the storage path has something newer of the lineage.
+    """
+    stored = _newest_exported(view.lineage)
+    exported = [c for c in view.live if c.exported and (stored is None or c.seq >= stored.seq)]
+    return (c for c in exported if c is exported[-1] or c is stored)
 
 
 def outlived(

@@ -274,9 +274,11 @@ class Oracle:
             must(newest != checkpoint, "P5", f"{op} is the newest {level.label}")
         if checkpoint.exported:
             there = [c for c in live if c.exported or c.level is Level.DURABLE]
-            is_needed = ([c for c in there if c in lineage] or there)[-1:] == [checkpoint]
+            newer = [c for c in there if c.seq > checkpoint.seq]
+            is_needed = not any(c.exported or c in lineage for c in newer)  # a durable branch may go too
+            is_needed |= [c for c in there if c in lineage][-1:] == [checkpoint]
             if checkpoint.state == "lost":
-                is_needed = not any(c.seq > checkpoint.seq for c in there)
+                is_needed = not newer
             must(not is_needed, "P5", f"{op} is the newest with {checkpoint.exported} on the storage path")
         surely_s = record.time_s + MAX_SKEW_S
         pins = [o for o, end in checkpoint.pins.items() if end is None or end > surely_s]

@@ -364,6 +364,20 @@ def test_items_outlive_a_lost_checkpoint(run: SampleRun, disks: list[Disks], tie
     assert [view.items for view in Catalog(run.folder).views(all=True)] == ["", ""]
 
 
+def test_a_warning_names_newer_items_off_the_lineage(
+    run: SampleRun, disks: list[Disks], tier: RemoteTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    export(run, disks, tier)
+    run.log.session(2, after=run.checkpoints[10], world_size=4, num_nodes=len(disks))
+    opened = ray_ckpt.open(run.folder)
+    for _ in range(2):
+        assert opened.choose(None, ["model"]).step == 10
+    assert caplog.text.count("step 20 of session 1 has newer items") == 1
+    assert opened.load(WEIGHT, step=STEP).keys() == {WEIGHT}
+    caplog.clear()
+    assert opened.choose(None, ["optimizer"]).step == 10 and not caplog.text
+
+
 def test_a_checkpoint_of_which_some_items_are_stored_is_in_the_cluster_only(
     run: SampleRun, disks: list[Disks], tier: RemoteTier
 ) -> None:

@@ -181,6 +181,32 @@ def test_the_newest_items_stay_until_newer_ones_are_there() -> None:
     assert not any(isinstance(effect, m.Drain) and not effect.items for effect in run.transcript)
 
 
+@pytest.mark.parametrize("is_lost", [True, False], ids=["all nodes are lost", "the user goes back"])
+def test_items_stay_after_a_restart_from_an_older_checkpoint_until_newer_ones_are_there(
+    is_lost: bool,
+) -> None:
+    run = run_on("a", keep_last=1, remote_items_every=2)
+    run.save(10)
+    older = run.attempt(10)
+    run.drain_all(run.feed(m.DrainRequested(token="t", attempt=older.attempt)))
+    export(run, run.save(20))
+    newer, nodes = run.attempt(20), "a"
+    if is_lost:
+        run.lose("a")
+        nodes = "b"
+        run.live.add(nodes)
+        run.disks[nodes] = Disk()
+        run.feed(m.NodesSeen(live=frozenset(nodes)))
+    run.open(nodes, resume="auto" if is_lost else "step:10")
+    assert [c.id for c in run.machine.history.lineage()] == [older]
+    run.save(30)
+    assert run.checkpoint(newer).state == "live"
+    assert not of(run.transcript, m.Delete)
+    assert not [drain for drain in of(run.transcript, m.Drain) if drain.attempt == newer and not drain.items]
+    export(run, run.save(40))
+    assert run.checkpoint(newer).state in ("retired", "collected")
+
+
 def test_a_retired_checkpoint_ends_its_upload() -> None:
     run = run_on("a", keep_last=1)
     (order,) = exports(run.save(10))

@@ -77,7 +77,17 @@ def a_node_uploads_other_items(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_newest_items_are_retired(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(retention, "_newest_exported", lambda checkpoints: None)
+    patch.setattr(retention, "_with_newest_items", lambda view: iter(()))
+
+
+def items_off_the_lineage_are_retired(patch: pytest.MonkeyPatch) -> None:
+    """A restart from an older durable checkpoint deletes newer items."""
+
+    def on_lineage(view: retention.RetentionView) -> Iterator[CheckpointInfo]:
+        newest = retention._newest_exported(view.lineage) or retention._newest_exported(view.live)
+        return iter((newest,) if newest is not None and newest.exported else ())
+
+    patch.setattr(retention, "_with_newest_items", on_lineage)
 
 
 def items_of_lost_checkpoints_stay(patch: pytest.MonkeyPatch) -> None:
@@ -111,6 +121,7 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (a_failed_part_counts, "P1"),
     (a_node_uploads_other_items, "P4"),
     (the_newest_items_are_retired, "P5"),
+    (items_off_the_lineage_are_retired, "P5"),
     (items_of_lost_checkpoints_stay, "P8"),
     (items_stay_when_their_checkpoint_is_deleted, "P8"),
     (items_are_deleted_once_recorded, "P2"),
