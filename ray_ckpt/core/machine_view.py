@@ -207,13 +207,16 @@ class MachineView:
 
         These are the nodes on which the group runs or is being opened, the holders of its copies, and the
         nodes that hold open attempts, uploads under way, or checkpoints which are not durable or may be
-        damaged on the storage path; while no group is at work, only `_kept_alone` of the latter.
+        damaged on the storage path; while no group is at work, only `_kept_alone` of the latter. While one is
+        at work, all nodes with the label of `replica_nodes` or `spare_nodes` are needed for later copies.
         """
         context = self._parts.context
         nodes = {
             n for node in (context.plan.nodes if context.plan else ()) for n in (node.node_id, *node.holders)
         }
         nodes |= self._parts.sessions.opening_nodes
+        if context.plan:
+            nodes |= (context.replica_nodes | context.spares) & context.holders.live
         kept = context.history.live() if context.plan else self._kept_alone()
         unsafe = context.holders.unsafe_remote
         alone = [c.id.attempt for c in kept if c.level < Level.DURABLE or c.id.attempt in unsafe]

@@ -639,6 +639,19 @@ def test_needed_are_the_group_its_holders_and_who_holds_what_is_not_durable() ->
     assert run.machine.view.needed_nodes() == frozenset("cd")
 
 
+@pytest.mark.parametrize("label", ["replica_nodes", "spare_nodes"])
+def test_nodes_with_a_label_for_copies_are_needed_while_a_group_is_at_work(label: str) -> None:
+    run = Harness("ast", inventory_wait_s=0.0, **{label: "role=storage"})
+    facts: dict[str, Any] = {label.replace("spare_node", "spare"): frozenset("stu")}
+    run.feed(m.NodesSeen(live=frozenset("ast"), **facts))
+    assert run.machine.view.needed_nodes() == frozenset()
+    run.open("a")
+    assert run.machine.view.needed_nodes() == frozenset("ast"), "the agent of u has not opened the run"
+    for _ in range(2):  # the first one ends the session, the second one its group
+        run.feed(m.OwnerDied(owner=run.plan.owner))
+    assert run.machine.view.needed_nodes() == frozenset()
+
+
 def test_idle_holders_of_a_small_group_are_needed() -> None:
     run = run_on("abc", group="a", replicas=1)
     assert run.machine.view.needed_nodes() == frozenset("ab")
