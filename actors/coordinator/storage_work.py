@@ -27,7 +27,7 @@ from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.types import CheckpointInfo, FileEntry
 
-FRAGMENTS_AT_A_TIME = 16  # concurrent reads of fragments, since most of the time is round trips to the store
+FRAGMENTS_AT_A_TIME = 16  # concurrent reads of files, since most of the time is round trips to the store
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
@@ -88,15 +88,18 @@ def _read_files(remote: RemoteTier, checkpoint: CheckpointInfo, index: int) -> t
 def _check_sizes(remote: RemoteTier, directory: str, files: Sequence[FileEntry]) -> None:
     """Raise CorruptionError unless every file exists with its size; OSError if the store fails."""
     stored = remote.settle(directory)
-    for file in files:
+
+    def size_of(file: FileEntry) -> int | None:
         found = stored.get(file.name)
-        is_plain = found is not None and found.name.endswith(file.name)
-        size = found.size_bytes if found is not None and is_plain else remote.size(directory, file.name)
-        if size != file.size_bytes:
-            raise CorruptionError(
-                f"{directory}/{file.name} on the storage path has {size} bytes, not {file.size_bytes}.",
-                file=file.name,
-            )
+        return remote.size(directory, file.name) if found is None else remote.saved_size(found)
+
+    with closing(map_in_order(size_of, files, threads=FRAGMENTS_AT_A_TIME, name="describe")) as sizes:
+        for file, size in zip(files, sizes, strict=True):
+            if size != file.size_bytes:
+                raise CorruptionError(
+                    f"{directory}/{file.name} on the storage path has {size} bytes, not {file.size_bytes}.",
+                    file=file.name,
+                )
 
 
 def _check_items(remote: RemoteTier, directory: str, files: Iterable[FileEntry], items: str) -> None:

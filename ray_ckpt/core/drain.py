@@ -210,7 +210,8 @@ class Drains:
     def assign(self) -> Iterator[Drain | WriteDescription]:
         """Order a live holder to upload each waiting fragment; order the description of complete drains."""
         now_s = self._context.now_s
-        for task in sorted(self._tasks.values(), key=self._turn)[: self._max_active]:
+        uploads = [task for task in self._tasks.values() if task.todo]
+        for task in sorted(uploads, key=self._turn)[: self._max_active]:
             given = set[int]()
             task.resume(now_s)
             for index in sorted(task.waiting):
@@ -254,7 +255,7 @@ class Drains:
 
     def _turn(self, task: _Task) -> tuple[bool, bool, bool]:
         """Return the sort key: urgent, begun and new drains, then those that fail or only wait for repair."""
-        is_held_up = task.is_stuck or (bool(task.todo) and task.unchecked == task.todo)
+        is_held_up = task.is_stuck or task.unchecked == task.todo
         return task.checkpoint.id.attempt != self._urgent, is_held_up, not task.is_started
 
     def _sources(self, task: _Task, index: int) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from ray_ckpt.actors.coordinator import storage_work
 from ray_ckpt.actors.coordinator.storage_work import write_description
 from ray_ckpt.errors import CorruptionError, FormatError
-from ray_ckpt.format import names
+from ray_ckpt.format import names, zstd
 from ray_ckpt.format.manifest import decode_checkpoint
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import PROBE_FILE, RemoteTier
@@ -113,6 +113,41 @@ def test_a_fragment_that_is_gone_or_damaged_leaves_no_description(
     with pytest.raises(CorruptionError, match="not what was committed"):
         write_description(tier, committed(saved))
     assert not described(tier)
+
+
+def test_the_sizes_of_compressed_shards_cost_one_request_each_and_not_one_after_the_other(
+    saved: SampleCheckpoint, tier: CountingTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = sorted(name for name in saved.files if names.is_shard_name(name))
+    for name in shards:
+        path = tier.folder / name
+        path.with_name(name + zstd.SUFFIX).write_bytes(b"".join(zstd.encode([path.read_bytes()], 1)))
+        path.unlink()
+    requests: list[str] = []
+    together = threading.Barrier(storage_work.FRAGMENTS_AT_A_TIME, timeout=5.0)
+
+    def counted(name: str) -> Any:
+        real = getattr(tier.files, name)
+
+        def call(file: str, *rest: Any, **more: Any) -> Any:
+            if file.endswith(zstd.SUFFIX) or file.rpartition("/")[2] in shards:
+                requests.append(file.rpartition("/")[2])
+                if len(requests) <= storage_work.FRAGMENTS_AT_A_TIME:
+                    together.wait()
+            return real(file, *rest, **more)
+
+        return call
+
+    for name in ("size", "modified_s", "read"):
+        monkeypatch.setattr(tier.files, name, counted(name))
+    write_description(tier, committed(saved))
+    assert described(tier) and sorted(requests) == [name + zstd.SUFFIX for name in shards]
+    (tier.folder / requests[0]).write_bytes(b"".join(zstd.encode([b"short"], 1)))
+    with pytest.raises(CorruptionError, match="has 5 bytes"):
+        write_description(tier, committed(saved))
+    (tier.folder / requests[0]).write_bytes(b"no table")
+    with pytest.raises(FormatError, match=requests[0]):
+        write_description(tier, committed(saved))
 
 
 def test_a_storage_path_that_is_away_is_no_damage(saved: SampleCheckpoint, tier: CountingTier) -> None:

@@ -139,6 +139,15 @@ def test_what_is_under_way_and_waits_is_bounded_and_newer_ones_come_first() -> N
     assert {c.level for c in run.machine.history.live()} == {Level.DURABLE}, "and had their turn later"
 
 
+def test_a_drain_that_is_only_described_leaves_its_turn_to_the_next() -> None:
+    run = run_on("a", keep_last=10)
+    drains = [drain for step in range(10, 10 * (MAX_ACTIVE + 3), 10) for drain in of(run.save(step), m.Drain)]
+    assert steps(drains) == {10, 20}
+    effects = run.drained(drains[0])
+    assert of(effects, m.WriteDescription) and steps(of(effects, m.Drain)) == {30}
+    assert not of(run.tick(1.0), m.Drain)
+
+
 def test_a_full_disk_waits_a_while_for_a_store_that_is_away() -> None:
     run = run_on("ab", keep_last=1, replicas=0)
     drains = of(run.save(10), m.Drain)

@@ -353,6 +353,19 @@ class RemoteTier:
         except FileNotFoundError:
             return None
 
+    def saved_size(self, listed: StoredFile) -> int:
+        """Return the saved size in bytes of a file of a listing; a compressed file costs one small read.
+
+        Raise FormatError, OSError or EOFError.
+        """
+        if not listed.name.endswith(zstd.SUFFIX):
+            return listed.size_bytes
+        read = functools.partial(self.files.read, listed.name)
+        try:
+            return zstd.SeekableReader(read, listed.size_bytes).raw_size
+        except FormatError as error:
+            raise error.at(f"{self.where}/{listed.name}") from None
+
     def blocks(self, directory: str, file: str) -> Blocks:
         """Yield all saved bytes of a file. Raise FileNotFoundError, OSError or EOFError."""
         size = self.size(directory, file)
