@@ -84,7 +84,7 @@ def encode(blocks: Iterable[Buffer], level: int) -> Iterator[bytes]:
     while frame := raw.take(FRAME_BYTES):
         if len(entries) == MAX_FRAMES * _ENTRY.size:
             raise FormatError(f"A file of more than {MAX_FRAMES * FRAME_BYTES} bytes cannot be compressed.")
-        stored = planes.encode_frame(frame, of_planes, compressor) or compressor.compress(frame)
+        stored = planes.encode_frame(frame, of_planes, compressor)
         entries += _ENTRY.pack(len(stored), frame.nbytes)
         yield stored
     footer = _FOOTER.pack(len(entries) // _ENTRY.size, _DESCRIPTOR, _SEEKABLE_MAGIC)
