@@ -201,8 +201,8 @@ class Catalog:
         names a newer one with these items that is not of the lineage.
         """
         ends = self._history.branch_points()
-        exported = (c for c in (*self.checkpoints, *self._history.lost_exported()) if c.exported)
-        exported = [c for c in exported if set(items) <= set(c.exported_items)]
+        known = (c for c in (*self.checkpoints, *self._history.lost_exported()) if c.exported)
+        exported = [c for c in known if set(items) <= set(c.exported_items)]
         found = [*exported, *(c for c in self.checkpoints if c.level is Level.DURABLE)]
         found = [c for c in found if c.seq <= ends.get(c.id.session, -1)]
         best = max(found, key=lambda c: c.seq, default=None)

@@ -641,7 +641,8 @@ def test_needed_are_the_group_its_holders_and_who_holds_what_is_not_durable() ->
 
 @pytest.mark.parametrize("label", ["replica_nodes", "spare_nodes"])
 def test_nodes_with_a_label_for_copies_are_needed_while_a_group_is_at_work(label: str) -> None:
-    run = Harness("ast", inventory_wait_s=0.0, **{label: "role=storage"})
+    options: dict[str, Any] = {label: "role=storage"}
+    run = Harness("ast", inventory_wait_s=0.0, **options)
     facts: dict[str, Any] = {label.replace("spare_node", "spare"): frozenset("stu")}
     run.feed(m.NodesSeen(live=frozenset("ast"), **facts))
     assert run.machine.view.needed_nodes() == frozenset()
