@@ -60,7 +60,7 @@ FIRST_SEEDS = {  # before which no schedule shows the bug; a change of the sched
     "an_end_recorded_twice": 23,
     "never_use_another_holder": 25,
     "ranks_do_not_report_their_group": 1000917,
-    "ranks_train_when_those_of_their_node_have_restored": 122,
+    "ranks_train_when_those_of_their_node_have_restored": 748,
     "sources_that_were_not_reached_are_lost": 147,
     "survivors_save_whatever_step_they_have": 1609,
     "sweep_without_a_note": 191,
