@@ -30,6 +30,7 @@ from ray_ckpt.types import AttemptId, Level, RankRestore
 log = logging.getLogger("ray_ckpt")
 
 AWAITED_S = 5.0  # longest wait for the list of missing ranks, which only an error message uses
+RECOVERY_S = 15.0  # for an answer to a request for a new agent; then the request is repeated
 MAX_KEEPING = 16  # such calls; a slow agent then misses states, and a salvage is not possible
 
 
@@ -48,6 +49,16 @@ def _future_of(call: Any) -> Future[Any]:
 
     call.future().add_done_callback(pass_on)
     return answer
+
+
+def _result(call: Any, timeout_s: float) -> Any:
+    """Wait for a call to the agent, as `get_result`; raise AgentLost if the agent has died."""
+    try:
+        return get_result(call, timeout_s)
+    except Unavailable as error:
+        if isinstance(error.__cause__, ray.exceptions.RayActorError):
+            raise AgentLost(str(error)) from error
+        raise
 
 
 def _can_open(path: str) -> bool:
@@ -83,6 +94,7 @@ class RayLink:
         self._answer: Any = None  # answer to an earlier progress report, not read yet
         self._group: GroupCard | None = None  # the group at work, at rank 0
         self._recovery: Future[None] = Future()  # the answer to the last request for a new agent
+        self._recovery_s = -RECOVERY_S  # monotonic time of that request
         self._keeping: list[Any] = []  # calls with states of steps that the agent has perhaps not answered
         self._missing = ""  # what is missing on the storage path, by the last answer
         self._connected_at_s = time.time()
@@ -107,13 +119,9 @@ class RayLink:
         recovering = Recovering(self)
         while True:
             try:
-                return get_result(call(self._agent), limit_s)
+                return _result(call(self._agent), limit_s)
             except AgentLost as error:
                 recovering.wait(error)
-            except Unavailable as error:
-                if not isinstance(error.__cause__, ray.exceptions.RayActorError):
-                    raise
-                recovering.wait(AgentLost(str(error)))
 
     def ticket(self, *, early: bool = False) -> RestoreTicket:
         ticket: RestoreTicket = self._ask(
@@ -151,7 +159,7 @@ class RayLink:
             self._group = group.result()
 
     def awaited(self) -> tuple[Awaited, ...]:
-        found: tuple[Awaited, ...] = get_result(self._agent.awaited_ranks.remote(self._uid), AWAITED_S)
+        found: tuple[Awaited, ...] = _result(self._agent.awaited_ranks.remote(self._uid), AWAITED_S)
         return found
 
     def reach_barrier(self, session_key: SessionKey, number: int) -> Future[tuple[int, ...]]:
@@ -160,7 +168,7 @@ class RayLink:
     def fetch(
         self, session_key: SessionKey, wants: Mapping[RowKey, tuple[int, ...]], taken: tuple[RowKey, ...]
     ) -> SharedRows:
-        shared: SharedRows = get_result(
+        shared: SharedRows = _result(
             self._agent.fetch.remote(self._uid, session_key, self._rank, wants, taken), CALL_S
         )
         return shared
@@ -172,7 +180,7 @@ class RayLink:
 
     def open_arena(self, session_key: SessionKey, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         call = self._agent.open_arena.remote(self._uid, session_key, self._rank, size_bytes, named)
-        grant: ArenaGrant = get_result(call, CALL_S)
+        grant: ArenaGrant = _result(call, CALL_S)
         return grant
 
     def _named(self) -> bool:
@@ -182,7 +190,7 @@ class RayLink:
         return self._is_named
 
     def signal_page(self, *, named: bool = False) -> str:
-        path: str = get_result(self._agent.signal_page.remote(self._uid, named), CALL_S)
+        path: str = _result(self._agent.signal_page.remote(self._uid, named), CALL_S)
         return path
 
     def seal(self, shard: SealedShard) -> Future[None]:
@@ -236,9 +244,13 @@ class RayLink:
 
     def recover(self) -> None:
         self._handle = self._is_named = None
+        now_s = time.monotonic()
+        if not self._recovery.done() and now_s - self._recovery_s < RECOVERY_S:
+            return
         with contextlib.suppress(ValueError, ray.exceptions.RayError):
             handle = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
             self._recovery = _future_of(handle.restart_agent.remote(self._node, self._group))
+            self._recovery_s = now_s
 
     def make_durable(self) -> Future[None]:
         return self._agent.make_durable.remote(self._uid).future()  # type: ignore[no-any-return]

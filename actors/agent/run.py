@@ -21,7 +21,7 @@ from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.values import SessionKey, SessionNode, SessionPlan, Token
 from ray_ckpt.engine.node_host import NodeHost
 from ray_ckpt.engine.node_ports import CallerLeft, NodeHostEvent, OrderReceived, SessionAwaited
-from ray_ckpt.errors import InsufficientSpace, RunSuperseded, Unavailable
+from ray_ckpt.errors import AgentLost, InsufficientSpace, RunSuperseded, Unavailable
 from ray_ckpt.storage.local.direct import Written
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.trainer.link import StepState
@@ -99,7 +99,10 @@ class NodeRun:
 
     async def current_restore(self) -> NodeRestore:
         """Return the restore of the session at work; wait for the session to begin."""
-        await asyncio.wait_for(self.request(lambda token: SessionAwaited(token=token)), START_S)
+        try:
+            await asyncio.wait_for(self.request(lambda token: SessionAwaited(token=token)), START_S)
+        except TimeoutError:  # an agent that has replaced another one may take stock of its disks for longer
+            raise AgentLost(f"The group's session did not begin within {START_S:.0f} s.") from None
         return require(self.restore)
 
     async def obey(self, order: n.Order) -> dict[str, str] | None:
@@ -127,11 +130,11 @@ class NodeRun:
                 raise Unavailable(f"epoch {epoch} is not durable here yet", refused=False) from None
 
     def require_plan(self) -> SessionPlan:
-        """Return the plan of the session, else raise Unavailable."""
+        """Return the plan of the session, else raise AgentLost."""
         return require(self.machine.plan)
 
     def require_here(self) -> SessionNode:
-        """Return this node's part of the plan, else raise Unavailable."""
+        """Return this node's part of the plan, else raise AgentLost."""
         return require(self.machine.here)
 
     def check_session(self, session_key: SessionKey) -> None:
@@ -249,7 +252,7 @@ class NodeRun:
 
 
 def require(value: T | None) -> T:
-    """Return a value that exists while a group is at work on this node; else raise Unavailable."""
+    """Return a value that exists while a group is at work on this node; else raise AgentLost."""
     if value is None:
-        raise Unavailable("The run has no session here.")
+        raise AgentLost("The run has no session here.")
     return value

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.drain import Drains
-from ray_ckpt.core.retention import RetentionView, decide_at_end, policies_of
+from ray_ckpt.core.retention import NEWEST_ITEMS, RetentionView, decide_at_end, policies_of
 from ray_ckpt.format import records as r
 from ray_ckpt.types import CheckpointInfo, Level
 
@@ -68,7 +68,11 @@ class Closing:
             checkpoint = decision.checkpoint
             if not decision.kept:
                 context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason="the run has finished"))
-            elif drains.has_room and context.holders.has_all(checkpoint):
+            elif (
+                decision.reasons != (NEWEST_ITEMS,)
+                and drains.has_room
+                and context.holders.has_all(checkpoint)
+            ):
                 drains.start(checkpoint)
         for checkpoint in filter(self._is_safe, history.live()):
             for node in sorted(context.holders.anywhere(checkpoint.id.attempt)):

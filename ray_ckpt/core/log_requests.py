@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, TypeAlias
 
 from ray_ckpt import telemetry
@@ -29,8 +30,8 @@ Requested: TypeAlias = m.PinRequested | m.UnpinRequested | m.AnnotateRequested |
 
 
 def check_step(step: object) -> None:
-    """Raise ConfigError unless `step` is an int."""
-    if not isinstance(step, int) or isinstance(step, bool):
+    """Raise ConfigError unless `step` is an integer, of NumPy too."""
+    if not isinstance(step, Integral) or isinstance(step, bool):
         raise ConfigError(
             f"The step {step!r} is not an integer.", hint="Give the step of a checkpoint, such as 3000."
         )
@@ -45,7 +46,7 @@ def check_pin(owner: Any, expires_in_s: Any) -> None:
         )
     if expires_in_s is None:
         return
-    is_number = isinstance(expires_in_s, int | float) and not isinstance(expires_in_s, bool)
+    is_number = isinstance(expires_in_s, Real) and not isinstance(expires_in_s, bool)
     if not is_number or not 0 < expires_in_s < math.inf:
         raise ConfigError(
             f"expires_in_s is {expires_in_s!r}.",

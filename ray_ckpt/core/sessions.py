@@ -313,9 +313,9 @@ class Sessions:
     def _nothing_intact(self, candidates: list[CheckpointInfo], *, from_nodes_only: bool) -> CheckpointError:
         if from_nodes_only:
             return Unavailable("The storage path does not answer, and the nodes hold no checkpoint whole.")
-        if not candidates and not self._excluded:
+        if not self._context.history.checkpoints:
             return RestoreError(
-                f"Run {self._context.history.run_name} has no checkpoint, and resume is 'must'.",
+                f"Run {self._context.history.run_name} has no checkpoint to resume from.",
                 hint="Check the run's name and storage_path, or use resume='auto'.",
             )
         steps = ", ".join(str(c.step) for c in candidates) or "none"

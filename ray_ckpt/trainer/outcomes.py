@@ -264,12 +264,6 @@ class Outcomes:
 
     def _wait(self, requested: PendingSave | str | None, level: Level, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        if level is Level.REPLICATED and self._link.options.max_losses == 0:
-            raise ConfigError(
-                "replicas is 0, so no save becomes replicated.",
-                hint='Wait for "local" or "durable", or set replicas or parity.',
-                option="replicas",
-            )
         if isinstance(requested, str):
             raise Unavailable(f"There is no checkpoint to wait for: {requested}.")
         if requested is not None:
@@ -280,6 +274,12 @@ class Outcomes:
             return
         else:
             attempt = self._restored.id
+        if level is Level.REPLICATED and self._link.options.max_losses == 0:
+            raise ConfigError(
+                "replicas is 0, so no save becomes replicated.",
+                hint='Wait for "local" or "durable", or set replicas or parity.',
+                option="replicas",
+            )
         try:
             if requested is not None:
                 self._wait_for(attempt, Level.LOCAL, timeout_s)

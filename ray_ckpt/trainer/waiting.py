@@ -80,20 +80,22 @@ def wait_for_restore(report: Callable[[], Future[T]], link: RankLink, limit_s: f
     Raises CollectiveError if ranks are missing for `limit_s`, AgentLost if there is no agent for RECOVER_S.
     """
     waiting, end_s = WaitingLog(link, "restore"), time.monotonic() + limit_s
-    recovering, answer = Recovering(link), None
+    recovering, answer, lost = Recovering(link), None, None
     while (left_s := end_s - time.monotonic()) > 0:
         try:
             answer = answer or report()
             return answer.result(min(CHECK_S, left_s))
         except AgentLost as error:
-            answer = None
+            answer, lost = None, error
             recovering.wait(error)
         except FutureTimeout:
             assert answer is not None
-            if answer.done():  # since the wait has ended, or with an error of this kind
-                return answer.result()
+            if answer.done() and isinstance(answer.exception(), FutureTimeout):
+                raise
             recovering = Recovering(link)
             waiting.log_waiting()
+    if answer is None and lost is not None:
+        raise lost
     ranks = tuple(rank for awaited in waiting.found for rank in awaited.ranks)
     who = f"rank(s) {ranks_text(ranks)}" if ranks else "other ranks"
     raise CollectiveError(

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
@@ -117,6 +118,7 @@ def test_a_wrong_pin_is_refused_before_it_is_sent(
     with pytest.raises(ConfigError) as caught:
         client.pin(**good | wrong)
     assert message in str(caught.value) and not actor.calls
+    client.pin(**good | {"step": np.int64(10), "expires_in_s": np.float32(5)})
     client.pin(**good)
     client.unpin(**good | {"owner": ""})  # an older version may have made it
     assert actor.calls["pin"][1:] == (10, "me", None) and actor.calls["unpin"][1:] == (10, "")

@@ -207,6 +207,21 @@ def test_items_stay_after_a_restart_from_an_older_checkpoint_until_newer_ones_ar
     assert run.checkpoint(newer).state in ("retired", "collected")
 
 
+def test_what_the_user_went_back_from_is_not_uploaded_whole_at_the_end() -> None:
+    run = run_on("a", keep_last=1, remote_items_every=2)
+    run.save(10)
+    run.drain_all(run.feed(m.DrainRequested(token="t", attempt=run.attempt(10).attempt)))
+    export(run, run.save(20))
+    newer = run.attempt(20)
+    run.open("a", resume="step:10")
+    effects = run.feed(m.FinishRequested(token="end", ends_group=True, has_failed=False))
+    for _ in range(5):
+        run.drain_all(effects)
+        effects = run.tick(MAINTENANCE_S)
+    assert not [drain for drain in of(run.transcript, m.Drain) if drain.attempt == newer and not drain.items]
+    assert run.checkpoint(newer).state == "live" and "model" in run.checkpoint(newer).exported_items
+
+
 def test_a_retired_checkpoint_ends_its_upload() -> None:
     run = run_on("a", keep_last=1)
     (order,) = exports(run.save(10))

@@ -966,7 +966,7 @@ def test_resume_must_needs_a_checkpoint() -> None:
     run = Harness("ab")
     fail = one(run.feed(run.group("ab", token="t", resume="must")), m.Fail)
     assert (fail.token, type(fail.error)) == ("t", RestoreError)
-    assert "has no checkpoint, and resume is 'must'. Check the run's name and storage_path" in str(fail.error)
+    assert "has no checkpoint to resume from. Check the run's name and storage_path" in str(fail.error)
     run.open("ab")
     run.save(10)
     assert one(run.feed(run.group("ab", resume="must")), m.StartSession).plan.resume is not None

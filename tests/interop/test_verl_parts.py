@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
@@ -11,9 +12,10 @@ import pytest
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.values import SessionKey
-from ray_ckpt.errors import RestoreError, Unavailable
+from ray_ckpt.errors import AgentLost, RestoreError, Unavailable
 from ray_ckpt.interop.verl.parts import PartLink
 from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.trainer import waiting
 from ray_ckpt.trainer.link import ArenaGrant, Identity, Link
 from ray_ckpt.types import GroupPart, RankRestore
 
@@ -37,8 +39,12 @@ class GroupAnswer:
         self.identity = replace(IDENTITY, part=part)
         self.answer: Future[RestoreTicket | None] = Future()
         self.reported: list[Any] = []
+        self.recovered = 0
 
     options = RunOptions(restore_timeout_s=30)
+
+    def recover(self) -> None:
+        self.recovered += 1
 
     def open_arena(self, session_key: SessionKey, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         assert self.answer.done(), "the agents would free it"
@@ -97,3 +103,21 @@ def test_errors_of_the_service_reach_the_last_part() -> None:
     group.answer.set_exception(Unavailable("The agent does not answer."))
     with pytest.raises(Unavailable):
         found.result(0)
+
+
+def test_a_part_that_goes_on_reports_to_the_next_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent would wait for it for ever, and with it the last part."""
+    monkeypatch.setattr(waiting, "RECOVER_POLL_S", 0.0)
+    group = GroupAnswer("actor")
+    part = part_of(group)
+    part.restored((1, 1), REPORT)
+    died, group.answer = group.answer, Future()
+    died.set_exception(AgentLost("The agent died."))
+    end_s = time.monotonic() + 10
+    while len(group.reported) < 2 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert group.reported == 2 * [((1, 1), REPORT)] and group.recovered == 1 and not part.is_answered
+    group.answer.set_result(OLDER)
+    part.wait()
+    with pytest.raises(RestoreError):
+        part.check()

@@ -256,7 +256,7 @@ def test_a_run_that_has_nothing_left_to_do_waits_for_what_it_restored(
     """A program that is started again when all its steps are done ends as well as the first time."""
     answer = RankRestore(rank=0, parts=(), seconds=0.0)
     monkeypatch.setattr(ItemReader, "read_all", lambda self, ticket: (answer, frozenset))
-    agent = Restores(RunOptions(), restored_level=Level[has])
+    agent = Restores(RunOptions(replicas=0), restored_level=Level[has])
     ckpt = Checkpointer(link=agent, model=torch.nn.Linear(2, 2))
     assert list(ckpt.steps(total=10)) == []
     ckpt.wait(level)

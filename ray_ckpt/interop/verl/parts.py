@@ -8,14 +8,20 @@ has chosen its step already, and ends.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from ray_ckpt.core.values import SessionKey
-from ray_ckpt.errors import RestoreError
+from ray_ckpt.errors import AgentLost, RestoreError
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer.link import ArenaGrant, Link
+from ray_ckpt.trainer.waiting import Recovering
 from ray_ckpt.types import RankRestore
+
+Answer: TypeAlias = Future[RestoreTicket | None]
 
 
 class PartLink:
@@ -23,19 +29,22 @@ class PartLink:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._answer: Future[RestoreTicket | None] | None = None
+        self._answer: Answer | None = None
         self.is_last = link.identity.part == link.identity.parts[-1].name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def restored(self, session_key: SessionKey, report: RankRestore) -> Future[RestoreTicket | None]:
+    def restored(self, session_key: SessionKey, report: RankRestore) -> Answer:
         """Report the restore; only the last part waits for the answer of the group."""
-        self._answer = self._link.restored(session_key, report)
-        found: Future[RestoreTicket | None] = Future()
+        send = partial(self._link.restored, session_key, report)
+        sent, found = send(), Answer()
         if self.is_last:
-            self._answer.add_done_callback(lambda _: _settle(found, self.check))
+            self._answer = sent
+            sent.add_done_callback(lambda _: _settle(found, self.check))
         else:
+            self._answer = Answer()
+            sent.add_done_callback(partial(_pass_on, self._link, send, self._answer))
             found.set_result(None)
         return found
 
@@ -71,7 +80,35 @@ class PartLink:
             )
 
 
-def _settle(found: Future[RestoreTicket | None], check: Any) -> None:
+def _pass_on(link: Link, send: Callable[[], Answer], answer: Answer, sent: Answer) -> None:
+    """Pass the answer of the group on; if the agent has died, report to the next one, in a thread."""
+    error = sent.exception()
+    if isinstance(error, AgentLost):
+        again = partial(_report_again, Recovering(link), send, answer, error)
+        threading.Thread(target=again, name="ray_ckpt-restored", daemon=True).start()
+    elif error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(sent.result())
+
+
+def _report_again(
+    recovering: Recovering, send: Callable[[], Answer], answer: Answer, error: AgentLost
+) -> None:
+    """Report to each next agent, and pass the answer of the group on."""
+    try:
+        while True:
+            recovering.wait(error)
+            try:
+                answer.set_result(send().result())
+                return
+            except AgentLost as lost:
+                error = lost
+    except Exception as failure:
+        answer.set_exception(failure)
+
+
+def _settle(found: Answer, check: Any) -> None:
     try:
         check()
         found.set_result(None)
