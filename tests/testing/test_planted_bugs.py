@@ -55,7 +55,7 @@ FIRST_SEEDS = {  # before which no schedule shows the bug; a change of the sched
     "a_salvage_ignores_classes": 439,
     "a_session_ends_with_its_job": 59,
     "a_session_ends_with_its_launcher": 30,
-    "agents_exit_under_an_unknown_group": 1005841,
+    "agents_exit_under_an_unknown_group": 1967,
     "commit_before_fsync": 90,
     "an_end_recorded_twice": 23,
     "never_use_another_holder": 25,
