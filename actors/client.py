@@ -11,9 +11,10 @@ import ray
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.messages import Joined, RunSpec
+from ray_ckpt.arguments import whole_number
 from ray_ckpt.catalog.uri import own_resume
 from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
-from ray_ckpt.core.log_requests import check_pin, check_step
+from ray_ckpt.core.log_requests import check_pin
 from ray_ckpt.engine.groups import group_nodes
 from ray_ckpt.errors import (
     CheckpointError,
@@ -173,6 +174,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _call_for_checkpoint(method: str, run: str, storage_path: str, step: int, *args: Any) -> None:
-    check_step(step)
+    step = whole_number(step, "The step", hint="Give the step of a checkpoint, such as 3000.")
     key = RunSpec(name=run, storage_path=str(Location.parse(storage_path)), options=RunOptions()).key
     get_result(getattr(coordinator(), method).remote(key, step, *args), CALL_S)

@@ -17,6 +17,7 @@ from ray_ckpt.actors.client import CALL_S, coordinator, get_result, open_group, 
 from ray_ckpt.actors.messages import Joined
 from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.actors.ray_cluster import owner_here
+from ray_ckpt.arguments import whole_number
 from ray_ckpt.config import RunOptions
 from ray_ckpt.engine.groups import PARTS_WAIT_S
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable
@@ -92,12 +93,10 @@ def _connecting(
     *,
     in_background: bool = False,
 ) -> Callable[[], None]:
-    for name, value in (("rank", rank), ("world_size", world_size)):
-        if not _is_integer(value):
-            raise ConfigError(
-                f"{name} is {value!r}, which is not an integer.",
-                hint=f"Give an int, such as {name}=int(os.environ[{name.upper()!r}]).",
-            )
+    rank, world_size = (
+        whole_number(value, name, hint=f"Give an int, such as {name}=int(os.environ[{name.upper()!r}]).")
+        for name, value in (("rank", rank), ("world_size", world_size))
+    )
     if not 0 <= rank < world_size:
         raise ConfigError(
             f"This process cannot be rank {rank} of {world_size}.",
@@ -148,13 +147,10 @@ def _set_link(link: RayLink) -> None:
     _watch_signals(link)
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _is_part(named: tuple[object, object]) -> bool:
     name, world_size = named
-    return isinstance(name, str) and name.isidentifier() and _is_integer(world_size)
+    is_number = isinstance(world_size, Integral) and not isinstance(world_size, bool)
+    return is_number and isinstance(name, str) and name.isidentifier()
 
 
 def _parts_of(part: str, parts: Mapping[str, int] | None, world_size: int) -> tuple[GroupPart, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ray_ckpt.actors.live_run import LiveRun
-from ray_ckpt.catalog.arguments import whole
+from ray_ckpt.arguments import whole_number
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
 from ray_ckpt.core.loss_scenarios import LiveCheckpoint
@@ -29,7 +29,7 @@ def open_in_cluster(
     Raises ConfigError if the cluster has no checkpoint service or the run has no such checkpoint,
     Unavailable if the service has not opened the run, CheckpointError if no intact manifest is left.
     """
-    step = None if step is None else whole(step, "step")
+    step = None if step is None else whole_number(step, "step")
     catalog = Catalog(path, storage_options)
     run = LiveRun(str(locate(catalog.where).parent))
     live = [c for c in run.sources.live if c.on_lineage]

@@ -15,7 +15,7 @@ from typing import Any, SupportsIndex
 
 import pyarrow as pa
 
-from ray_ckpt.catalog.arguments import whole, whole_numbers
+from ray_ckpt.arguments import whole_number, whole_numbers
 from ray_ckpt.catalog.checkpoint import REQUESTS_AT_A_TIME, CheckpointView
 from ray_ckpt.catalog.tables import (
     MAX_HTML_METRICS,
@@ -244,7 +244,7 @@ class Catalog:
         return CheckpointView(info=info, tier=self._tier.of_items(items) if there else None, items=items)
 
     def __getitem__(self, step: int) -> CheckpointView:
-        step = whole(step, "step")
+        step = whole_number(step, "step")
         if (view := self.find(step)) is not None:
             return self._durable_instead(view)
         if lost := [c for c in self._history.lost_exported() if c.step == step]:

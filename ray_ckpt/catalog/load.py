@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
-from ray_ckpt.catalog.arguments import whole
+from ray_ckpt.arguments import whole_number
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView
 from ray_ckpt.catalog.lazy_tensor import matching_tensors
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, RestoreError
@@ -233,7 +233,7 @@ class OpenedCheckpoint:
         if into is not None:
             _check_into(into, what, rank)
             return self._load_into(into)
-        if not 0 <= (seen_by := whole(0 if rank is None else rank, "rank")) < self.info.world_size:
+        if not 0 <= (seen_by := whole_number(0 if rank is None else rank, "rank")) < self.info.world_size:
             raise ConfigError(
                 f"Step {self.step} has no rank {seen_by}.", hint=f"Give 0 to {self.info.world_size - 1}."
             )

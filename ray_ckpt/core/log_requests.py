@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, TypeAlias
 
 from ray_ckpt import telemetry
@@ -27,14 +27,6 @@ MAX_OWNER = 200  # characters; limited because owners appear in the log and in t
 _NOT_THERE = {"live": "off the lineage", "collected": "retired"}  # state -> text in messages to users
 
 Requested: TypeAlias = m.PinRequested | m.UnpinRequested | m.AnnotateRequested | m.DrillEnded
-
-
-def check_step(step: object) -> None:
-    """Raise ConfigError unless `step` is an integer, of NumPy too."""
-    if not isinstance(step, Integral) or isinstance(step, bool):
-        raise ConfigError(
-            f"The step {step!r} is not an integer.", hint="Give the step of a checkpoint, such as 3000."
-        )
 
 
 def check_pin(owner: Any, expires_in_s: Any) -> None:

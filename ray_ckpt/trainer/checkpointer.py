@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from ray_ckpt.arguments import whole_number
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.engines import parts_of
 from ray_ckpt.capture.items import Item
@@ -39,7 +40,7 @@ from ray_ckpt.trainer.reports import Reports
 from ray_ckpt.trainer.restoring import Restoring, called_again, step_of
 from ray_ckpt.trainer.save_signal import SaveSignals
 from ray_ckpt.trainer.saver import Saver
-from ray_ckpt.trainer.step_count import Call, StepCount, whole_number
+from ray_ckpt.trainer.step_count import HINT, Call, StepCount
 from ray_ckpt.trainer.survivor import Survivor, make_survivor
 from ray_ckpt.types import AttemptId, Level
 
@@ -207,7 +208,7 @@ class Checkpointer:
         statement of the body. At the end the last step is saved, and all ranks wait until this save is
         committed.
         """
-        total = whole_number(total, "total")
+        total = whole_number(total, "total", hint=HINT)
         self.restore()
         if self._probe is not None:
             total = self._probe.total(total)
@@ -426,7 +427,7 @@ class Checkpointer:
         if self._link.identity.rank != 0:
             return
         try:
-            if (step := whole_number(step, "The step")) < 1:
+            if (step := whole_number(step, "The step", hint=HINT)) < 1:
                 raise ConfigError("There is no checkpoint of a step below 1.")
             if values := self._metrics.read(detached(metrics)):
                 if step == self._count.last:

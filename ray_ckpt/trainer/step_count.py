@@ -8,9 +8,9 @@ passes such a number raises an error.
 from __future__ import annotations
 
 import logging
-import operator
 from typing import Any, Literal, TypeAlias
 
+from ray_ckpt.arguments import whole_number
 from ray_ckpt.errors import ConfigError
 
 log = logging.getLogger("ray_ckpt")
@@ -19,20 +19,6 @@ MAX_STEP = 999_999_999_999  # a checkpoint's folder name has twelve digits for t
 HINT = "Count completed optimizer steps over the whole run: epochs and restarts do not begin a new count."
 
 Call: TypeAlias = Literal["step", "due", "save"]
-
-
-def whole_number(value: Any, what: str) -> int:
-    """Return an integer, a NumPy integer, or a tensor of one integer as an int.
-
-    Raises ConfigError for any other value. Waits for a tensor on an accelerator.
-    """
-    dtype = str(getattr(value, "dtype", ""))
-    try:
-        if not isinstance(value, bool) and "bool" not in dtype:
-            return operator.index(value)
-    except (TypeError, ValueError, RuntimeError):
-        pass
-    raise ConfigError(f"{what} is {value!r}, which is not an integer.", hint=HINT)
 
 
 class StepCount:
@@ -67,7 +53,7 @@ class StepCount:
         Raises ConfigError unless the argument is an integer above the previous step. Several calls may name
         the same step: `due` or `step` and then `save`, and `save` again until the step has been captured.
         """
-        step = whole_number(value, "The step")
+        step = whole_number(value, "The step", hint=HINT)
         is_new = step > self.last
         if not is_new and not self._may_repeat(step, call):
             raise ConfigError(self._why_refused(step), hint=HINT)

@@ -104,8 +104,8 @@ def test_calls_of_a_restore_are_made_again_to_the_next_agent(monkeypatch: pytest
         ({"expires_in_s": float("nan")}, "expires_in_s is nan"),
         ({"expires_in_s": float("inf")}, "expires_in_s is inf"),
         ({"expires_in_s": "1d"}, "expires_in_s is '1d'"),
-        ({"step": "10"}, "The step '10' is not an integer"),
-        ({"step": True}, "The step True is not an integer"),
+        ({"step": "10"}, "The step is '10', which is not an integer"),
+        ({"step": True}, "The step is True, which is not an integer"),
     ],
 )
 def test_a_wrong_pin_is_refused_before_it_is_sent(

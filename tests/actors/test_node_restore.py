@@ -278,7 +278,7 @@ def test_a_rank_that_only_looks_at_its_ticket_does_not_end_the_reading(
 def test_a_ticket_that_did_not_fit_is_made_again(
     stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read ahead may take the memory for a while, in which the first ticket is made."""
+    """Memory may be short for a moment, while files are read ahead and the first ticket is made."""
     real, calls = SourceFinder.ticket, []
 
     def ticket(finder: SourceFinder, plan: Any) -> Any:
