@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,9 +40,23 @@ def test_the_next_commit_comes_soon_after_the_coordinator_died(make_rig: MakeRig
     assert rig.restore(["node-a", "node-b"]) >= acked
 
 
+def kill_the_coordinator(rig: Rig) -> None:
+    epoch = rig.epoch()
+    rig.kill_coordinator()
+    wait_for(lambda: rig.epoch() > epoch, what="the next coordinator")
+
+
+def kill_the_agents(rig: Rig) -> None:
+    for name in ("node-a", "node-b"):
+        rig.kill_agent(name)
+
+
 @pytest.mark.slow
-def test_a_restore_goes_on_when_the_coordinator_dies_in_it(make_rig: MakeRig, tmp_path: Path) -> None:
-    """P7: rank 0 has restored, and rank 1 has not; the next coordinator is told of both."""
+@pytest.mark.parametrize("kill", [kill_the_coordinator, kill_the_agents])
+def test_a_restore_goes_on_when_the_service_dies_in_it(
+    kill: Callable[[Rig], None], make_rig: MakeRig, tmp_path: Path
+) -> None:
+    """P7: rank 0 has restored and waits for the group, and rank 1 has not begun."""
     rig = make_rig("restoring", every_steps=1, max_block_s=1.0)
     rig.train(["node-a", "node-b"])
     rig.wait_commits(3)
@@ -53,31 +68,7 @@ def test_a_restore_goes_on_when_the_coordinator_dies_in_it(make_rig: MakeRig, tm
         try:
             wait_for(lambda: rig.num_sessions() > num_sessions, what="a session")
             time.sleep(RESTORE_S)
-            epoch = rig.epoch()
-            rig.kill_coordinator()
-            wait_for(lambda: rig.epoch() > epoch, what="the next coordinator")
-        finally:
-            begin.touch()
-        assert restoring.result(RECOVERED_S) >= newest
-    assert rig.num_sessions() == num_sessions + 1
-
-
-@pytest.mark.slow
-def test_a_restore_goes_on_when_the_agents_die_in_it(make_rig: MakeRig, tmp_path: Path) -> None:
-    """P7: rank 0 waits for the group at its agent, and rank 1 has not asked its own yet."""
-    rig = make_rig("agents", every_steps=1, max_block_s=1.0)
-    rig.train(["node-a", "node-b"])
-    rig.wait_commits(3)
-    rig.stop()
-    newest, num_sessions = rig.commits()[-1].step, rig.num_sessions()
-    begin = tmp_path / "begin"
-    with ThreadPoolExecutor(1) as pool:
-        restoring = pool.submit(rig.restore, ["node-a", "node-b"], until=begin)
-        try:
-            wait_for(lambda: rig.num_sessions() > num_sessions, what="a session")
-            time.sleep(RESTORE_S)
-            for name in ("node-a", "node-b"):
-                rig.kill_agent(name)
+            kill(rig)
         finally:
             begin.touch()
         assert restoring.result(RECOVERED_S) >= newest
