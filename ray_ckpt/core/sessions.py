@@ -356,6 +356,7 @@ class Sessions:
             owner=group.owner,
             epoch=context.ledger.epoch,
             chosen_by=group.resume,
+            left=tuple(sorted(self._left)),
             groups=(
                 place_groups(nodes, num_data=parity[0], parity=parity[1], domains=context.domains)
                 if parity is not None

@@ -134,6 +134,7 @@ class SessionPlan:
     epoch: int = 0  # epoch of the coordinator that opened the session
     groups: tuple[ParityGroup, ...] = ()  # the parity groups of its saves; () without the option `parity`
     chosen_by: Resume = "auto"  # the launcher's choice of a checkpoint, for the case that it is damaged
+    left: tuple[SessionKey, ...] = ()  # sessions that this group has left for another checkpoint
 
     @property
     def session_key(self) -> SessionKey:

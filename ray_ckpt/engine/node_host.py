@@ -153,12 +153,19 @@ class NodeHost:
             self._carry_out(effect, token)
 
     def _rank_came(self, event: RankProgressed | RankMet | RankRestored | SurvivorCame | AskAwaited) -> None:
-        """Pass an event of a rank to the session at work, if the event is of that session."""
+        """Pass an event of a rank to the session at work, if the event is of that session.
+
+        A rank that has restored in a session that its group has left restores again: its agent died before
+        it could send the rank to the new session.
+        """
+        plan = self.session.plan if self.session is not None else None
         if self.session is not None and self.session.plan.session_key == event.session_key:
             self.session.rank_came(event)
+        elif isinstance(event, RankRestored) and plan is not None and event.session_key in plan.left:
+            self.ports.reply(event.token, False)
         elif not isinstance(event, RankProgressed):
             error: CheckpointError = RunSuperseded("A newer session owns this run.")
-            if self.session is None:
+            if plan is None:
                 error = AgentLost("The run has no session here.")
             self.ports.fail(event.token, error)
 

@@ -785,6 +785,7 @@ def test_damage_on_one_node_takes_all_to_the_older_checkpoint_in_a_new_session()
     start = one(effects, m.StartSession)
     assert start.tokens == ("restored-a", "restored-b")
     assert (start.plan.session, start.plan.resume and start.plan.resume.checkpoint.step) == (3, 10)
+    assert [session for _, session in start.plan.left] == [2]
     assert not of(effects, m.Reply)
     assert len(of([*run.feed(run.restored("a")), *run.feed(run.restored("b"))], m.Reply)) == 2
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
-from ray_ckpt.core.values import SessionPlan, Token
+from ray_ckpt.core.values import SessionKey, SessionPlan, Token
 from ray_ckpt.engine.node_host import NodeHost
 from ray_ckpt.engine.node_ports import NodeHostEvent, NodeWork, OrderReceived, ReportAnswered, WorkEnded
 from ray_ckpt.format.save_signal import SaveSignal
@@ -86,8 +86,8 @@ class NodeStory:
         self.host.handle(OrderReceived(token=token, order=order))
         return self.ports.replies.get(token, "none")
 
-    def start(self, session: int = 1, *, epoch: int = 1) -> Any:
-        started = n.SessionStarted(plan=plan(session), node_id=self.node, epoch=epoch)
+    def start(self, session: int = 1, *, epoch: int = 1, left: tuple[SessionKey, ...] = ()) -> Any:
+        started = n.SessionStarted(plan=replace(plan(session), left=left), node_id=self.node, epoch=epoch)
         return self.order(f"start {session} in {epoch} at {len(self.ports.replies)}", started)
 
     def end(self, error: Exception | None = None) -> None:

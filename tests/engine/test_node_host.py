@@ -514,6 +514,14 @@ def test_ranks_restore_again_when_the_group_falls_back_to_an_older_checkpoint() 
     assert went(story, "again") == ["waits"]
 
 
+def test_ranks_restore_again_although_their_agent_died_while_the_group_fell_back() -> None:
+    story = started()
+    story.start(3, left=((0, 2),))
+    story.host.handle(restored("left", 0, 2), restored("stray", 1, 1))
+    assert went(story, "left") == [False]
+    assert isinstance(story.ports.replies["stray"], RunSuperseded), "of a group that is over"
+
+
 def test_a_restore_is_reported_until_a_coordinator_answers() -> None:
     story = started()
     story.host.handle(restored("0", 0), restored("1", 1))
