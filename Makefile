@@ -35,7 +35,7 @@ check: $(VENV)/.ready  ## ruff, mypy strict, import rules
 
 test: $(VENV)/.ready $(SERVERS)/.ready  ## under 8 minutes on 2 cores; nothing runs beside a simulated cluster
 	$(BIN)/python -m pytest -m "cluster and not slow" tests/cluster
-	$(BIN)/python -m pytest -m "not cluster and not slow" --ignore tests/cluster \
+	$(BIN)/python -m pytest -m "not cluster and not slow" --ignore tests/cluster --ignore tests/fault \
 	    --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/.ready $(SERVERS)/.ready  ## faults on real Ray that take minutes, a minute of random schedules

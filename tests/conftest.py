@@ -58,16 +58,19 @@ LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order files by `LONGEST_FIRST`; refuse a quick cluster test that `make test` would not collect."""
+    """Order files by `LONGEST_FIRST`; refuse quick tests where `make test` would not collect them."""
     tests = Path(__file__).parent
     places = {tests / name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
     for item in items:
-        is_quick = item.get_closest_marker("cluster") and not item.get_closest_marker("slow")
-        if is_quick and not item.path.is_relative_to(tests / "cluster"):
+        if item.get_closest_marker("slow"):
+            continue
+        if item.get_closest_marker("cluster") and not item.path.is_relative_to(tests / "cluster"):
             raise pytest.UsageError(
                 f"{item.nodeid}: a cluster test that is not slow belongs into tests/cluster"
             )
+        if item.path.is_relative_to(tests / "fault"):
+            raise pytest.UsageError(f"{item.nodeid}: tests in tests/fault are slow")
 
 
 def pytest_collection_finish() -> None:

@@ -181,6 +181,7 @@ def test_the_tensor_notebook_runs_on_a_folder(kernel: KernelManager, trained: Pa
     assert executed.figures == 1 and "saved slices" in executed.text
 
 
+@pytest.mark.slow  # 7 s
 def test_the_tensor_notebook_reads_from_a_bucket(kernel: KernelManager, trained: Path) -> None:
     """The server of the S3 demo, with a run that was trained as its run is."""
     with s3_server.running("strict", demo_s3.BUCKET) as server:

@@ -363,7 +363,10 @@ def test_a_hostile_file_name_is_refused_and_writes_nothing(name: str, tmp_path: 
     assert not [*tmp_path.rglob("stolen")]
 
 
-@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "in DDP"])
+@pytest.mark.parametrize(
+    "is_compiled",
+    [pytest.param(True, id="compiled", marks=pytest.mark.slow), pytest.param(False, id="in DDP")],
+)  # 4 s
 def test_the_small_files_of_a_wrapped_model_are_those_of_the_model(is_compiled: bool) -> None:
     model = untied()
     wrapped = object.__new__(torch.nn.parallel.DistributedDataParallel)  # its __init__ needs a group
