@@ -175,7 +175,6 @@ def test_the_evaluation_notebook_runs(kernel: KernelManager, trained: Path) -> N
     )
 
 
-@pytest.mark.slow  # as from a bucket
 def test_the_tensor_notebook_runs_on_a_folder(kernel: KernelManager, trained: Path) -> None:
     executed = execute(kernel, "read_one_tensor", trained)
     assert executed.figures == 1 and "saved slices" in executed.text
