@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
 from ray_ckpt.core.drain import Drains
-from ray_ckpt.core.retention import NEWEST_ITEMS, RetentionView, decide_at_end, policies_of
+from ray_ckpt.core.retention import NEWEST_ITEMS, decide_at_end, policies_of
 from ray_ckpt.format import records as r
 from ray_ckpt.types import CheckpointInfo, Level
 
@@ -57,14 +57,13 @@ class Closing:
         """Do not put the run away, because a new group has opened the run."""
         self._due_s = None
 
-    def empty_nodes(self, drains: Drains, *, busy: Collection[str], wall_s: float) -> Iterator[m.Evict]:
+    def empty_nodes(self, drains: Drains, *, busy: Collection[str]) -> Iterator[m.Evict]:
         """Retire, drain or evict the checkpoints on nodes. `busy` are attempts that wait for a drain anyway.
 
         A checkpoint that must be drained, but has no intact copy on live nodes, is left where it is.
         """
         context, history = self._context, self._context.history
-        view = RetentionView(live=history.live(), lineage=history.lineage(), now_s=wall_s, busy=busy)
-        for decision in decide_at_end(view, policies_of(context.options)):
+        for decision in decide_at_end(context.retention_view(busy), policies_of(context.options)):
             checkpoint = decision.checkpoint
             if not decision.kept:
                 context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason="the run has finished"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ray_ckpt.config import RunOptions
@@ -13,6 +13,7 @@ from ray_ckpt.core.ledger import Ledger
 from ray_ckpt.core.links import Links
 from ray_ckpt.core.messages import Warn
 from ray_ckpt.core.placement import place_replicas
+from ray_ckpt.core.retention import RetentionView
 from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.telemetry import Metric, Sample
 
@@ -85,6 +86,16 @@ class Context:
             draining=self.draining,
             near=self.options.copies.count("rack"),
             labelled=self.replica_nodes if self.options.replica_nodes else None,
+        )
+
+    def retention_view(self, busy: Collection[str] = frozenset()) -> RetentionView:
+        """Return the input of decisions on retention now; `busy` are attempts in use."""
+        return RetentionView(
+            live=self.history.live(),
+            lineage=self.history.lineage(),
+            now_s=self.wall_s,
+            busy=busy,
+            unsafe_remote=self.holders.unsafe_remote,
         )
 
     def measure(self, metric: Metric, value: float = 1.0, **labels: str) -> None:

@@ -17,7 +17,7 @@ from ray_ckpt.core.gauges import gauges
 from ray_ckpt.core.maintenance import Maintenance
 from ray_ckpt.core.missing_ranks import MissingRanks
 from ray_ckpt.core.progress import SessionProgress
-from ray_ckpt.core.retention import NEWEST_ITEMS, RetentionView, decide_at_end, pinned_by, policies_of
+from ray_ckpt.core.retention import NEWEST_ITEMS, decide_at_end, pinned_by, policies_of
 from ray_ckpt.core.save_intervals import SaveIntervals
 from ray_ckpt.core.save_times import SaveTimes
 from ray_ckpt.core.saves import Saves
@@ -235,7 +235,7 @@ class MachineView:
         yield from history.lineage()[-1:]
         yield from (c for c in history.live() if pinned_by(c, context.wall_s))
         if self.end_cause == "finished":
-            view = RetentionView(live=history.live(), lineage=history.lineage(), now_s=context.wall_s)
+            view = context.retention_view()
             kept = (d for d in decide_at_end(view, policies_of(context.options)) if d.kept)
             yield from (d.checkpoint for d in kept if d.reasons != (NEWEST_ITEMS,))
 

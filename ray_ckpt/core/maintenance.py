@@ -18,7 +18,7 @@ from ray_ckpt.core.parity_repair import ParityRepairs
 from ray_ckpt.core.placement import place_groups
 from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.core.repair import Losses, Repairs, worth_copies
-from ray_ckpt.core.retention import RetentionView, choose_evictions, choose_evictions_for_space
+from ray_ckpt.core.retention import choose_evictions, choose_evictions_for_space
 from ray_ckpt.core.scrub import Scrubs
 from ray_ckpt.core.values import DiskSpace, GroupPlaces
 from ray_ckpt.format import records as r
@@ -215,9 +215,7 @@ class Maintenance:
     def _evict(self, busy: Collection[str]) -> Iterator[m.Effect]:
         """Evict durable checkpoints from nodes: all but the last `keep_local`, and more if a disk is full."""
         context, options = self._context, self._context.options
-        history = context.history
-        stay = {*busy, *context.holders.unsafe_remote}
-        view = RetentionView(live=history.live(), lineage=history.lineage(), now_s=context.wall_s, busy=stay)
+        view = context.retention_view(busy)
         for attempt in choose_evictions(view, keep_local=options.keep_local):
             for node in sorted(context.holders.anywhere(attempt)):
                 yield self._evicted(attempt, node)

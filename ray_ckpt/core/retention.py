@@ -1,12 +1,14 @@
 """Retention: decide which checkpoints are kept, and on which tier.
 
-Decisions follow from records alone, so a restarted coordinator decides the same. A checkpoint is kept if any
-policy keeps it. Policies select from the lineage only: a checkpoint off the lineage belongs to a session that
-a later session superseded by resuming from an earlier checkpoint. Four rules precede the policies: busy
+Decisions follow from the records and from damage that was found on the storage path. A checkpoint is kept if
+any policy keeps it. Policies select from the lineage only: a checkpoint off the lineage belongs to a session
+that a later session superseded by resuming from an earlier checkpoint. Four rules precede the policies: busy
 checkpoints stay, pinned checkpoints stay, for each level the newest checkpoint that has reached the level
 stays, so that the protection of a level is lost only after a newer checkpoint offers it, and the newest items
-on the storage path stay. Retirement gives up all copies of a checkpoint; eviction gives up only the copies on
-the nodes. This module only decides: the run machine writes the records, then deletes bytes.
+on the storage path stay. A durable checkpoint that is damaged there, or may be, offers no protection: older
+ones stay too, down to the newest intact one. Retirement gives up all copies of a checkpoint; eviction gives
+up only the copies on the nodes. This module only decides: the run machine writes the records, then deletes
+bytes.
 
 All functions are linear in the number of records. Times are Unix seconds by the coordinators' clocks; a wrong
 clock affects ages, periods and the expiry of pins, and no other decision.
@@ -35,12 +37,16 @@ MAX_TEXT = 16 * 1024  # characters of the policies' text; the options cannot pro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionView:
-    """Input of all decisions. `live` and `lineage` are in log order; `busy` are attempts in use."""
+    """Input of all decisions. `live` and `lineage` are in log order; `busy` are attempts in use.
+
+    `unsafe_remote` are attempts whose copy on the storage path is damaged or may be.
+    """
 
     live: tuple[CheckpointInfo, ...]
     lineage: tuple[CheckpointInfo, ...]
     now_s: float
     busy: Collection[str] = frozenset()
+    unsafe_remote: Collection[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,9 +259,8 @@ def _always(view: RetentionView) -> Iterator[tuple[str, str]]:
     for attempt in view.busy:
         yield attempt, "in use"
     for level in Level:
-        newest = _newest(view.lineage, level) or _newest(view.live, level)
-        if newest is not None:
-            yield newest.id.attempt, f"newest {level.label}"
+        for c in _newest(view.lineage, level, view) or _newest(view.live, level, view):
+            yield c.id.attempt, f"newest {level.label}"
     for c in _with_newest_items(view):
         yield c.id.attempt, NEWEST_ITEMS
     for c in view.live:
@@ -276,9 +281,19 @@ def _age_s(checkpoint: CheckpointInfo, view: RetentionView) -> float:
     return view.now_s - checkpoint.committed_at_s
 
 
-def _newest(checkpoints: Sequence[CheckpointInfo], level: Level) -> CheckpointInfo | None:
-    """Return the last checkpoint that has reached `level`, or None."""
-    return next((c for c in reversed(checkpoints) if c.level >= level), None)
+def _newest(
+    checkpoints: Sequence[CheckpointInfo], level: Level, view: RetentionView
+) -> Sequence[CheckpointInfo]:
+    """Return the last checkpoint that has reached `level`, newest first; none if there is none.
+
+    Of durable ones that may be damaged, return older ones too, down to the last intact one.
+    """
+    found = []
+    for c in (c for c in reversed(checkpoints) if c.level >= level):
+        found.append(c)
+        if level < Level.DURABLE or c.id.attempt not in view.unsafe_remote:
+            break
+    return found
 
 
 def _newest_exported(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
@@ -329,10 +344,10 @@ def choose_evictions(view: RetentionView, *, keep_local: int) -> tuple[str, ...]
     """Return the attempts to delete only from the nodes, not from the storage path; oldest first.
 
     These attempts are durable and not among the last `keep_local` (at least 1) of the lineage. A checkpoint
-    is never evicted while it is busy, not durable, or the newest.
+    is never evicted while it is busy, not durable, the newest, or unsafe on the storage path.
     """
     current = view.lineage or view.live  # the lineage is empty until a session from scratch commits
-    stay = {c.id.attempt for c in current[-keep_local:]}.union(view.busy)
+    stay = {c.id.attempt for c in current[-keep_local:]}.union(view.busy, view.unsafe_remote)
     return tuple(c.id.attempt for c in view.live if c.level is Level.DURABLE and c.id.attempt not in stay)
 
 

@@ -9,7 +9,7 @@ from ray_ckpt.core.context import Context
 from ray_ckpt.core.deletions import Deletions
 from ray_ckpt.core.drain import Drains
 from ray_ckpt.core.maintenance import Maintenance
-from ray_ckpt.core.retention import NEWEST_ITEMS, RetentionView, decide, outlived, policies_of
+from ray_ckpt.core.retention import NEWEST_ITEMS, decide, outlived, policies_of
 from ray_ckpt.core.sessions import Sessions
 from ray_ckpt.format import records as r
 from ray_ckpt.types import CheckpointInfo, Level
@@ -47,9 +47,8 @@ class Retirement:
         busy, is_crowded = self.busy(), self._maintenance.is_crowded
         if is_crowded:  # a drain that is stuck must not keep a checkpoint on a full disk
             busy -= (self._drains.stuck | self._item_uploads.stuck) - self._sessions.busy()
-        view = RetentionView(live=context.history.live(), lineage=lineage, now_s=context.wall_s, busy=busy)
         old = {c.id.attempt for c in lineage[: -context.options.keep_last]} - self._item_uploads.attempts
-        for choice in decide(view, policies_of(context.options), pressure=is_crowded):
+        for choice in decide(context.retention_view(busy), policies_of(context.options), pressure=is_crowded):
             checkpoint = choice.checkpoint
             is_old = checkpoint.id.attempt in old and choice.reasons != (NEWEST_ITEMS,)
             if not choice.kept:

@@ -338,13 +338,12 @@ class RunMachine:
 
     def _put_away(self) -> Iterator[m.Effect]:
         """Empty the nodes of a finished run; close the run when the nodes are empty and this is logged."""
-        wall_s = self._context.wall_s
         self._drain_schedule.start_again(is_end=True)
         if not self.options.keep_local_at_end:
             busy = self._drains.attempts | self._drain_schedule.undrained()
-            yield from self._closing.empty_nodes(self._drains, busy=busy, wall_s=wall_s)
+            yield from self._closing.empty_nodes(self._drains, busy=busy)
         yield from self._drain_schedule.assign()
-        yield from self._sweeps.order_listing(wall_s, is_end=True)
+        yield from self._sweeps.order_listing(self._context.wall_s, is_end=True)
         is_collected = all(c.state != "retired" for c in self.history.checkpoints.values())
         is_uploading = self._drains or self._item_uploads or self._maintenance.is_computing
         is_busy = is_uploading or self._sweeps.is_under_way or self._snapshots.is_writing

@@ -13,7 +13,7 @@ from ray_ckpt.format import records as r
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.types import Level
 from tests.core.driver import RUN_UID, Harness, of, one
-from tests.core.test_maintenance import durable, run_on, scrubbed
+from tests.core.test_maintenance import durable, look, run_on, scrubbed
 from tests.core.test_node_machine import plan
 from tests.core.test_recovered_attempts import commits, hold, resumed_step, trained
 from tests.core.test_store_away import STORE_WAIT_S, away, back, next_group, story
@@ -127,6 +127,19 @@ def test_good_copies_stay_while_the_one_on_the_storage_path_is_known_to_be_damag
         evicted |= {e.attempt for e in of(reported, m.Evict)}
         drains = [d for d in of(reported, m.Drain) if d.attempt == old]
     assert drains and old not in evicted
+
+
+def test_the_last_good_checkpoint_stays_while_the_newest_durable_one_is_known_to_be_damaged() -> None:
+    run = run_on("ab", remote_every=1, keep_local=1, keep_last=3)
+    good, bad = durable(run, 10), durable(run, 20)
+    run.save(30)
+    evicted = {e.attempt for e in of(look(run), m.Evict)}
+    assert evicted == {good, bad}
+    scrubbed(run, m.Scrub(attempt=bad, node_index=0, place=m.REMOTE), damage=("x",))
+    drains = run.save(40)
+    assert run.checkpoint(good).state == "live", "the drains of steps 30 and 40 have not ended"
+    run.drain_all(drains)
+    assert run.checkpoint(good).state == "retired" and run.checkpoint(run.attempt(40)).level is Level.DURABLE
 
 
 def test_who_alone_holds_something_is_needed_between_two_groups() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -145,6 +146,19 @@ def test_ttl_overrules_policies_but_not_what_must_stay() -> None:
     assert gone(view, r.KeepLast(10), r.TimeToLive(10.0)) == {3: "older than 10 s"}
 
 
+def test_durable_ones_stay_until_a_newer_one_is_known_to_be_intact() -> None:
+    lineage = [checkpoint(step, Level.DURABLE) for step in (1, 2, 3, 4)] + [checkpoint(5)]
+    attempts = {c.step: c.id.attempt for c in lineage}
+
+    def kept(*unsafe: int) -> dict[int, tuple[str, ...]]:
+        view = replace(view_of(*lineage), unsafe_remote={attempts[step] for step in unsafe})
+        return reasons(view, r.KeepLast(1))
+
+    assert list(kept()) == list(kept(1, 2, 3)) == [4, 5]
+    assert kept(4)[3] == ("newest durable",) and list(kept(4)) == [3, 4, 5]
+    assert list(kept(2, 3, 4)) == list(kept(1, 2, 3, 4)) == [1, 2, 3, 4, 5]
+
+
 def test_pins_hold_until_they_expire() -> None:
     pinned = [
         checkpoint(1, pins={"a": NOW_S + 1, "b": None}),
@@ -211,8 +225,11 @@ def views(draw: st.DrawFn) -> r.RetentionView:
         live.append(c)
         if draw(st.booleans()):
             lineage.append(c)
-    busy = draw(st.sets(st.sampled_from([c.id.attempt for c in live]))) if live else set()
-    return r.RetentionView(live=tuple(live), lineage=tuple(lineage), now_s=NOW_S, busy=busy)
+    some = st.sets(st.sampled_from([c.id.attempt for c in live])) if live else st.just(set())
+    busy, unsafe = draw(some), draw(some)
+    return r.RetentionView(
+        live=tuple(live), lineage=tuple(lineage), now_s=NOW_S, busy=busy, unsafe_remote=unsafe
+    )
 
 
 def without(view: r.RetentionView, attempts: set[str]) -> r.RetentionView:
@@ -221,6 +238,7 @@ def without(view: r.RetentionView, attempts: set[str]) -> r.RetentionView:
         lineage=tuple(c for c in view.lineage if c.id.attempt not in attempts),
         now_s=view.now_s,
         busy=view.busy,
+        unsafe_remote=view.unsafe_remote,
     )
 
 
@@ -242,6 +260,8 @@ def test_what_must_stay_stays(view: r.RetentionView, policies: list[r.Policy], p
             assert reached[-1].id.attempt not in going
         elif others := [c for c in view.live if c.level >= level]:
             assert others[-1].id.attempt not in going, "the last one of its level, even off the lineage"
+    intact = [c for c in view.lineage if c.level is Level.DURABLE and c.id.attempt not in view.unsafe_remote]
+    assert not going & {c.id.attempt for c in intact[-1:]}
 
 
 @given(views(), st.lists(POLICIES, max_size=4), st.booleans())
@@ -265,10 +285,10 @@ def test_deciding_again_changes_nothing(
 
 @given(views(), st.integers(1, 5))
 def test_what_may_go_goes(view: r.RetentionView, count: int) -> None:
-    """P8: what stays is bounded by the policy, one per level, what is busy and what is pinned."""
+    """P8: what stays is bounded by the policy, one per level, what is busy, pinned or perhaps damaged."""
     pinned = [c for c in view.live if r.pinned_by(c, view.now_s)]
     left = len(view.live) - len(retired(view, [r.KeepLast(count)]))
-    assert left <= count + len(Level) + len(view.busy) + len(pinned)
+    assert left <= count + len(Level) + len(view.busy) + len(pinned) + len(view.unsafe_remote)
 
 
 # Tiers
@@ -300,7 +320,7 @@ def test_before_a_new_lineage_begins_the_newest_stays_on_the_nodes() -> None:
 def test_eviction_never_lowers_the_level_in_the_log(view: r.RetentionView, keep_local: int) -> None:
     going = set(r.choose_evictions(view, keep_local=keep_local))
     assert all(c.level is Level.DURABLE for c in view.live if c.id.attempt in going)
-    assert not going & set(view.busy)
+    assert not going & {*view.busy, *view.unsafe_remote}
     for newest in (view.lineage or view.live)[-1:]:
         assert newest.id.attempt not in going
 
