@@ -18,7 +18,7 @@ from ray_ckpt.core.parity_repair import ParityRepairs
 from ray_ckpt.core.placement import place_groups
 from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.core.repair import Losses, Repairs, worth_copies
-from ray_ckpt.core.retention import choose_evictions, choose_evictions_for_space
+from ray_ckpt.core.retention import choose_evictions, choose_evictions_for_space, pinned_aside
 from ray_ckpt.core.scrub import Scrubs
 from ray_ckpt.core.values import DiskSpace, GroupPlaces
 from ray_ckpt.format import records as r
@@ -142,8 +142,8 @@ class Maintenance:
             yield code
 
     def _repair(self, busy: Collection[str]) -> Iterator[m.Effect]:
-        context = self._context
-        checkpoints = worth_copies(context.history.lineage())
+        context, view = self._context, self._context.retention_view()
+        checkpoints = (*worth_copies(view.lineage), *pinned_aside(view))
         self._place_groups(checkpoints)
         yield from self._compute(checkpoints, busy, self._copying)
         for copy in self._repairs.assign(

@@ -1,11 +1,12 @@
 """Repair: make missing copies again in the background after a loss.
 
-Every fragment of a checkpoint that is worth copies (`worth_copies`) should be on `replicas + 1` live nodes
-that stay in the cluster, or on all of these nodes if they are fewer. `Repairs` plans the copies, a few at a
-time and within a budget; the run machine orders them, adds new copies to the holders and calls `ended`.
-Idle nodes that are spares (option `spare_nodes`) get copies of the newest checkpoint when nothing else is to
-be copied. Repair writes no record: a new coordinator finds missing copies by the inventories. A copy that
-arrives late or twice is an extra copy, which retention removes together with the checkpoint.
+Every fragment of a checkpoint that is worth copies (`worth_copies`, then what a pin keeps off the lineage)
+should be on `replicas + 1` live nodes that stay in the cluster, or on all of these nodes if they are fewer.
+`Repairs` plans the copies, a few at a time and within a budget; the run machine orders them, adds new copies
+to the holders and calls `ended`. Idle nodes that are spares (option `spare_nodes`) get copies of the newest
+checkpoint when nothing else is to be copied. Repair writes no record: a new coordinator finds missing copies
+by the inventories. A copy that arrives late or twice is an extra copy, which retention removes together with
+the checkpoint.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Repairs:
         may_hold: Set[str] | None = None,
         limit_bytes_per_s: float | None = None,
     ) -> Iterator[Replicate]:
-        """Yield the copies to start now. `checkpoints` are worth copies and sorted from the newest.
+        """Yield the copies to start now. `checkpoints` are worth copies, the most urgent ones first.
 
         `spares` are idle nodes with room, each of which gets all fragments of the newest checkpoint.
         `may_hold` are the nodes that may get the other copies; None for all that stay. A node sends all

@@ -273,6 +273,13 @@ def pinned_by(checkpoint: CheckpointInfo, now_s: float) -> tuple[str, ...]:
     return tuple(owner for owner, end_s in checkpoint.pins.items() if end_s is None or end_s > now_s)
 
 
+def pinned_aside(view: RetentionView) -> tuple[CheckpointInfo, ...]:
+    """Return the pinned checkpoints off the lineage that are not on the storage path."""
+    on_lineage = {c.id.attempt for c in view.lineage}
+    aside = (c for c in view.live if c.level < Level.DURABLE and c.id.attempt not in on_lineage)
+    return tuple(c for c in aside if pinned_by(c, view.now_s))
+
+
 def _ttl_s(policies: Iterable[Policy]) -> float:
     return min((policy.seconds for policy in policies if isinstance(policy, TimeToLive)), default=inf)
 

@@ -9,7 +9,7 @@ from ray_ckpt.core.context import Context
 from ray_ckpt.core.deletions import Deletions
 from ray_ckpt.core.drain import Drains
 from ray_ckpt.core.maintenance import Maintenance
-from ray_ckpt.core.retention import NEWEST_ITEMS, decide, outlived, policies_of
+from ray_ckpt.core.retention import NEWEST_ITEMS, decide, outlived, pinned_aside, policies_of
 from ray_ckpt.core.sessions import Sessions
 from ray_ckpt.format import records as r
 from ray_ckpt.types import CheckpointInfo, Level
@@ -41,14 +41,16 @@ class Retirement:
         return self._drains.attempts | self._item_uploads.attempts | self._sessions.busy()
 
     def decide(self) -> Iterable[m.Effect]:
-        """Retire checkpoints that no policy keeps; drain those that a policy other than `KeepLast` keeps."""
+        """Retire what nothing keeps; drain what a pin, or a policy other than `KeepLast`, keeps."""
         self.is_due = False
-        context, lineage = self._context, self._context.history.lineage()
+        context = self._context
         busy, is_crowded = self.busy(), self._maintenance.is_crowded
         if is_crowded:  # a drain that is stuck must not keep a checkpoint on a full disk
             busy -= (self._drains.stuck | self._item_uploads.stuck) - self._sessions.busy()
-        old = {c.id.attempt for c in lineage[: -context.options.keep_last]} - self._item_uploads.attempts
-        for choice in decide(context.retention_view(busy), policies_of(context.options), pressure=is_crowded):
+        view = context.retention_view(busy)
+        old = {c.id.attempt for c in (*view.lineage[: -context.options.keep_last], *pinned_aside(view))}
+        old -= self._item_uploads.attempts
+        for choice in decide(view, policies_of(context.options), pressure=is_crowded):
             checkpoint = choice.checkpoint
             is_old = checkpoint.id.attempt in old and choice.reasons != (NEWEST_ITEMS,)
             if not choice.kept:

@@ -7,6 +7,7 @@ import pytest
 from ray_ckpt.core import messages as m
 from ray_ckpt.errors import ConfigError, Fenced
 from ray_ckpt.format import records as r
+from ray_ckpt.types import Level
 from tests.core.driver import START_S, Harness, of, one, ops
 
 
@@ -161,6 +162,25 @@ def test_what_is_pinned_beyond_its_place_among_the_last_goes_to_the_storage_path
     run.feed(pin(run, pinned.attempt))
     run.save(20)
     assert {drain.attempt for drain in of(run.tick(), m.Drain)} == {pinned}
+
+
+def test_what_is_pinned_off_the_lineage_is_repaired_and_goes_to_the_storage_path() -> None:
+    run = Harness("abcd", keep_last=2, remote_every=100, inventory_wait_s=0.0)
+    run.open("ab")
+    for step in (10, 20):
+        run.save(step)
+    pinned = run.attempt(20)
+    run.feed(pin(run, pinned.attempt))
+    run.open("ab", resume="step:10")
+    copies = of(run.lose_long_ago("a"), m.Replicate)
+    assert {(c.attempt.step, c.node_index) for c in copies} == {(10, 0), (10, 1), (20, 0), (20, 1)}
+    assert [c.attempt.step for c in copies] == [10, 10, 20, 20], "the newest of the lineage is first"
+    run.open("bc")
+    run.save(30)
+    drains = of(run.tick(), m.Drain)
+    assert {drain.attempt for drain in drains} == {pinned}
+    run.drain_all(drains)
+    assert run.checkpoint(pinned).level is Level.DURABLE
 
 
 def test_a_waiting_pin_fails_when_the_coordinator_steps_down() -> None:
