@@ -79,6 +79,11 @@ class Maintenance:
         """True while a node makes a file of a parity group."""
         return bool(self._context.holders.parity.makers)
 
+    @property
+    def mending(self) -> set[str]:
+        """Attempts of which a scrub may write files anew on the storage path, also one that is late."""
+        return self._scrubs.read_remote | self._context.holders.unsafe_remote
+
     def decide(self, *, busy: Collection[str], is_training: bool) -> Iterator[m.Effect]:
         """Yield the work that is due; call while no record is pending and a group has the run.
 

@@ -482,7 +482,7 @@ class RunMachine:
     def _on_remote_listed(self, event: m.RemoteListed) -> Iterator[m.Effect]:
         yield from self._sweeps.listed(
             event,
-            draining=self._drains.attempts | self._item_uploads.attempts,
+            uploading=self._drains.attempts | self._item_uploads.attempts | self._maintenance.mending,
             may_come=self._may_come if self._sessions.owner_has_run else None,
         )
 

@@ -120,6 +120,12 @@ class Scrubs:
         self._suspects[scrub] = 0
 
     @property
+    def read_remote(self) -> set[str]:
+        """The attempt that is being read on the storage path, if one is."""
+        scrub = self._running
+        return {scrub.attempt.attempt} if scrub is not None and scrub.place == REMOTE else set()
+
+    @property
     def suspect_remote(self) -> dict[str, set[int]]:
         """Fragments that are to be read on the storage path, by attempt; some are still on the way there."""
         found: dict[str, set[int]] = {}

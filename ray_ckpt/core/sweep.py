@@ -1,8 +1,8 @@
 """Sweep of the storage path: find directories and uploads that no checkpoint needs, and delete them.
 
 Only committed checkpoints are uploaded, and names are never reused. So an unfinished upload is needed only
-while its checkpoint is being drained, and a directory only while its checkpoint is in the log and not
-collected. A late upload may bring a directory back after the collection.
+while its checkpoint is being drained or mended, and a directory only while its checkpoint is in the log and
+not collected. A late upload may bring a directory back after the collection.
 
 The log never takes back that a checkpoint is durable, retired or collected, so a coordinator may delete by
 these states at any time. A directory that the log does not name may become a checkpoint: another coordinator
@@ -83,12 +83,13 @@ class Sweeps:
         self,
         event: RemoteListed,
         *,
-        draining: Collection[str],
+        uploading: Collection[str],
         may_come: Callable[[str], bool] | None,
     ) -> Iterator[DeleteOrphans | Warn]:
         """Delete what the log proves useless, and append a note about old directories not in the log.
 
-        `may_come` returns True for an attempt not in the log that may be committed; None: not known yet.
+        Nodes may upload files of the attempts in `uploading`. `may_come` returns True for an attempt not in
+        the log that may be committed; None: not known yet.
         """
         if not self._is_listing or event.number != self._number:
             return
@@ -98,7 +99,7 @@ class Sweeps:
             return
         self._failures = 0
         old = {name: age_s for name, age_s in sorted(event.directories.items()) if age_s >= ORPHAN_AGE_S}
-        uploads = [upload for upload in event.uploads if self._is_useless(upload, draining)]
+        uploads = [upload for upload in event.uploads if self._is_useless(upload, uploading)]
         yield from self._delete([name for name in old if self._is_collected(name)], uploads)
         if may_come is not None:
             unknown = {
@@ -123,11 +124,11 @@ class Sweeps:
         checkpoint = self._known(directory)
         return checkpoint is not None and checkpoint.state == "collected"
 
-    def _is_useless(self, upload: UnfinishedUpload, draining: Collection[str]) -> bool:
+    def _is_useless(self, upload: UnfinishedUpload, uploading: Collection[str]) -> bool:
         if upload.age_s >= ORPHAN_AGE_S:
             return True
         checkpoint = self._known(upload.directory)
-        if checkpoint is None or checkpoint.id.attempt in draining:
+        if checkpoint is None or checkpoint.id.attempt in uploading:
             return False
         is_there = checkpoint.exported if "." in upload.directory else checkpoint.level >= Level.DURABLE
         return bool(is_there) or checkpoint.state in ("retired", "collected")

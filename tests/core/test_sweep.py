@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.maintenance import MAINTENANCE_S
 from ray_ckpt.core.sweep import MAX_SWEPT, ORPHAN_AGE_S, SWEEP_EVERY_S, SWEEP_SOON_S
 from ray_ckpt.core.values import UnfinishedUpload
 from ray_ckpt.format import records as r
@@ -14,6 +15,7 @@ from ray_ckpt.format.names import make_attempt
 from ray_ckpt.storage.log_store import MemoryLogStore
 from ray_ckpt.types import AttemptId, Level
 from tests.core.driver import RUN_UID, Harness, of, one
+from tests.core.test_maintenance import scrubbed
 
 DAY_S = ORPHAN_AGE_S
 YOUNG_S = DAY_S - 1.0
@@ -258,6 +260,17 @@ def test_uploads_of_what_is_being_drained_stay_for_a_day(age_s: float, goes: boo
     run = run_on()
     run.save(10)
     assert bool(aborted(sweep(run, {}, upload(run.attempt(10), age_s)))) is goes
+
+
+def test_uploads_with_which_a_scrub_may_mend_a_durable_checkpoint_stay() -> None:
+    run = run_on(scrub_bytes_per_s=1 << 30, scrub_every_s=DAY_S)
+    attempt, reads = durable(run, 10), of(run.tick(DAY_S), m.Scrub)
+    while reads[-1].place != m.REMOTE:
+        scrubbed(run, reads[-1])
+        reads += of(run.tick(MAINTENANCE_S), m.Scrub)
+    assert not aborted(list_remote(run, {}, upload(attempt)))
+    scrubbed(run, reads[-1])
+    assert aborted(sweep(run, {}, upload(attempt)))
 
 
 def test_uploads_over_a_damaged_copy_on_the_storage_path_stay() -> None:
