@@ -257,9 +257,11 @@ class NodeAgent(RankEndpoints, RelayEndpoints):
         """Return, by attempt, the bytes that unfinished uploads have sent to the storage path."""
         return self._runs.get(run_uid).uploaded_bytes()
 
-    async def delete(self, run_uid: str, directories: tuple[str, ...], epoch: int) -> dict[str, str]:
+    async def delete(
+        self, run_uid: str, directories: tuple[str, ...], evicted: tuple[str, ...], epoch: int
+    ) -> dict[str, str]:
         """Delete folders. Return the folders that are left, with the error of each."""
-        order = n.DeleteOrdered(directories=directories, epoch=epoch)
+        order = n.DeleteOrdered(directories=directories, evicted=evicted, epoch=epoch)
         return await self._runs.get(run_uid).obey(order) or {}
 
     async def scrub(self, run_uid: str, attempt: AttemptId, node_index: int, epoch: int) -> ScrubResult:

@@ -157,7 +157,7 @@ def _mend(run: NodeRun, attempt: AttemptId, fragment: str, still: Sequence[str])
     directory, is_any = attempt.directory, False
     data = run.remote.read_whole(directory, fragment, max_bytes=MAX_FRAGMENT_BYTES)
     for file in (file for file in decode_columns(data)[0].files if file.name in still):
-        if run.machine.is_deleted(attempt.attempt):  # a late write would bring the step back
+        if run.machine.is_unwanted(attempt.attempt):  # a late write would bring the step back
             return False
         known = run.mended.get(file)
         if known not in (None, directory) and run.remote.share(known, directory, file) is not None:

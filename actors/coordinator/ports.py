@@ -116,7 +116,7 @@ class RayPorts:
         alike: dict[object, list[tuple[int, Call]]] = {}
         for number, call in batch.calls.items():
             order = call.order
-            same = (order.directories, order.epoch) if isinstance(order, n.DeleteOrdered) else id(order)
+            same = order if isinstance(order, n.DeleteOrdered) else id(order)
             alike.setdefault(same, []).append((number, call))
         for calls in alike.values():
             try:
@@ -170,8 +170,8 @@ class RayPorts:
                 return "order_salvage", (uid, salvage, epoch)
             case n.CopyOrdered(attempt=attempt, node_index=index, holder=holder, epoch=epoch):
                 return "replicate", (uid, attempt, index, holder, cards[holder].endpoint, epoch)
-            case n.DeleteOrdered(directories=directories, epoch=epoch):
-                return "delete", (uid, directories, epoch)
+            case n.DeleteOrdered(directories=directories, evicted=evicted, epoch=epoch):
+                return "delete", (uid, directories, evicted, epoch)
             case m.Code(places=places):
                 nodes = {node for held in (*places.fragments, *places.parities) for node in held}
                 endpoints = {node: cards[node].endpoint for node in nodes & cards.keys()}

@@ -51,7 +51,7 @@ class NodeMachine:
         self._saves: dict[str, _Save] = {}
         self.epoch = epoch
         self.outcomes: OrderedDict[str, n.SaveOutcome] = OrderedDict()
-        self._deleted: OrderedDict[str, None] = OrderedDict()  # attempts whose deletion was ordered
+        self._deleted: OrderedDict[str, bool] = OrderedDict()  # attempt -> was only evicted from this node
         self._unreachable: set[str] = set()  # peers to probe until they answer
         self._kept: dict[int, dict[int, str]] = {}  # rank -> step -> class, of the own states kept here
         self._offers: dict[int, tuple[int, ...]] = {}  # rank -> finished steps, for a salvage
@@ -80,6 +80,10 @@ class NodeMachine:
         """Return True if this node is deleting the attempt's files, which then must not be counted."""
         outcome = self.outcomes.get(attempt)
         return attempt in self._deleted or (outcome is not None and outcome.is_deleted)
+
+    def is_unwanted(self, attempt: str) -> bool:
+        """Return True if this node knows that the attempt was deleted everywhere: retired or dropped."""
+        return self.is_deleted(attempt) and not self._deleted.get(attempt, False)
 
     def outcome(self, attempt: AttemptId, level: Level) -> n.SaveOutcome | None:
         """Return the outcome of an attempt that has reached `level` or is dropped, else None.
@@ -353,7 +357,8 @@ class NodeMachine:
 
     def _on_delete_ordered(self, event: n.DeleteOrdered) -> Iterator[n.NodeEffect]:
         for directory in event.directories:
-            self._deleted[attempt_of(directory)] = None
+            name = attempt_of(directory)
+            self._deleted[name] = directory in event.evicted and not self.is_unwanted(name)
             while len(self._deleted) > MAX_SETTLED:
                 self._deleted.popitem(last=False)
             yield n.DeleteFolder(directory=directory)

@@ -165,9 +165,10 @@ class CopyOrdered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteOrdered:
-    """Checkpoint folders are to be deleted."""
+    """Checkpoint folders are to be deleted; those in `evicted` are of checkpoints on the storage path."""
 
     directories: tuple[str, ...]
+    evicted: tuple[str, ...] = ()
     epoch: int
 
 

@@ -275,7 +275,7 @@ class RunHost:
     def _delete(self, work: NodeDeletes) -> None:
         """Delete folders on a node; on a node without an agent they are orphans for the next group."""
         if work.node in self.ports.agents():
-            order = n.DeleteOrdered(directories=work.directories, epoch=self.machine.epoch)
+            order = work.order(epoch=self.machine.epoch)
             self.ports.call(Call(node=work.node, order=order, work=work))
         else:
             self.handle(*(Answered(to=delete) for delete in work.deletes))

@@ -137,9 +137,9 @@ def test_equal_deletions_on_many_nodes_are_one_order_of_the_relay(monkeypatch: p
     assert [[node for _, node in order.nodes] for order in first[0]] == [["a", "b"]]
     assert [[node for _, node in order.nodes] for order in second[0]] == [["c"], ["d"]]
     assert [arguments[1:] for arguments in (*first[1], *second[1])] == [
-        (("5",), epoch),
-        (("5", "6"), epoch),
-        (("5",), epoch),
+        (("5",), (), epoch),
+        (("5", "6"), (), epoch),
+        (("5",), (), epoch),
     ]
 
 

@@ -20,7 +20,10 @@ import torch
 from ray_ckpt.actors.agent import files
 from ray_ckpt.actors.agent.still_files import has_remotely, scrub_stored
 from ray_ckpt.config import RunOptions
+from ray_ckpt.core import messages as m
+from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import ScrubResult
+from ray_ckpt.engine.deletes import NodeDeletes, together
 from ray_ckpt.errors import CheckpointError, CorruptionError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, shard_file
@@ -509,6 +512,14 @@ def test_a_flip_in_a_shared_file_is_found_in_every_checkpoint_and_repaired(
     assert all(b.scrub(step).damage == () for step in (1, 2, 3))
 
 
+def evict(node: StillNode, *steps: int) -> None:
+    """Evict checkpoints from a node, as a coordinator orders it."""
+    effects = [m.Evict(attempt=attempt(step), node_id="a") for step in steps]
+    (work,) = together(effects)
+    assert isinstance(work, NodeDeletes)
+    node.delete(work.order(epoch=1))
+
+
 def test_what_is_only_on_the_storage_path_is_mended_from_a_later_checkpoint(node: StillNode) -> None:
     """The folder's checkpoints share one file, and older ones are on no node any more."""
     for step in (1, 2, 3):
@@ -518,14 +529,26 @@ def test_what_is_only_on_the_storage_path_is_mended_from_a_later_checkpoint(node
     stored = {step: folder / attempt(step).directory / STILL_FILE for step in (1, 2, 3)}
     assert stored[1].samefile(stored[2]) and stored[1].samefile(stored[3])
     flip(stored[1])
-    for step in (1, 2):
-        shutil.rmtree(node.path(step).parent)
+    evict(node, 1, 2)
     for step in (1, 2, 3):
         found = scrub_stored(node.run, attempt(step), 0, 1)
         assert (found.damage, found.mended) == ((), (STILL_FILE,))
         assert stored[step].read_bytes() == node.path(3).read_bytes()
     assert stored[1].samefile(stored[2]) and stored[1].samefile(stored[3]), "written once"
     assert scrub_stored(node.run, attempt(1), 0, 1) == ScrubResult()
+
+
+def test_a_retired_checkpoint_is_not_mended(node: StillNode) -> None:
+    """Its folder on the storage path may be deleted already, and would come back."""
+    for step in (1, 2):
+        node.save(step, BASE, head(step))
+        node.upload(step, step - 1 or None)
+    folder = Path(node.run.remote.files.where) / "checkpoints"
+    flip(folder / attempt(1).directory / STILL_FILE)
+    for directories, evicted in [((1,), ()), ((1,), (1,))]:  # a late eviction changes nothing
+        names = [tuple(attempt(step).directory for step in steps) for steps in (directories, evicted)]
+        node.delete(n.DeleteOrdered(directories=names[0], evicted=names[1], epoch=1))
+        assert scrub_stored(node.run, attempt(1), 0, 1).damage == (STILL_FILE,)
 
 
 def test_a_file_that_was_mended_is_mended_again(node: StillNode) -> None:

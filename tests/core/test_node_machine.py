@@ -479,6 +479,17 @@ def test_copies_and_deletes_are_done_as_ordered() -> None:
     )
 
 
+def test_an_evicted_attempt_is_still_wanted_on_the_storage_path() -> None:
+    machine, evicted, retired = started("z"), attempt(10), attempt(20)
+    names = (evicted.directory, retired.directory)
+    machine.handle(n.DeleteOrdered(directories=names, evicted=names[:1], epoch=1))
+    machine.handle(n.DeleteOrdered(directories=names, evicted=names, epoch=1))  # late
+    assert machine.is_deleted(evicted.attempt) and machine.is_deleted(retired.attempt)
+    assert (machine.is_unwanted(evicted.attempt), machine.is_unwanted(retired.attempt)) == (False, True)
+    machine.handle(n.DeleteOrdered(directories=names, epoch=1))
+    assert machine.is_unwanted(evicted.attempt)
+
+
 def test_without_a_coordinator_only_the_newest_saves_are_waited_for() -> None:
     machine = started()
     settled = [

@@ -40,6 +40,7 @@ def test_deletions_on_a_node_are_one_order_and_other_effects_keep_their_order() 
             node="a",
             directories=tuple(attempt(step).directory for step in (10, 30, 20)),
             deletes=(first, second),
+            evicted=(attempt(30).directory,),
         ),
         NodeDeletes(
             node="b",
@@ -85,5 +86,8 @@ def test_an_order_without_a_deletion_that_waits_has_no_answer() -> None:
     story = trained()
     story.harness_effect(m.Evict(attempt=attempt(5), node_id="a"))
     (call,) = story.calls(n.DeleteOrdered)
+    assert call.order == n.DeleteOrdered(
+        directories=(attempt(5).directory,), evicted=(attempt(5).directory,), epoch=1
+    )
     story.host.handle(Answered(to=call, value={attempt(5).directory: "the disk failed"}))
     assert not ended(story)

@@ -22,6 +22,7 @@ from ray_ckpt.capture.still import StillSlices
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import node_messages as n
+from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.values import ScrubResult
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import make_attempt, shard_file
@@ -58,12 +59,18 @@ class StillNode:
         stack.callback(disks.close)
         self.memory = RankMemory()
         stack.callback(self.memory.close)
+        self.machine = NodeMachine(epoch=1)  # what this node knows of deletions
         plan = SimpleNamespace(world_size=1, session_key=(1, 1))
         self.run: Any = SimpleNamespace(
             run_uid=UID,
             staging=disks,
             memory=self.memory,
-            machine=SimpleNamespace(plan=plan, is_deleted=lambda _: False, reaches=lambda _: True),
+            machine=SimpleNamespace(
+                plan=plan,
+                is_deleted=self.machine.is_deleted,
+                is_unwanted=self.machine.is_unwanted,
+                reaches=lambda _: True,
+            ),
             require_plan=lambda: require(self.run.machine.plan),
             check_space=lambda *_, **__: None,
             reach_epoch=lambda _: None,
@@ -151,6 +158,12 @@ class StillNode:
 
     def scrub(self, step: int) -> ScrubResult:
         return scrub(self.run, attempt(step), 0)
+
+    def delete(self, order: n.DeleteOrdered) -> None:
+        """Obey a coordinator's order to delete folders."""
+        for effect in self.machine.handle(order):
+            assert isinstance(effect, n.DeleteFolder)
+            self.run.staging.delete(UID, effect.directory)
 
     def path(self, step: int, file: str = STILL_FILE) -> Path:
         found: Path = self.run.staging.path(UID, attempt(step).directory, file)
