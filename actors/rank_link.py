@@ -252,5 +252,5 @@ class RayLink:
             self._recovery = _future_of(handle.restart_agent.remote(self._node, self._group))
             self._recovery_s = now_s
 
-    def make_durable(self) -> Future[None]:
-        return self._agent.make_durable.remote(self._uid).future()  # type: ignore[no-any-return]
+    def make_durable(self, attempt: AttemptId, timeout_s: float) -> Future[None]:
+        return self._agent.make_durable.remote(self._uid, attempt, timeout_s).future()  # type: ignore[no-any-return]

@@ -199,8 +199,9 @@ class RankEndpoints:
         finally:
             run.annotating -= 1
 
-    async def make_durable(self, run_uid: str) -> None:
-        await self._node.request("make_durable", run_uid)
+    async def make_durable(self, run_uid: str, attempt: AttemptId, timeout_s: float) -> None:
+        """Wait until a checkpoint is on the storage path."""
+        await self._node.request("make_durable", run_uid, attempt.attempt, timeout_s)
 
     async def report_progress(
         self, run_uid: str, session_key: SessionKey, rank: int, progress: RankProgress

@@ -370,10 +370,13 @@ class Coordinator:
         """Record a notice that a node is about to go; agents repeat a notice as long as it holds."""
         self.engine.notices.add(node, notice, time.time())
 
-    async def make_durable(self, run_uid: str) -> None:
-        """Wait until the run's newest checkpoint is durable."""
-        run = self.engine.runs.by_uid(run_uid)
-        await self.engine.request(run, lambda token: m.FinishRequested(token=token))
+    async def make_durable(self, run_uid: str, attempt: str, timeout_s: float) -> None:
+        """Wait until a checkpoint is durable. Unavailable if that fails, or takes longer than `timeout_s`."""
+        await self._recovery.ready()
+        await self.engine.request(
+            self.engine.runs.by_uid(run_uid),
+            lambda token: m.DrainRequested(token=token, attempt=attempt, within_s=timeout_s),
+        )
 
 
 def _unfinished(run: Run, timeout_s: float) -> Unavailable:

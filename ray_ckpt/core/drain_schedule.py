@@ -13,7 +13,8 @@ from ray_ckpt.core.finishing import Finishing
 from ray_ckpt.core.item_uploads import ItemUploads
 from ray_ckpt.core.maintenance import Maintenance
 from ray_ckpt.core.save_intervals import SaveIntervals
-from ray_ckpt.errors import ConfigError, Unavailable
+from ray_ckpt.core.values import Token
+from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
@@ -36,6 +37,7 @@ class DrainSchedule:
         self._maintenance, self._finishing = maintenance, finishing
         self._policy = DrainPolicy()
         self._items = ItemUploads(context, drains=drains, uploads=item_uploads)
+        self._waits: dict[Token, tuple[str, float]] = {}  # by call: attempt, end (monotonic)
 
     def recount(self, checkpoint: CheckpointInfo) -> None:
         """Count a commit of an earlier coordinator; call for all of these in log order."""
@@ -67,13 +69,23 @@ class DrainSchedule:
         yield from self._drains.assign()
 
     def ticked(self) -> Iterator[m.Effect]:
+        yield from self._answer()
         yield from self.assign()
         yield from self._items.assign()
 
     def bring(self, checkpoint: CheckpointInfo) -> Iterator[m.Effect]:
-        """Drain the checkpoint for which a finish request waits, before all other checkpoints."""
+        """Drain the checkpoint for which a caller waits, before all other checkpoints."""
         self._drains.start(checkpoint, is_urgent=True, is_requested=True)
         yield from self.assign()
+
+    def finish(self) -> Iterator[m.Effect]:
+        """Answer requests to finish once the newest checkpoint is durable; drain the checkpoint if needed."""
+        lineage = self._context.history.lineage()
+        newest = lineage[-1] if lineage else None
+        if newest is None or newest.level >= Level.DURABLE:
+            yield from self._finishing.reply(newest)
+        else:
+            yield from self.bring(newest)
 
     def rescue(self) -> Iterator[m.Effect]:
         """Drain the newest checkpoint; call if all live nodes will leave soon, and their copies with them."""
@@ -113,6 +125,10 @@ class DrainSchedule:
     def requested(self, event: m.DrainRequested) -> Iterator[m.Effect]:
         """Start the drain of a checkpoint that a user wants on the storage path."""
         checkpoint = self._context.history.checkpoints.get(event.attempt)
+        if checkpoint is not None and event.within_s is not None:
+            self._waits[event.token] = event.attempt, self._context.now_s + event.within_s
+            yield from self._answer()
+            return
         if checkpoint is None or checkpoint.state != "live":
             state = f"is {checkpoint.state}" if checkpoint else "does not exist"
             yield m.Fail(token=event.token, error=ConfigError(f"Checkpoint {event.attempt} {state}."))
@@ -121,6 +137,35 @@ class DrainSchedule:
             self._drains.start(checkpoint)
             yield from self.assign()
         yield m.Reply(token=event.token, value=None)
+
+    def _answer(self) -> Iterator[m.Effect]:
+        """Answer the callers whose wait is over, and drain the checkpoint that is awaited longest.
+
+        Each caller waits for its own checkpoint: newer ones may come faster than they can be uploaded.
+        """
+        checkpoints = self._context.history.checkpoints
+        for token, (attempt, until_s) in list(self._waits.items()):
+            checkpoint = checkpoints[attempt]
+            if checkpoint.level >= Level.DURABLE:
+                yield m.Reply(token=token, value=checkpoint)
+            elif checkpoint.state != "live" or self._context.now_s >= until_s:
+                state = "not on the storage path yet" if checkpoint.state == "live" else checkpoint.state
+                yield m.Fail(token=token, error=Unavailable(f"Step {checkpoint.step} is {state}."))
+            else:
+                continue
+            del self._waits[token]
+        for attempt, _ in self._waits.values():
+            self._drains.start(checkpoints[attempt], is_requested=True)
+        if self._waits:
+            longest, _ = next(iter(self._waits.values()))
+            yield from self.bring(checkpoints[longest])
+
+    def fail(self, error: CheckpointError, attempt: str = "") -> Iterator[m.Fail]:
+        """Fail the callers that wait, or those that wait for one attempt."""
+        for token, (awaited, _) in list(self._waits.items()):
+            if attempt in ("", awaited):
+                del self._waits[token]
+                yield m.Fail(token=token, error=error)
 
     def ended(self, event: m.DrainEnded) -> Iterator[m.Effect]:
         """Note the end of one upload."""
@@ -161,9 +206,10 @@ class DrainSchedule:
                 context.ledger.append(op)
 
     def _failed(self, attempt: AttemptId, reason: str) -> Iterator[m.Effect]:
-        """Warn of a drain that was given up; fail the finish requests that wait for this drain."""
+        """Warn of a drain that was given up; fail the callers that wait for this drain."""
         error = Unavailable(f"Step {attempt.step} did not reach the storage path: {reason}")
         yield from self._context.warn_once(str(error))
+        yield from self.fail(error, attempt.attempt)
         lineage = self._context.history.lineage()
         if lineage and lineage[-1].id == attempt:
             yield from self._finishing.fail(error)

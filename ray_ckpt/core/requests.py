@@ -35,10 +35,14 @@ class UnpinRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
-    """A user wants a checkpoint, due or not, on the storage path; replied to when its drain is queued."""
+    """A user wants a checkpoint, due or not, on the storage path; replied to when its drain is queued.
+
+    A caller that waits is replied to when the checkpoint is durable; Unavailable after `within_s`.
+    """
 
     token: Token
     attempt: str
+    within_s: float | None = None  # seconds for which the caller waits; None: it does not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -291,6 +291,7 @@ class RunMachine:
         yield from self._barriers.fail(error)
         yield from self._salvages.fail(error)
         yield from self._finishing.fail(error)
+        yield from self._drain_schedule.fail(error)
         for event in [*self._early, *self._requests.waiting]:
             yield from self._refuse(event)
         yield m.StepDown(error=error, is_foreign=is_foreign)
@@ -327,15 +328,6 @@ class RunMachine:
             self._retirement.decide()
         self._drain_schedule.start_again()
 
-    def _finish(self) -> Iterator[m.Effect]:
-        """Answer requests to finish once the newest checkpoint is durable; drain the checkpoint if needed."""
-        lineage = self.history.lineage()
-        newest = lineage[-1] if lineage else None
-        if newest is None or newest.level >= Level.DURABLE:
-            yield from self._finishing.reply(newest)
-        else:
-            yield from self._drain_schedule.bring(newest)
-
     def _put_away(self) -> Iterator[m.Effect]:
         """Empty the nodes of a finished run; close the run when the nodes are empty and this is logged."""
         self._drain_schedule.start_again(is_end=True)
@@ -368,6 +360,7 @@ class RunMachine:
             return
         error = RunSuperseded("A newer training group has opened this run.")
         yield from self._finishing.fail(error)
+        yield from self._drain_schedule.fail(error)
         asked_s = event.asked_s - CLOCK_S
         self._context.holders.learn(event.inventories, self.history.run_uid, asked_s=asked_s)
         self._saves.count_reports(asked_s)
@@ -549,7 +542,7 @@ _DECISIONS = (  # taken in this order, after each event, while no record is pend
         appends=False,
     ),
     _Decision(lambda run: True, lambda run: run._sweeps.order_listing(run._context.wall_s), appends=False),
-    _Decision(lambda run: run._finishing and not run._attempts, RunMachine._finish),
+    _Decision(lambda run: run._finishing and not run._attempts, lambda run: run._drain_schedule.finish()),
     _Decision(lambda run: run._snapshots.is_due, lambda run: run._snapshots.write()),
     _Decision(
         lambda run: (

@@ -54,7 +54,9 @@ TAKE_OVER_AGAIN_S = 5.0  # until a host again tries to continue with a group tha
 Waiting: TypeAlias = RunOpened | GroupRequested | GroupFound | InventoryDue
 """Events that wait until the run is open on all live nodes."""
 
-_OfGroup: TypeAlias = m.BarrierReached | m.NodeRestored | m.SalvageRequested | m.FinishRequested
+_OfGroup: TypeAlias = (
+    m.BarrierReached | m.NodeRestored | m.SalvageRequested | m.DrainRequested | m.FinishRequested
+)
 
 
 class RunHost:
@@ -159,9 +161,13 @@ class RunHost:
                 self._over
             ):
                 self.groups.fail(event.token, self._over)
-            case m.BarrierReached() | m.NodeRestored() | m.SalvageRequested() | m.FinishRequested() if (
-                self.is_recovering
-            ):
+            case (
+                m.BarrierReached()
+                | m.NodeRestored()
+                | m.SalvageRequested()
+                | m.DrainRequested()
+                | m.FinishRequested()
+            ) if self.is_recovering:
                 self._held.append(event)
             case LauncherSeen():
                 self.launchers.seen(event)

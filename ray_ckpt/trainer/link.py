@@ -198,8 +198,8 @@ class SaveLink(RankLink, Protocol):
         """
         ...
 
-    def make_durable(self) -> Future[None]:
-        """Copy the newest checkpoint of the run to the storage path."""
+    def make_durable(self, attempt: AttemptId, timeout_s: float) -> Future[None]:
+        """Copy a checkpoint to the storage path, whatever is saved after it; give up after `timeout_s`."""
         ...
 
 

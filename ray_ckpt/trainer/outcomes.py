@@ -285,7 +285,7 @@ class Outcomes:
                 self._wait_for(attempt, Level.LOCAL, timeout_s)
             left_s = deadline_s - time.monotonic()
             if level is Level.DURABLE:
-                self._link.make_durable().result(left_s)
+                self._link.make_durable(attempt, left_s).result(left_s)
             elif level > Level.LOCAL:
                 self._wait_for(attempt, level, left_s)
         except CheckpointError:

@@ -206,7 +206,7 @@ class LocalLink:
     def recover(self) -> None:
         self.recovered += 1
 
-    def make_durable(self) -> Future[None]:
+    def make_durable(self, attempt: AttemptId, timeout_s: float) -> Future[None]:
         return _done(None)
 
     # -- for tests -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from ray_ckpt.core.drain import DAMAGED_AGAIN_S, MAX_ACTIVE, MAX_QUEUED, MAX_RET
 from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.maintenance import MAINTENANCE_S
 from ray_ckpt.core.values import DiskSpace
+from ray_ckpt.errors import Fenced, RunSuperseded
 from ray_ckpt.types import Level
 from tests.core.driver import Harness, of, one
 
@@ -66,6 +67,75 @@ def test_what_is_retired_is_not_drained_for_anybody() -> None:
     assert run.checkpoint(run.attempt(10)).state == "retired"
     reported = run.feed(m.DrainRequested(token="want", attempt=run.attempt(10).attempt))
     assert "is retired" in str(one(reported, m.Fail).error) and not of(reported, m.Drain)
+
+
+# -- callers that wait -------------------------------------------------------------------------------
+
+
+def waits(run: Harness, step: int, within_s: float = 60.0) -> m.DrainRequested:
+    return m.DrainRequested(token=f"wait-{step}", attempt=run.attempt(step).attempt, within_s=within_s)
+
+
+def test_a_caller_waits_for_its_own_checkpoint_however_many_are_saved_meanwhile() -> None:
+    run = run_on("ab", remote_every=1000, keep_last=3)
+    run.save(10)
+    drains = of(run.feed(waits(run, 10)), m.Drain)
+    assert steps(drains) == {10}
+    for step in range(20, 80, 10):  # the upload takes as long as these saves
+        assert not of(run.save(step), m.Drain), "the caller does not wait for these"
+        assert not of(run.tick(1.0), m.Drain)
+    run.feed(run.stored(run.attempt(80), "a"))  # an attempt is always open
+    run.drain_all(drains)
+    assert one(run.tick(0.5), m.Reply) == m.Reply(token="wait-10", value=run.checkpoint(run.attempt(10)))
+    run.save(90)
+    assert not of(run.tick(1.0), m.Drain) and not run.machine._drains.attempts
+
+
+def test_a_caller_is_answered_when_its_time_is_up_and_nothing_is_drained_for_it_any_more() -> None:
+    run = run_on("ab", remote_every=1000, keep_last=10)
+    run.save(10)
+    drains = of(run.feed(waits(run, 10, within_s=60.0)), m.Drain)
+    run.tick(59.0)
+    assert not of(run.transcript, m.Fail)
+    assert "Step 10 is not on the storage path yet" in str(one(run.tick(1.0), m.Fail).error)
+    run.drain_all(drains)
+    run.save(20)
+    assert not of(run.tick(1.0), m.Drain) and not of(run.transcript[-3:], m.Reply)
+
+
+def test_of_many_callers_the_one_that_has_waited_longest_is_next() -> None:
+    run = run_on("ab", remote_every=1, keep_last=50)
+    waiting = list(range(10, 150, 10))
+    effects: list[m.Effect] = []
+    for step in waiting:
+        effects += [*run.save(step), *run.feed(waits(run, step, within_s=HOUR_S))]
+        assert len(run.machine._drains.attempts) <= MAX_ACTIVE + MAX_QUEUED
+    while waiting:
+        effects = [*run.drain_all(effects), *run.tick(1.0)]
+        answered = [int(reply.token.removeprefix("wait-")) for reply in of(effects, m.Reply)]
+        assert answered[:1] == waiting[:1]
+        waiting = [step for step in waiting if step not in answered]
+
+
+def test_a_caller_gets_the_reason_why_its_checkpoint_does_not_become_durable() -> None:
+    run = run_on("ab", remote_every=1000, keep_last=1)
+    run.save(10)
+    run.save(20)
+    assert "Step 10 is retired" in str(one(run.feed(waits(run, 10)), m.Fail).error)
+    run.feed(waits(run, 20))
+    (failed,) = of(run.lose("a", "b"), m.Fail)
+    assert failed.token == "wait-20" and "no live node holds all of it" in str(failed.error)
+
+
+@pytest.mark.parametrize("end", ["a newer group", "another coordinator"])
+def test_a_caller_that_waits_is_answered_when_its_group_has_lost_the_run(end: str) -> None:
+    run = run_on("ab", remote_every=1000)
+    run.save(10)
+    run.feed(waits(run, 10))
+    lost = run.group("ab") if end == "a newer group" else m.OrderRefused(epoch=99)
+    failed = [effect for effect in of(run.feed(lost), m.Fail) if effect.token == "wait-10"]
+    assert isinstance(failed[0].error, RunSuperseded if end == "a newer group" else Fenced)
+    assert not of(run.tick(1.0), m.Fail), "once"
 
 
 # -- the store is away -------------------------------------------------------------------------------

@@ -72,6 +72,20 @@ def test_a_finish_waits_for_the_save_that_only_the_nodes_know() -> None:
     assert isinstance(last, CheckpointInfo) and last.step == 6
 
 
+def test_a_rank_that_waits_for_the_storage_path_waits_until_it_is_known_who_has_its_checkpoint() -> None:
+    story = trained()
+    story.commit(3)
+    plan, attempt = planned(story), story.harness.attempt(3).attempt
+    held = {node: replace(story.harness.disks[node].inventory(), plan=plan) for node in "ab"}
+    story.silent = {"a", "b"}
+    story.recover(plan)
+    story.host.handle(m.DrainRequested(token="durable", attempt=attempt, within_s=60.0))
+    assert not story.calls(m.Drain) and "durable" not in story.ports.replies
+    for call in story.calls(OpenOnNode)[-2:]:
+        story.host.handle(Answered(to=call, value=held[call.node]))
+    assert {call.node for call in story.calls(m.Drain)} == {"a", "b"}
+
+
 def test_calls_that_wait_for_a_group_fail_with_their_host() -> None:
     story = trained()
     key = planned(story).session_key

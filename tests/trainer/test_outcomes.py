@@ -27,7 +27,7 @@ from ray_ckpt.trainer import checkpointer as checkpointer_module
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.item_reader import ItemReader
 from ray_ckpt.trainer.link import ArenaGrant, SealedShard
-from ray_ckpt.types import CheckpointInfo, Level, RankRestore
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RankRestore
 from tests.capture.local import LocalLink
 
 LEVELS = ("local", "replicated", "durable")
@@ -230,9 +230,10 @@ class Restores(Agent):
         )
         return RestoreTicket(session_key=(1, 2), checkpoint=checkpoint)
 
-    def make_durable(self) -> Future[None]:
+    def make_durable(self, attempt: AttemptId, timeout_s: float) -> Future[None]:
+        assert attempt == _attempt() and 0.0 < timeout_s <= 600.0
         self.brought += 1
-        return LocalLink.make_durable(self)
+        return LocalLink.make_durable(self, attempt, timeout_s)
 
 
 def _attempt() -> Any:
