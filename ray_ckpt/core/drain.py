@@ -242,7 +242,8 @@ class Drains:
     def _like(self, task: _Task) -> str:
         """Return the folder of the newest durable checkpoint; "" if the drained one may be damaged there."""
         unsafe = self._context.holders.unsafe_remote
-        if task.checkpoint.id.attempt in unsafe:
+        is_again = task.checkpoint.level >= Level.DURABLE  # it may have been mended in the meantime
+        if is_again or task.checkpoint.id.attempt in unsafe:
             return ""
         if task.like is None or task.like.attempt in unsafe:
             durable = (

@@ -82,10 +82,10 @@ class DrainSchedule:
         """Answer requests to finish once the newest checkpoint is durable; drain the checkpoint if needed."""
         lineage = self._context.history.lineage()
         newest = lineage[-1] if lineage else None
-        if newest is None or newest.level >= Level.DURABLE:
-            yield from self._finishing.reply(newest)
-        else:
+        if newest is not None and self._context.holders.needs_upload(newest):
             yield from self.bring(newest)
+        else:
+            yield from self._finishing.reply(newest)
 
     def rescue(self) -> Iterator[m.Effect]:
         """Drain the newest checkpoint; call if all live nodes will leave soon, and their copies with them."""
@@ -94,7 +94,8 @@ class DrainSchedule:
             return
         ends = [at_s for node, at_s in context.leaves_at_s.items() if node in context.holders.live]
         fits = not ends or context.now_s + self._intervals.drain_s <= max(ends)
-        if fits and lineage[-1].level < Level.DURABLE and lineage[-1].id.attempt not in self._drains.attempts:
+        is_needed = context.holders.needs_upload(lineage[-1])
+        if fits and is_needed and lineage[-1].id.attempt not in self._drains.attempts:
             self._drains.start(lineage[-1], is_urgent=True)
             yield from self.assign()
 
@@ -146,7 +147,7 @@ class DrainSchedule:
         checkpoints = self._context.history.checkpoints
         for token, (attempt, until_s) in list(self._waits.items()):
             checkpoint = checkpoints[attempt]
-            if checkpoint.level >= Level.DURABLE:
+            if not self._context.holders.needs_upload(checkpoint):
                 yield m.Reply(token=token, value=checkpoint)
             elif checkpoint.state != "live" or self._context.now_s >= until_s:
                 state = "not on the storage path yet" if checkpoint.state == "live" else checkpoint.state
@@ -195,7 +196,7 @@ class DrainSchedule:
         elif event.error is not None:
             yield from context.warn_once(f"Step {event.attempt.step}: describing it: {event.error}")
         else:
-            self._maintenance.uploaded(attempt)
+            self._maintenance.uploaded(checkpoint)
             if checkpoint.state == "live" and checkpoint.level < Level.DURABLE:
                 op = r.Promote(
                     attempt=attempt,

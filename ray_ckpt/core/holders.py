@@ -145,6 +145,11 @@ class Holders:
         is_remote = checkpoint.level >= Level.DURABLE and checkpoint.id.attempt not in self.bad_remote
         return is_remote or self.has_all(checkpoint)
 
+    def needs_upload(self, checkpoint: CheckpointInfo) -> bool:
+        """Return True if the storage path has no copy, or one that may be damaged and is on live nodes."""
+        is_unsafe = checkpoint.id.attempt in self.unsafe_remote
+        return checkpoint.level < Level.DURABLE or (is_unsafe and self.has_all(checkpoint))
+
     @property
     def unsafe_remote(self) -> set[str]:
         """Attempts whose copy on the storage path is damaged or may be; their copies on nodes stay."""

@@ -424,9 +424,16 @@ class Maintenance:
                 self._scrubs.suspect(scrub)
         self._next_s = 0.0
 
-    def uploaded(self, attempt: str) -> None:
-        """Note that a checkpoint is complete and undamaged on the storage path."""
+    def uploaded(self, checkpoint: CheckpointInfo) -> None:
+        """Note that a checkpoint is complete and undamaged on the storage path.
+
+        One that was durable before shares no file there now, and is no suspect any more.
+        """
+        attempt = checkpoint.id.attempt
         self._context.holders.bad_remote.discard(attempt)
+        if checkpoint.level >= Level.DURABLE:
+            self._scrubs.renewed(checkpoint.id)
+            self._context.holders.suspect_remote.discard(attempt)
         if parts := self._bad_remote.pop(attempt, None):
             self._context.measure(telemetry.REPAIRED, len(parts), place=m.REMOTE)
 

@@ -387,7 +387,7 @@ class RunMachine:
             return
         self._finishing.ended("launcher")
         yield from self._sessions.end(RunSuperseded("The launcher has died."))
-        if (lineage := self.history.lineage()) and lineage[-1].level < Level.DURABLE:
+        if (lineage := self.history.lineage()) and self._context.holders.needs_upload(lineage[-1]):
             yield from self._drain_schedule.bring(lineage[-1])
 
     def _on_inventory_taken(self, event: m.InventoryTaken) -> Iterator[m.Effect]:

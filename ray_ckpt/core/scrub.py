@@ -119,6 +119,11 @@ class Scrubs:
         """
         self._suspects[scrub] = 0
 
+    def renewed(self, attempt: AttemptId) -> None:
+        """Forget the suspects of a checkpoint whose copy on the storage path shares no file now."""
+        for scrub in [s for s in self._suspects if s.attempt == attempt and s.place == REMOTE]:
+            del self._suspects[scrub]
+
     @property
     def read_remote(self) -> set[str]:
         """The attempt that is being read on the storage path, if one is."""

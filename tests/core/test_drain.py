@@ -91,6 +91,18 @@ def test_a_caller_waits_for_its_own_checkpoint_however_many_are_saved_meanwhile(
     assert not of(run.tick(1.0), m.Drain) and not run.machine._drains.attempts
 
 
+def test_a_caller_waits_until_a_damaged_copy_is_uploaded_again() -> None:
+    run = run_on("ab")
+    run.drain_all(run.save(10))
+    scrub = m.ScrubEnded(
+        attempt=run.attempt(10), node_index=0, place=m.REMOTE, damage=("a file",), error=None
+    )
+    drains = run.feed(scrub)
+    assert not of(run.feed(waits(run, 10)), m.Reply)
+    run.drain_all(drains)
+    assert one(run.tick(0.5), m.Reply).token == "wait-10"
+
+
 def test_a_caller_is_answered_when_its_time_is_up_and_nothing_is_drained_for_it_any_more() -> None:
     run = run_on("ab", remote_every=1000, keep_last=10)
     run.save(10)

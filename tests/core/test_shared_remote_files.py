@@ -133,15 +133,56 @@ def test_copies_on_nodes_stay_until_the_ones_on_the_storage_path_were_read() -> 
 
 
 def test_a_finished_run_keeps_the_copies_of_suspects_on_its_nodes() -> None:
-    run = run_with((10, 20), retire_grace_s=60.0)
-    bad, suspect = run.attempt(10), run.attempt(20)
+    run = run_with((10, 20, 30), retire_grace_s=60.0)
+    bad, suspect, newest = (run.attempt(step) for step in (10, 20, 30))
     run.drain_all(read(run, bad, STILL))
-    run.feed(m.FinishRequested(token="end", ends_group=True))
+    run.drain_all(run.feed(m.FinishRequested(token="end", ends_group=True)))
     for _ in range(3):
         run.feed(m.RemoteListed(number=of(run.transcript, m.SweepRemote)[-1].number))
         run.tick(61.0)
-    assert {evict.attempt for evict in of(run.transcript, m.Evict)} == {bad}, "it has new files"
+    assert {evict.attempt for evict in of(run.transcript, m.Evict)} == {bad, newest}, "they have new files"
     assert one(run.transcript, m.PutAway).kept == (suspect.directory,)
+
+
+@pytest.mark.parametrize("is_suspect", [False, True])
+def test_a_run_does_not_end_with_a_last_checkpoint_that_may_be_damaged(is_suspect: bool) -> None:
+    """After the answer the nodes, with the only intact copies, may be gone."""
+    run = run_with((10, 20))
+    attempt = run.attempt(20)
+    drains = of(read(run, run.attempt(10) if is_suspect else attempt, STILL), m.Drain)
+    if is_suspect:
+        run.drain_all(drains)
+    effects = run.feed(m.FinishRequested(token="end", ends_group=True))
+    assert not of(effects, m.Reply)
+    drains = of(effects, m.Drain) if is_suspect else drains
+    assert {(drain.attempt, drain.like) for drain in drains} == {(attempt, "")}
+    assert one(run.drain_all(drains), m.Reply).value == run.checkpoint(attempt)
+
+
+def test_a_run_ends_with_a_damaged_last_checkpoint_that_is_on_no_node() -> None:
+    run = run_with((10, 20))
+    run.lose("a", "b")
+    read(run, run.attempt(20), STILL)
+    assert one(run.feed(m.FinishRequested(token="end")), m.Reply).token == "end"
+
+
+def test_a_finish_fails_if_the_good_copies_of_a_damaged_last_checkpoint_are_lost_meanwhile() -> None:
+    run = run_with((10, 20))
+    read(run, run.attempt(20), STILL)
+    run.feed(m.FinishRequested(token="end"))
+    assert one(run.lose("a", "b"), m.Fail).token == "end"
+
+
+def test_nodes_that_all_leave_upload_a_damaged_last_checkpoint_first() -> None:
+    run = run_with((10, 20))
+    drains = read(run, run.attempt(10), STILL)
+    for drain in of(drains, m.Drain):
+        run.drained(drain)  # not described yet
+    leaving = m.NodesSeen(live=frozenset("ab"), draining=frozenset("ab"), left_s={"a": 600.0, "b": 600.0})
+    rescued = run.feed(leaving)
+    assert {(drain.attempt.step, drain.like) for drain in of(rescued, m.Drain)} == {(20, "")}
+    run.drain_all(rescued)
+    assert not of((*run.feed(leaving), *run.tick(1.0)), m.Drain)
 
 
 def test_a_node_outside_the_group_is_needed_while_the_copy_on_the_storage_path_is_a_suspect() -> None:
