@@ -165,14 +165,22 @@ class RankEndpoints:
         self._runs.get(run_uid).host.handle(n.SaveFailed(attempt=attempt, rank=rank, reason=reason))
 
     async def await_outcome(self, run_uid: str, attempt: AttemptId, level: Level) -> n.SaveOutcome:
-        """Wait until the save has reached `level`, or was dropped."""
+        """Wait until the save has reached `level`, or was dropped.
+
+        Raises TimeoutError after a limit; then a caller with time left calls again. A save that is under way
+        on this node has no limit: its files may take minutes to write, and its outcome comes.
+        """
         run = self._runs.get(run_uid)
         options = run.spec.options
         limit_s = options.attempt_timeout_s + options.goal_timeout_s + OUTCOME_SLACK_S
-        outcome: n.SaveOutcome = await asyncio.wait_for(
-            run.request(lambda token: OutcomeAwaited(token=token, attempt=attempt, level=level)), limit_s
-        )
-        return outcome
+        while True:
+            waited = run.request(lambda token: OutcomeAwaited(token=token, attempt=attempt, level=level))
+            try:
+                outcome: n.SaveOutcome = await asyncio.wait_for(waited, limit_s)
+                return outcome
+            except TimeoutError:
+                if not run.machine.is_saving(attempt):
+                    raise
 
     async def await_session_end(self, run_uid: str, session_key: SessionKey) -> CheckpointError:
         """Wait until the session is over, and return the reason."""

@@ -85,6 +85,10 @@ class NodeMachine:
         """Return True if this node knows that the attempt was deleted everywhere: retired or dropped."""
         return self.is_deleted(attempt) and not self._deleted.get(attempt, False)
 
+    def is_saving(self, attempt: AttemptId) -> bool:
+        """Return True if a save is under way on this node: it will have an outcome."""
+        return attempt.attempt in self._saves
+
     def outcome(self, attempt: AttemptId, level: Level) -> n.SaveOutcome | None:
         """Return the outcome of an attempt that has reached `level` or is dropped, else None.
 

@@ -184,7 +184,10 @@ class SaveLink(RankLink, Protocol):
         ...
 
     def outcome(self, attempt: AttemptId, level: Level) -> Future[SaveOutcome]:
-        """Return a future that is done when the attempt has reached `level` or was dropped."""
+        """Return a future that is done when the attempt has reached `level` or was dropped.
+
+        It has a TimeoutError after minutes if the save is not under way on this node, or `level` is higher.
+        """
         ...
 
     def ended(self, session_key: SessionKey) -> Future[CheckpointError]:

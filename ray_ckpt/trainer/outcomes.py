@@ -297,7 +297,15 @@ class Outcomes:
             ) from error
 
     def _wait_for(self, attempt: AttemptId, level: Level, timeout_s: float) -> None:
-        error = self._link.outcome(attempt, level).result(timeout_s).error
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            outcome = self._link.outcome(attempt, level)
+            try:
+                error = outcome.result(max(0.0, deadline_s - time.monotonic())).error
+                break
+            except TimeoutError:
+                if not outcome.done():  # else only the limit of the call is over
+                    raise
         if isinstance(error, CollectiveError | RunConflict):
             raise error
         if error is not None:

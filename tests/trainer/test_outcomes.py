@@ -172,6 +172,35 @@ def test_wait_reports_a_skipped_save(level: Any, monkeypatch: pytest.MonkeyPatch
     ckpt.close()
 
 
+@dataclass(slots=True)
+class ShortCalls(Agent):
+    """The agent ends calls that wait for copies before the copies are there."""
+
+    ends: int = 3  # calls that end without an answer
+
+    def outcome(self, attempt: AttemptId, level: Level) -> Future[SaveOutcome]:
+        if level is Level.LOCAL or self.ends == 0:
+            return LocalLink.outcome(self, attempt, level)
+        self.ends -= 1
+        ended: Future[SaveOutcome] = Future()
+        ended.set_exception(TimeoutError())
+        return ended
+
+
+def test_wait_goes_on_after_the_limit_of_a_call_until_its_own(agent: Agent) -> None:
+    agent = ShortCalls(agent.options)
+    ckpt = checkpointer(agent)
+    ckpt.step(2)
+    ckpt.wait("replicated", timeout_s=60.0)
+    assert agent.ends == 0
+    agent.go.clear()
+    ckpt.step(4)
+    with pytest.raises(Unavailable, match="Step 4 did not become local within 0 s"):
+        ckpt.wait(timeout_s=0.1)
+    agent.go.set()
+    ckpt.close()
+
+
 def test_wait_reports_a_save_that_the_disk_refuses(ckpt: Checkpointer, agent: Agent) -> None:
     ckpt.step(2)
     ckpt.wait()
