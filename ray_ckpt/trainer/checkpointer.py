@@ -234,8 +234,6 @@ class Checkpointer:
             is_whole = self._whole_step == step  # otherwise the state is between two steps
             if is_whole:
                 self._save_last()
-                self._is_over = True
-                self.flush(commit=True)
             else:
                 self._outcomes.warn_if_unsaved(self._count.last, since=self._count.restored, begun=step)
             if self._survivor is not None and (not is_whole or self._outcomes.has_failed):
@@ -292,8 +290,6 @@ class Checkpointer:
         """
         self._check_open("finish")
         self._save_last(metrics)
-        self._is_over = True
-        self.flush(commit=True)
         if problem := self._outcomes.problem():
             log.error(
                 "training ends with step %d, which has no checkpoint: %s; the newest of the run is %s",
@@ -550,20 +546,24 @@ class Checkpointer:
         return saved
 
     def _save_last(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Save the last step unless it is saved; save it once more if the save was skipped or dropped."""
+        """Save the last step unless it is saved, once more if its save failed, and wait for the commit."""
         step, known, new = self._count.last, self._last_metrics, detached(metrics)
         self._last_metrics = known | new
-        if step == self._count.restored:
-            return
-        if self._saved_step == step and (captured := self._outcomes.captured(step)) is not None:
+        is_saved = step == self._count.restored
+        captured = self._outcomes.captured(step) if self._saved_step == step else None
+        if captured is not None:
             self._require_saver().settle()
-            if self._outcomes.is_committed(captured):
-                if self._last_metrics != known:
-                    self.annotate(step, metrics=new)
-                return
-        if self._require_items().postpone():
+            self._outcomes.request(captured)
+            # Another save while the outcome is unknown would be dropped if this one is committed.
+            is_saved = self._outcomes.is_committed(captured) is not False
+            if is_saved and self._last_metrics != known:
+                self.annotate(step, metrics=new)
+        if not is_saved and self._require_items().postpone():
             log.warning("the loop ends in an accumulation window; its gradients are not in the checkpoint")
-        self._save(step, max_block_s=FLUSH_S)
+        if not is_saved:
+            self._save(step, max_block_s=FLUSH_S)
+        self._is_over = True
+        self.flush(commit=not is_saved)
 
     def _attempt(self, step: int) -> AttemptId:
         assert self._session_key is not None

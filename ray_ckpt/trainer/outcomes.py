@@ -224,18 +224,23 @@ class Outcomes:
             self._guard.renew(step)
             self.newest = (pending.attempt, pending.metrics)
 
-    def is_committed(self, pending: PendingSave, limit_s: float | None = None) -> bool:
-        """Wait for the outcome of a save, by default as long as the coordinator waits for missing ranks."""
+    def is_committed(self, pending: PendingSave, limit_s: float | None = None) -> bool | None:
+        """Wait for the outcome of a save. Return None if it is not known in time: it may still be committed.
+
+        The default limit has room for files that are written for minutes, and then for the coordinator, which
+        waits for missing nodes and for copies.
+        """
         if limit_s is None:
-            limit_s = self._link.options.attempt_timeout_s + OUTCOME_SLACK_S
+            options = self._link.options
+            commit_s = options.attempt_timeout_s + options.goal_timeout_s + OUTCOME_SLACK_S
+            limit_s = max(commit_s, options.finish_timeout_s)
         try:
             return pending.outcome.result(limit_s).error is None
-        except TimeoutError:
-            text = f"no report for {limit_s:.0f} s"
-        except Exception as error:  # the agent died
-            text = text_of(error)
-        log.warning("step %d: the outcome of its save is unknown: %s", pending.attempt.step, text)
-        return False
+        except Exception as error:  # the time is up, or the agent died
+            is_late = isinstance(error, TimeoutError)
+            text = f"no report for {limit_s:.0f} s" if is_late else text_of(error)
+            log.warning("step %d: the outcome of its save is unknown: %s", pending.attempt.step, text)
+            return None if is_late else False
 
     def problem(self) -> str:
         """Return why the last requested save is no checkpoint; "" if it is one, or without a request."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch import nn
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.node_messages import SaveOutcome
 from ray_ckpt.errors import Unavailable
+from ray_ckpt.format.names import make_attempt
+from ray_ckpt.trainer import outcomes
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.outcomes import GOES_ON
 from ray_ckpt.types import AttemptId, Level
@@ -93,6 +97,33 @@ def test_a_state_that_an_optimizer_has_changed_since_is_another_one(link: SlowCo
     optimizer.step()
     assert ckpt.save(4)
     ckpt.flush()
+    assert [s.attempt.step for s in link.sealed] == [4, 4]
+    ckpt.close()
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_the_last_save_may_take_longer_than_the_limit_for_missing_ranks(
+    is_in_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second save would be dropped if the first one is committed."""
+    monkeypatch.setattr(outcomes, "OUTCOME_SLACK_S", 0.1)
+    link = slow()
+    limit_s = 60.0 if is_in_time else 0.3
+    link.options = replace(link.options, attempt_timeout_s=0.1, goal_timeout_s=0.1, finish_timeout_s=limit_s)
+    ckpt, _ = begun(link)
+    if is_in_time:
+        threading.Timer(0.3, link.end).start()
+    assert ckpt.finish() is is_in_time
+    assert len(link.sealed) == 1
+    ckpt.close()
+
+
+def test_the_last_save_is_made_again_if_it_was_dropped(link: SlowCommits) -> None:
+    ckpt, _ = begun(link)
+    link.end(Unavailable("rank 1 was busy"))
+    second = make_attempt(run_uid="0" * 32, epoch=1, session=1, step=4, attempt=1)
+    link.outcome(second, Level.LOCAL).set_result(SaveOutcome(level=Level.LOCAL, error=None))
+    assert ckpt.finish()
     assert [s.attempt.step for s in link.sealed] == [4, 4]
     ckpt.close()
 
