@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -33,9 +34,11 @@ from ray_ckpt.types import (
 )
 
 log = logging.getLogger("ray_ckpt")
+T = TypeVar("T")
 
 OPEN_S = 300.0  # time to start agents on all nodes of a cold cluster
 CALL_S = 120.0  # longest wait for an answer from the coordinator or an agent
+AGAIN_S = 1.0  # between calls to a coordinator that Ray is about to restart
 OPEN_TRIES = 3  # a coordinator that dies is restarted by Ray within seconds
 
 
@@ -118,15 +121,32 @@ def open_group(
 
 def finish_run(spec: RunSpec, *, has_failed: bool = False) -> CheckpointInfo | None:
     """End or give up the run; return its last checkpoint once that checkpoint is on the storage path."""
-    timeout_s = spec.options.finish_timeout_s
-    finished = coordinator().finish.remote(spec.key, timeout_s, has_failed)
-    newest: CheckpointInfo | None = get_result(finished, timeout_s + CALL_S)
-    return newest
+
+    def finish(left_s: float) -> CheckpointInfo | None:
+        finished = coordinator().finish.remote(spec.key, left_s, has_failed)
+        newest: CheckpointInfo | None = get_result(finished, left_s + CALL_S)
+        return newest
+
+    return _of_restarted(finish, spec.options.finish_timeout_s)
 
 
 def salvage(spec: RunSpec) -> None:
     """Let the survivors of a group that has lost ranks save the last step, and wait until they have."""
-    get_result(coordinator().salvage.remote(spec.key), CALL_S)
+    _of_restarted(lambda left_s: get_result(coordinator().salvage.remote(spec.key), left_s), CALL_S)
+
+
+def _of_restarted(call: Callable[[float], T], limit_s: float) -> T:
+    """Return `call(left_s)`; if the coordinator dies meanwhile, call the restarted one while time is left."""
+    end_s = time.monotonic() + limit_s
+    while True:
+        try:
+            return call(max(0.0, end_s - time.monotonic()))
+        except Unavailable as error:
+            is_dead = isinstance(error.__cause__, ray.exceptions.RayActorError)
+            if not is_dead or time.monotonic() + AGAIN_S > end_s:
+                raise
+            log.warning("the coordinator went away; asking the next one again")
+            time.sleep(AGAIN_S)
 
 
 def exposure(*, run: str, storage_path: str) -> tuple[Exposure, ...]:

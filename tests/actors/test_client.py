@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +92,40 @@ def test_calls_of_a_restore_are_made_again_to_the_next_agent(monkeypatch: pytest
     answers = [ray.exceptions.RayTaskError("get_ticket", "trace", ValueError("a bug"))]
     with pytest.raises(Unavailable, match="trace"):
         link.ticket()
+
+
+@pytest.mark.parametrize("limit_s", [60.0, 0.0])
+def test_a_finish_is_requested_again_from_a_coordinator_that_ray_restarts(
+    limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may die in the upload of the last checkpoint, which the end of the launcher would end."""
+    monkeypatch.setattr(client, "AGAIN_S", 0.001)
+    actor, newest = Actor(), object()
+    dead, restarting = ray.exceptions.RayActorError(), ray.exceptions.ActorUnavailableError("restarts", None)
+    answers: list[Any] = [dead, restarting, newest]
+
+    def get(call: Any, timeout: float) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(client, "coordinator", lambda: actor)
+    monkeypatch.setattr(ray, "get", get)
+    spec = replace(SPEC, options=RunOptions(finish_timeout_s=limit_s))
+    if limit_s:
+        assert client.finish_run(spec) is newest
+        key, left_s, _ = actor.calls["finish"]
+        assert key == SPEC.key and 0.0 < left_s < limit_s
+        answers = [dead, None]
+        client.salvage(spec)
+        assert not answers
+    else:
+        with pytest.raises(Unavailable):
+            client.finish_run(spec)
+        answers = [ray.exceptions.RayTaskError("finish", "trace", Unavailable("not uploaded"))]
+        with pytest.raises(Unavailable, match="not uploaded"):
+            client.finish_run(SPEC)
 
 
 @pytest.mark.parametrize(
