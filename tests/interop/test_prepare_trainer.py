@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ray.train.huggingface.transformers import prepare_trainer as prepare_for_ray
+from torch.utils.data import WeightedRandomSampler
 from transformers import EarlyStoppingCallback, Trainer, default_data_collator
 
 import ray_ckpt
@@ -29,7 +30,7 @@ def disconnect() -> Iterator[None]:
     set_connection(Connection())
 
 
-def resume(folder: Path, prepare: Prepare, **args: Any) -> tuple[Trainer, Trainer]:
+def resume(folder: Path, prepare: Prepare, at: int = AT, **args: Any) -> tuple[Trainer, Trainer]:
     """Train to the end, and again in two pieces; return both trainers."""
 
     def train(link: LocalLink, until: int) -> Trainer:
@@ -41,12 +42,14 @@ def resume(folder: Path, prepare: Prepare, **args: Any) -> tuple[Trainer, Traine
         trainer._ray_ckpt.checkpointer.close()
         return trainer
 
-    whole = train(connect(), TOTAL)
+    total = at + TOTAL - AT
+    args = {"max_steps": total, "save_steps": at, **args}
+    whole = train(connect(), total)
     first = connect()
-    train(first, AT)
-    second = first.resumed(folder, AT)
-    resumed = train(second, TOTAL)
-    assert (list(first.files), list(second.files)) == ([AT], [whole.state.global_step])
+    train(first, at)
+    second = first.resumed(folder, at)
+    resumed = train(second, total)
+    assert (list(first.files), list(second.files)) == ([at], [whole.state.global_step])
     return whole, resumed
 
 
@@ -76,11 +79,46 @@ def test_a_collator_that_seeds_its_noise_by_the_samples_resumes_exactly(tmp_path
     assert_equal(resumed.model.state_dict(), whole.model.state_dict())
 
 
+def by_weight(trainer: Trainer) -> Trainer:
+    trainer._get_train_sampler = lambda *args: WeightedRandomSampler([1.0] * 24, 24)
+    return ray_ckpt.huggingface.prepare_trainer(trainer)
+
+
+EPOCH = 6  # steps
+SAMPLERS: dict[str, tuple[Prepare, dict[str, Any]]] = {
+    "by length": (ray_ckpt.huggingface.prepare_trainer, {"train_sampling_strategy": "group_by_length"}),
+    "by weight": (by_weight, {}),
+}
+
+
+@pytest.mark.parametrize("at", [AT, EPOCH, EPOCH + AT], ids=["first epoch", "its end", "second epoch"])
+@pytest.mark.parametrize(("prepare", "args"), SAMPLERS.values(), ids=SAMPLERS)
+def test_a_sampler_without_a_seed_goes_on_in_the_same_order(
+    tmp_path: Path, prepare: Prepare, args: dict[str, Any], at: int
+) -> None:
+    """It draws the order from the global random state at the beginning of each epoch."""
+    orders: list[list[int]] = []
+
+    def watch(trainer: Trainer) -> Trainer:
+        orders.append([])
+        trainer.data_collator = collate
+        return prepare(trainer)
+
+    def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        orders[-1] += [int((sample["input_ids"] * torch.arange(8)).sum()) for sample in samples]
+        batch: dict[str, torch.Tensor] = default_data_collator(samples)
+        return batch
+
+    whole, resumed = resume(tmp_path, watch, at, **args)
+    assert orders[0][-16:] == orders[2][-16:]
+    assert_equal(resumed.model.state_dict(), whole.model.state_dict())
+
+
 def test_early_stopping_ends_at_the_same_step(tmp_path: Path) -> None:
     def prepare(trainer: Trainer) -> Trainer:
         trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=AT))
         return ray_ckpt.huggingface.prepare_trainer(trainer)
 
-    ends = {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # which falls
+    ends: dict[str, Any] = {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # which falls
     whole, resumed = resume(tmp_path, prepare, eval_strategy="steps", eval_steps=1, max_steps=99, **ends)
     assert resumed.state.global_step == whole.state.global_step < TOTAL

@@ -25,6 +25,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import HubStrategy
 
 from ray_ckpt.capture.items import Item
+from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.catalog.load import open as open_run
 from ray_ckpt.catalog.uri import CheckpointUri, uri_of
 from ray_ckpt.errors import CheckpointError, ConfigError, RestoreError, UnsupportedItem
@@ -122,6 +123,7 @@ class _ThroughRayCkpt(Trainer):  # type: ignore[misc]
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
+            self._ray_ckpt.begin_epoch(kwargs["steps_trained_in_current_epoch"])
             super()._run_epoch(*args, **kwargs)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -171,6 +173,7 @@ class _Run:
     def __init__(self, trainer: Trainer, checkpointer: Checkpointer) -> None:
         self.checkpointer = checkpointer
         self._trainer = trainer
+        self._state = _StateItem(trainer)
         self._is_begun = False
         self.due_step = 0  # the last step for which the run's cadence has asked for a save
         self._requested = (0, False)  # the last step whose save was requested, and whether it was captured
@@ -224,10 +227,23 @@ class _Run:
             "model": trainer.model_wrapped,
             "optimizer": inner(trainer.optimizer, "optimizer"),
             "scheduler": inner(trainer.lr_scheduler, "scheduler"),
-            "trainer": _StateItem(trainer),
+            "trainer": self._state,
             "files": FilesItem.of(model, trainer.processing_class),
             **own_items(trainer.accelerator),
         }
+
+    def begin_epoch(self, num_restored: int) -> None:
+        """Keep the random state that draws the order of the data; a restored epoch gets its saved one.
+
+        Transformers then skips the first `num_restored` batches of that epoch, and restores the random state
+        of the saved step.
+        """
+        restored, self._state.restored = self._state.restored, None
+        if not num_restored or self._trainer.args.ignore_data_skip:
+            self.checkpointer.restore_random_state()
+        elif restored is not None:
+            RngItem().load(restored)
+        self._state.epoch = RngItem().tree()
 
     def is_due(self, step: int, *, by_default: bool) -> bool:
         """Return True if the run's cadence asks for a save after `step`."""
@@ -278,20 +294,25 @@ class _Run:
 class _StateItem(Item):
     """The TrainerState with the state of all callbacks: {"state": the JSON of trainer_state.json}.
 
-    It is loaded by Transformers, before all other items.
+    Transformers loads it before all other items. "epoch" is this rank's random state at the beginning of the
+    epoch: samplers without a generator of their own draw the order of the data from it.
     """
+
+    per_rank = True
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self.epoch = RngItem().tree()
+        self.restored: Any = None  # that of the restored epoch, until it goes on
 
     def tree(self) -> Any:
         callbacks = [*self._trainer.callback_handler.callbacks, self._trainer.control]
         exportable = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         state: TrainerState = dataclasses.replace(self._trainer.state, stateful_callbacks=exportable)
-        return {"state": json.dumps(dataclasses.asdict(state), sort_keys=True)}
+        return {"state": json.dumps(dataclasses.asdict(state), sort_keys=True), "epoch": self.epoch}
 
     def load(self, tree: Any) -> None:
-        pass
+        self.restored = tree.get("epoch")
 
 
 class _Cadence(TrainerCallback):  # type: ignore[misc]
