@@ -54,7 +54,7 @@ class RunHistory:
         self.drilled_at_s: float | None = None  # Unix time of the last passed drill of any checkpoint
         self._suspect: CheckpointInfo | None = None  # the newest checkpoint with replicas that differed
         self._live: dict[str, CheckpointInfo] = {}  # the live entries of `checkpoints`
-        self._lost: dict[str, CheckpointInfo] = {}  # the lost entries with exported items
+        self._lost: dict[str, CheckpointInfo] = {}  # the lost entries of `checkpoints`
 
     @classmethod
     def from_snapshot(cls, snapshot: LogSnapshot) -> RunHistory:
@@ -66,7 +66,7 @@ class RunHistory:
         history.sessions = {s.session: s for s in snapshot.sessions}
         history.checkpoints = {c.id.attempt: c for c in snapshot.checkpoints}
         history._live = {name: c for name, c in history.checkpoints.items() if c.state == "live"}
-        history._lost = {n: c for n, c in history.checkpoints.items() if c.state == "lost" and c.exported}
+        history._lost = {name: c for name, c in history.checkpoints.items() if c.state == "lost"}
         for checkpoint in (c for c in snapshot.checkpoints if c.drilled_at_s is not None):
             history._note_drill(checkpoint)
         history._suspect = next((c for c in reversed(snapshot.checkpoints) if c.suspect), None)
@@ -149,9 +149,13 @@ class RunHistory:
         """Return the checkpoints that are neither lost nor retired, in log order."""
         return tuple(self._live.values())
 
+    def lost(self) -> tuple[CheckpointInfo, ...]:
+        """Return the lost checkpoints that are not retired, in log order."""
+        return tuple(sorted(self._lost.values(), key=lambda c: c.seq))
+
     def lost_exported(self) -> tuple[CheckpointInfo, ...]:
         """Return the lost checkpoints of which the storage path still has some items, in log order."""
-        return tuple(sorted(self._lost.values(), key=lambda c: c.seq))
+        return tuple(c for c in self.lost() if c.exported)
 
     def lineage(self) -> tuple[CheckpointInfo, ...]:
         """Return the live checkpoints on the lineage, in log order.
@@ -182,7 +186,7 @@ class RunHistory:
             self._live[name] = checkpoint
         else:
             self._live.pop(name, None)
-        if checkpoint.state == "lost" and checkpoint.exported:
+        if checkpoint.state == "lost":
             self._lost[name] = checkpoint
         else:
             self._lost.pop(name, None)

@@ -319,13 +319,11 @@ def _with_newest_items(view: RetentionView) -> Iterator[CheckpointInfo]:
     return (c for c in exported if c is exported[-1] or c is stored)
 
 
-def outlived(
-    lost: Iterable[CheckpointInfo], live: Sequence[CheckpointInfo], now_s: float
-) -> tuple[CheckpointInfo, ...]:
-    """Return the unpinned lost checkpoints that are older than the newest live one on the storage path."""
-    newest = _newest_exported(live)
+def outlived(lost: Iterable[CheckpointInfo], view: RetentionView) -> tuple[CheckpointInfo, ...]:
+    """Return the unpinned lost checkpoints that are older than the newest intact one on the storage path."""
+    newest = _newest_exported([c for c in view.live if c.id.attempt not in view.unsafe_remote])
     older = [c for c in lost if newest is not None and c.seq < newest.seq]
-    return tuple(c for c in older if not pinned_by(c, now_s))
+    return tuple(c for c in older if not pinned_by(c, view.now_s))
 
 
 def _first_of_each(pairs: Iterable[tuple[float, CheckpointInfo]]) -> Mapping[float, CheckpointInfo]:

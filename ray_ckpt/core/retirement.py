@@ -57,9 +57,8 @@ class Retirement:
                 context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason=choice.reasons[0]))
             elif is_old and checkpoint.level < Level.DURABLE:
                 self._drains.start(checkpoint)
-        lost, live = context.history.lost_exported(), context.history.live()
-        for checkpoint in outlived(lost, live, context.wall_s):
-            reason = "newer items are on the storage path"
+        for checkpoint in outlived(context.history.lost(), view):
+            reason = "it is lost, and a newer one is on the storage path"
             context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason=reason))
         return ()
 

@@ -182,8 +182,8 @@ class Healing:
             self._rest(LONG_S)
         left = [c.step for c in history.checkpoints.values() if c.state == "retired"]
         must(not left, "P8", f"steps {left} are retired and never collected")
-        left = [c.step for c in history.lost_exported() if not c.pins]
-        must(not left, "P8", f"items of the lost steps {left} stay although newer ones are there")
+        left = [c.step for c in history.lost() if not c.pins]
+        must(not left, "P8", f"files of the lost steps {left} stay although newer ones are there")
         for _ in range(MAX_TIDYING):
             if not (orphans := self._orphans()):
                 break

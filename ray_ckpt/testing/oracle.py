@@ -272,14 +272,15 @@ class Oracle:
             reached = [c for c in lineage if c.level >= level] or [c for c in live if c.level >= level]
             newest = reached[-1] if reached else None
             must(newest != checkpoint, "P5", f"{op} is the newest {level.label}")
-        if checkpoint.exported:
+        if checkpoint.exported or checkpoint.state == "lost":
             there = [c for c in live if c.exported or c.level is Level.DURABLE]
             newer = [c for c in there if c.seq > checkpoint.seq]
             is_needed = not any(c.exported or c in lineage for c in newer)  # a durable branch may go too
             is_needed |= [c for c in there if c in lineage][-1:] == [checkpoint]
             if checkpoint.state == "lost":
                 is_needed = not newer
-            must(not is_needed, "P5", f"{op} is the newest with {checkpoint.exported} on the storage path")
+            what = checkpoint.exported or "files"
+            must(not is_needed, "P5", f"{op} is the newest with {what} on the storage path")
         surely_s = record.time_s + MAX_SKEW_S
         pins = [o for o, end in checkpoint.pins.items() if end is None or end > surely_s]
         must(not pins, "P5", f"{op} is pinned by {pins}")

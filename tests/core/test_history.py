@@ -208,8 +208,11 @@ def test_a_checkpoint_goes_through_its_states_in_order(before: list[r.Op], op: r
 
 
 def test_a_lost_checkpoint_may_be_retired() -> None:
-    log = begun(commit(10), r.Lost(attempt=name(10), reason="x"), r.Retired(attempt=name(10), reason="x"))
-    assert log.history.checkpoints[name(10)].state == "retired"
+    log = begun(commit(10), r.Lost(attempt=name(10), reason="x"))
+    read = RunHistory.from_snapshot(log.history.to_snapshot(0.0))
+    assert [c.step for c in log.history.lost()] == [10] and read.lost() == log.history.lost()
+    log.add(r.Retired(attempt=name(10), reason="x"))
+    assert log.history.checkpoints[name(10)].state == "retired" and not log.history.lost()
 
 
 def test_a_copy_has_a_life_of_its_own() -> None:

@@ -582,6 +582,20 @@ def test_what_no_node_holds_any_more_is_recorded_as_lost_after_a_day() -> None:
     assert [c.step for c in run.machine.history.live()] == [20]
 
 
+def test_a_lost_checkpoint_is_deleted_from_the_storage_path_when_a_newer_one_is_there() -> None:
+    run = run_on("ab", remote_every=1, keep_last=1, keep_every=10, keep_local=1)
+    lost = durable(run, 10)
+    durable(run, 19)
+    assert {e.attempt for e in of(look(run), m.Evict)} == {lost}
+    scrubbed(run, m.Scrub(attempt=lost, node_index=0, place=m.REMOTE), damage=("x",))
+    look(run)
+    run.tick(LOST_AFTER_S)
+    assert run.checkpoint(lost).state == "lost"
+    run.save(20)
+    assert run.checkpoint(lost).state == "retired"
+    assert m.REMOTE in {d.place for d in of(run.transcript, m.Delete) if d.attempt == lost.attempt}
+
+
 def test_nothing_is_called_lost_while_it_may_be_the_last_hope() -> None:
     run, attempt = without_a_source()
     for _ in range(3):

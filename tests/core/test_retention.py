@@ -159,6 +159,14 @@ def test_durable_ones_stay_until_a_newer_one_is_known_to_be_intact() -> None:
     assert list(kept(2, 3, 4)) == list(kept(1, 2, 3, 4)) == [1, 2, 3, 4, 5]
 
 
+def test_lost_ones_go_when_a_newer_one_is_intact_on_the_storage_path() -> None:
+    lost = [checkpoint(1, Level.DURABLE), checkpoint(2, pins={"a": None}), checkpoint(3), checkpoint(5)]
+    view = view_of(checkpoint(4, Level.DURABLE), checkpoint(6))
+    assert [c.step for c in r.outlived(lost, view)] == [1, 3]
+    assert not r.outlived(lost, view_of(checkpoint(6)))
+    assert not r.outlived(lost, replace(view, unsafe_remote={view.live[0].id.attempt}))
+
+
 def test_pins_hold_until_they_expire() -> None:
     pinned = [
         checkpoint(1, pins={"a": NOW_S + 1, "b": None}),

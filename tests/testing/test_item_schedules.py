@@ -91,7 +91,7 @@ def items_off_the_lineage_are_retired(patch: pytest.MonkeyPatch) -> None:
 
 
 def items_of_lost_checkpoints_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(retirement, "outlived", lambda lost, live, now_s: ())
+    patch.setattr(retirement, "outlived", lambda lost, view: ())
 
 
 def items_stay_when_their_checkpoint_is_deleted(patch: pytest.MonkeyPatch) -> None:
