@@ -36,7 +36,7 @@ STREAM_STALL_S = 60.0  # longest wait for a block of a stream; after it, the ran
 ARENA_GIVEN_BYTES = 1 << 20  # beyond the requested size, for a header that grows a little
 _BESIDES_BYTES = ARENA_GIVEN_BYTES + ARENA_PAGE_BYTES  # bytes of a buffer besides the shard
 _MODES: Mapping[str, ArenaMode] = {"double": "double", "single": "single", "stream": "stream"}
-_COPIES: Mapping[ArenaMode, int] = {"double": 2, "single": 1, "stream": 0}
+COPIES: Mapping[ArenaMode, int] = {"double": 2, "single": 1, "stream": 0}
 
 
 class ArenaMemory:
@@ -176,6 +176,12 @@ class RankArena:
     @property
     def populated_bytes(self) -> int:
         return sum(buffer.page.populated_bytes for buffer in self.buffers)
+
+    @property
+    def unfilled_bytes(self) -> int:
+        """Bytes that will be taken from the free memory; a file in /dev/shm has taken all of its bytes."""
+        anonymous = (buffer for buffer in self.buffers if not buffer.is_named)
+        return sum(len(buffer.memory) - buffer.page.populated_bytes for buffer in anonymous)
 
     @property
     def named_bytes(self) -> int:
@@ -321,7 +327,7 @@ def choose_mode(
             needed_bytes=needed[found],
             free_bytes=room.free_bytes,
         )
-    copies_bytes = _COPIES[found] * all_bytes
+    copies_bytes = COPIES[found] * all_bytes
     if mode != "auto" and copies_bytes > free_bytes * (1 - MEMORY_RESERVE):
         raise InsufficientSpace(
             f"memory={mode!r} needs {copies_bytes:,} bytes for the captures of this node's ranks; "

@@ -6,10 +6,19 @@ import asyncio
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from functools import partial
+from weakref import WeakSet
 
-from ray_ckpt.actors.agent.arena import ArenaMemory, RankArena, ShmRoom, SignalPage, choose_mode, make_arena
+from ray_ckpt.actors.agent.arena import (
+    COPIES,
+    ArenaMemory,
+    RankArena,
+    ShmRoom,
+    SignalPage,
+    choose_mode,
+    make_arena,
+)
 from ray_ckpt.actors.threads import BriefThreads, in_thread
-from ray_ckpt.errors import Unavailable
+from ray_ckpt.errors import InsufficientSpace, Unavailable
 from ray_ckpt.storage.local.memory import available_memory_bytes
 from ray_ckpt.trainer.link import SealedShard
 
@@ -34,10 +43,14 @@ class Freeing:
 class RankMemory:
     """Arenas by rank. In all methods, `named` means that the memory has to be in /dev/shm; see `arena`."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: WeakSet[RankMemory] | None = None) -> None:
+        """Join the memories of the other runs of the node, which share its free memory."""
         self.arenas: dict[int, RankArena] = {}
         self.freeing = Freeing()
+        self._node = WeakSet[RankMemory]() if node is None else node
+        self._node.add(self)
         self._reserved: dict[int, int] = {}  # size of each rank's arena, made or not yet made
+        self._copies = 1  # buffers of each arena that is not made yet
         self._opening = asyncio.Lock()  # one arena at a time, so that free memory is measured right
         self._page: SignalPage | None = None  # made at the first request
         self._signal = 0  # value shown on the page; 0: none
@@ -57,13 +70,18 @@ class RankMemory:
         `prefetched_bytes` of memory will be free before an arena is opened.
         """
         self._reserved = {k: size for k, size in self._reserved.items() if k in ranks} | {rank: size_bytes}
-        choose_mode(
-            mode,
-            all_bytes=sum(self._reserved.values()),
-            free_bytes=self._free_bytes() + prefetched_bytes,
-            ranks=len(self._reserved),
-            room=ShmRoom.measure(self._named_bytes()) if named else None,
-        )
+        try:
+            chosen = choose_mode(
+                mode,
+                all_bytes=sum(self._reserved.values()),
+                free_bytes=self._free_bytes() + prefetched_bytes,
+                ranks=len(self._reserved),
+                room=ShmRoom.measure(self._named_bytes()) if named else None,
+            )
+        except InsufficientSpace:
+            del self._reserved[rank]  # its group ends, and takes no memory from other runs
+            raise
+        self._copies = COPIES[chosen]
 
     async def open(
         self,
@@ -143,22 +161,36 @@ class RankMemory:
             buffer.layout = shard.layout
         return buffer.layout is not None and buffer.layout.signature == shard.layout_signature
 
-    def free_arenas(self) -> None:
-        """Free all arenas, in a thread."""
+    def free_arenas(self, *, is_left: bool = False) -> None:
+        """Free all arenas, in a thread; with `is_left`, also what the ranks have reserved, which are gone."""
         arenas = dict(self.arenas)
         self.arenas.clear()
         self.freeing.add(partial(_close_all, arenas))
+        if is_left:
+            self._reserved = {}
 
     def close(self) -> None:
         """Free all memory at once; no rank uses the memory any more."""
         _close_all(self.arenas)
+        self._reserved = {}
         if self._page is not None:
             self._page.close()
             self._page = None
 
     def _free_bytes(self) -> int:
-        """Return the bytes that arenas of the run may take, including the bytes that they already take."""
-        return available_memory_bytes() + sum(arena.populated_bytes for arena in self.arenas.values())
+        """Return the bytes that arenas of the run may take, including the bytes that they already take.
+
+        Groups of several runs begin in the same seconds, so what the arenas of the others will take is not
+        free, although their pages are allocated later.
+        """
+        own_bytes = sum(arena.populated_bytes for arena in self.arenas.values())
+        others_bytes = sum(other._unfilled_bytes() for other in self._node if other is not self)
+        return max(0, available_memory_bytes() + own_bytes - others_bytes)
+
+    def _unfilled_bytes(self) -> int:
+        """Return the bytes that arenas of the run will take beyond those that they already take."""
+        not_made = sum(size for rank, size in self._reserved.items() if rank not in self.arenas)
+        return self._copies * not_made + sum(arena.unfilled_bytes for arena in self.arenas.values())
 
     def _named_bytes(self) -> int:
         """Return the bytes that arenas of the run take in /dev/shm."""

@@ -251,7 +251,7 @@ class RayNodePorts:
             self._run.restore.close_shared()
 
     def free_arenas(self) -> None:
-        self._run.memory.free_arenas()
+        self._run.memory.free_arenas(is_left=self._run.machine.here is None)
 
     def free(self) -> None:
         self.free_restore()

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from ray_ckpt.actors.agent.captures import Captures
 from ray_ckpt.actors.agent.memory import RankMemory
@@ -47,7 +48,9 @@ class NodeRun:
         run_uid: str,
         staging: Disks,
         host: Callable[[NodeRun, NodeMachine], NodeHost],
+        memories: WeakSet[RankMemory] | None = None,
     ) -> None:
+        """Make the run; `memories` are those of all runs of this node."""
         self.run_uid = run_uid
         self.staging = staging
         self.use(spec)
@@ -57,7 +60,7 @@ class NodeRun:
         self.item_threads = BriefThreads(1, "ray_ckpt-items", yield_to_training)  # do not wait for drains
         self._drains: dict[tuple[str, int, str], object] = {}  # the last order by attempt, fragment, items
         self.uploads: dict[tuple[str, int], DrainRateLimiter] = {}  # by attempt and fragment
-        self.memory = RankMemory()
+        self.memory = RankMemory(memories)
         self.captures = Captures()
         self.step_states: dict[int, dict[int, StepState]] = {}  # rank -> step -> state, for a salvage
         self.sending_states: set[int] = set()  # ranks whose states are on their way to a peer

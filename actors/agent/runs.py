@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
+from ray_ckpt.actors.agent.memory import RankMemory
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.ports import RayNodePorts
 from ray_ckpt.actors.agent.run import NodeRun
@@ -26,6 +27,7 @@ class NodeRuns:
     def __init__(self, node: Node) -> None:
         self.open: dict[str, NodeRun] = {}
         self._node = node
+        self._memories = WeakSet[RankMemory]()  # of all runs
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._stagings: dict[tuple[Path, ...], Disks] = {}
         self._staging_lock = threading.Lock()  # so that each folder is locked only once
@@ -44,7 +46,7 @@ class NodeRuns:
         """Return the run; open it here if necessary."""
         if run_uid not in self.open:
             staging = await in_thread(self._node.disk_io, self._open_staging, spec)
-            self.open[run_uid] = NodeRun(spec, run_uid, staging, self._host)
+            self.open[run_uid] = NodeRun(spec, run_uid, staging, self._host, self._memories)
         return self.open[run_uid]
 
     async def read_marks(self, spec: RunSpec) -> tuple[RunMark, ...]:

@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -437,5 +438,74 @@ def test_nobody_waits_for_memory_that_is_being_freed_but_a_new_arena(monkeypatch
             await opening
         memory.close()
         assert not memory.arenas
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("reserve_first", [True, False])
+def test_runs_that_begin_together_share_the_memory_of_their_node(
+    reserve_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As trials of Ray Tune; no page of their arenas is allocated while the others measure."""
+    free_bytes, size_bytes = 256 * MIB, 30 * MIB
+    monkeypatch.setattr(memory_module, "available_memory_bytes", lambda: free_bytes)
+    monkeypatch.setattr(RankArena, "start_populating", lambda self: None)
+    node: WeakSet[RankMemory] = WeakSet()
+    memories = [RankMemory(node) for _ in range(8)]
+
+    def reserve(memory: RankMemory) -> None:
+        memory.reserve(0, size_bytes, ranks=(0,), mode="auto", named=False)
+
+    async def story() -> None:
+        with ThreadPoolExecutor(1) as pool:
+
+            async def opened(memory: RankMemory) -> RankArena:
+                if not reserve_first:
+                    reserve(memory)
+                return await memory.open(
+                    0, size_bytes, mode="auto", named=False, is_current=lambda: True, pool=pool
+                )
+
+            for memory in memories if reserve_first else ():
+                reserve(memory)
+            arenas = [await opened(memory) for memory in memories]
+            states = [arena for arena in arenas if arena.mode != "stream"]
+            assert 4 <= len(states) < 8
+            assert sum(arena.unfilled_bytes for arena in states) <= free_bytes
+            for arena in arenas:
+                for buffer in arena.buffers:
+                    buffer.populate()
+            assert not any(arena.unfilled_bytes for arena in arenas), (
+                "their pages are not free memory any more"
+            )
+            reserve(RankMemory(node))
+
+    asyncio.run(story())
+    for memory in memories:
+        memory.close()
+
+
+def test_memory_that_a_run_has_reserved_is_free_again_when_its_ranks_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_module, "available_memory_bytes", lambda: 100 * MIB)
+    node: WeakSet[RankMemory] = WeakSet()
+    first, second = RankMemory(node), RankMemory(node)
+
+    def reserve(memory: RankMemory) -> None:
+        memory.reserve(0, 60 * MIB, ranks=(0,), mode="single", named=False)
+
+    async def story() -> None:
+        reserve(first)
+        with pytest.raises(InsufficientSpace):
+            reserve(second)
+        reserve(first)
+        first.free_arenas()  # those of the last group
+        with pytest.raises(InsufficientSpace):
+            reserve(second)
+        first.free_arenas(is_left=True)
+        reserve(second)
+        second.close()
+        reserve(first)
 
     asyncio.run(story())

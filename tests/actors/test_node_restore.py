@@ -50,6 +50,7 @@ class Stage:
         self.run: Any = SimpleNamespace(
             run_uid=UID,
             memory=RankMemory(),
+            machine=SimpleNamespace(here=None),
             staging=stack.enter_context(closing(Disks([nodes.root / A]))),
             spec=SimpleNamespace(
                 storage=RemoteRef(storage_path=str(nodes.root), run_name="gpt"),
