@@ -315,10 +315,11 @@ class Coordinator:
         await self._recovery.ready()
         return self._handle(run_uid, event).machine.view.awaited()
 
-    async def ranks_restored(self, run_uid: str, event: m.RanksRestored) -> tuple[Awaited, ...]:
-        """Record the ranks of a node that have restored, and return the ranks that the group waits for."""
+    async def ranks_restored(self, run_uid: str, event: m.RanksRestored) -> tuple[Awaited, ...] | None:
+        """Record ranks that have restored. Return the ranks that the group waits for; None: all have `go`."""
         await self._recovery.ready()
-        return self._handle(run_uid, event).machine.view.awaited()
+        view = self._handle(run_uid, event).machine.view
+        return None if view.has_go(event.session_key) else view.awaited()
 
     def _handle(self, run_uid: str, event: m.Event) -> Run:
         run = self.engine.runs.by_uid(run_uid)

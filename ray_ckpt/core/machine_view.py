@@ -23,7 +23,7 @@ from ray_ckpt.core.save_times import SaveTimes
 from ray_ckpt.core.saves import Saves
 from ray_ckpt.core.session_end import SessionEnd
 from ray_ckpt.core.sessions import Sessions
-from ray_ckpt.core.values import GroupPlaces, Token
+from ray_ckpt.core.values import GroupPlaces, SessionKey, Token
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import CheckpointInfo, EndCause, Exposure, Level, RankRestore
@@ -93,6 +93,10 @@ class MachineView:
     def is_training(self) -> bool:
         """True if the ranks of the group at work have restored their state and may train."""
         return self._parts.sessions.is_training
+
+    def has_go(self, session_key: SessionKey) -> bool:
+        """Return True if all ranks of the group at work, which is of this session, have restored."""
+        return self._parts.sessions.has_go(session_key)
 
     @property
     def restores(self) -> tuple[RankRestore, ...]:

@@ -431,9 +431,7 @@ class Sessions:
         if plan is None or event.session_key != plan.session_key:
             yield m.Fail(token=event.token, error=RunSuperseded("A newer session owns this run."))
             return
-        known = self._context.history.sessions.get(plan.session)
-        is_logged = known is not None and known.opened_by == plan.epoch and known.restored_at_s is not None
-        if self._sent_go == plan.session_key or is_logged:  # the node did not get the answer
+        if self.has_go(event.session_key):  # the node did not get the answer
             yield m.Reply(token=event.token, value=None)
             return
         self._restored[event.node_id] = event
@@ -472,6 +470,15 @@ class Sessions:
         yield m.Warn(text=f"Step {bad.step} cannot be restored: no intact copy of {'; '.join(damage[:5])}.")
         self._waiting, self._choosing = tokens, True
         self._left.add(plan.session_key)
+
+    def has_go(self, session_key: SessionKey) -> bool:
+        """Return True if the group at work is of this session and has `go`, from any coordinator."""
+        plan = self._context.plan
+        if plan is None or session_key != plan.session_key:
+            return False
+        known = self._context.history.sessions.get(plan.session)
+        is_logged = known is not None and known.opened_by == plan.epoch and known.restored_at_s is not None
+        return self._sent_go == plan.session_key or is_logged
 
     def _may_reread(self, ranks: Iterable[RankRestore]) -> bool:
         """Return True if all that ranks could not read may be intact at a source that was not reached."""

@@ -132,7 +132,7 @@ class NodeHost:
                 self._rank_came(event)
             case ReportAnswered(report=m.RanksProgressed() | m.RanksRestored(), value=tuple() as awaited):
                 self.awaited = awaited
-            case ReportAnswered(report=m.BarrierReached() | m.NodeRestored() as report):
+            case ReportAnswered(report=m.BarrierReached() | m.NodeRestored() | m.RanksRestored() as report):
                 if self.session is not None and self.session.plan.session_key == report.session_key:
                     self.session.answered(event)
             case ReportAnswered():

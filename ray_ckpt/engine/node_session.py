@@ -128,6 +128,8 @@ class NodeSession:
                 self._barrier_answered(event.report, event)
             case m.NodeRestored():
                 self._restore_answered(event)
+            case m.RanksRestored() if event.error is None:  # an agent that died had answered other ranks here
+                self._go()
 
     def salvage(self, effect: n.AskRanks | n.AnswerOffers) -> None:
         """Ask the ranks for an offer, or answer their offers with the decision."""
@@ -301,13 +303,20 @@ class NodeSession:
         elif error is not None:
             is_over = isinstance(error, RunSuperseded)
             self._fail_restore((self._answered if is_over else None) or error)
-        elif event.value is None and not self._is_restored:
-            self._is_restored = True
-            self._host.ports.free_restore()
+        elif event.value is None:
+            self._go()
+
+    def _go(self) -> None:
+        """Let the ranks train."""
+        if self._is_restored:
+            return
+        self._is_restored = True
+        self._host.ports.free_restore()
+        if len(self._restored) == len(self._ranks):  # else a rank trains already, and has an arena here
             self._host.ports.free_arenas()  # processes of the last session may still write into its arenas
-            tokens, self._restoring = self._restoring, []
-            for token in tokens:
-                self._host.ports.reply(token, True)
+        tokens, self._restoring = self._restoring, []
+        for token in tokens:
+            self._host.ports.reply(token, True)
 
     def _fail_restore(self, error: Exception) -> None:
         tokens, self._restoring = self._restoring, []

@@ -186,7 +186,9 @@ def test_a_restore_names_the_ranks_that_it_waits_for() -> None:
     run.feed(m.RanksRestored(session_key=(9, 9), node_id="b", ranks=(2,)))
     assert run.machine.view.awaited()[0].ranks == (2, 3)
     for node in "ab":
+        assert not run.machine.view.has_go(session_key)
         run.feed(run.restored(node))
+    assert run.machine.view.has_go(session_key) and not run.machine.view.has_go((9, 9))
     run.feed(m.RanksRestored(session_key=session_key, node_id="a", ranks=(0,)))
     run.tick(10.0)
     assert not run.machine.view.awaited()

@@ -489,6 +489,26 @@ def test_ranks_that_report_their_restore_again_after_an_error_are_reported_again
     assert [type(report) for report in story.ports.reports] == [m.RanksRestored]
 
 
+@pytest.mark.parametrize("has_progress", [True, False])
+def test_a_rank_trains_whose_agent_died_between_two_answers(has_progress: bool) -> None:
+    """Rank 0 got `go`, and reports nothing more of its restore to the next agent, the one of this story."""
+    story = started()
+    if has_progress:
+        story.host.handle(progressed(0))
+        story.ports.timers.clear()
+    story.host.handle(restored("1", 1))
+    story.wait(RESTORED_AGAIN_S)
+    assert went(story, "1") == ["waits"]
+    story.answer(error=GONE)
+    assert went(story, "1") == ["waits"]
+    story.wait(RESTORED_AGAIN_S)
+    story.answer(value=None)
+    assert went(story, "1") == [True]
+    assert "free arenas" not in story.ports.memory, "rank 0 has one of this session"
+    story.wait(RESTORED_AGAIN_S)
+    assert not story.ports.timers
+
+
 def test_a_rank_that_goes_on_before_the_others_takes_no_memory_from_their_restores() -> None:
     """Parts that a driver restores one after the other: the first reports its progress while others read."""
     story = started()
