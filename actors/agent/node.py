@@ -30,7 +30,7 @@ from ray_ckpt.transport.credentials import Credentials, ServiceKeys
 log = logging.getLogger("ray_ckpt.agent")
 
 DISK_THREADS = 4  # concurrent local work; more would only queue at the device
-INVENTORY_THREADS = 2  # concurrent inventories of runs; more would only queue at the device
+INVENTORY_THREADS = 2  # concurrent openings and inventories of runs; more would only queue at the device
 STREAM_THREADS = 64  # one per rank of a node, since a stream occupies its thread while the rank copies
 PEER_THREADS = 4  # concurrent copies to peers
 CODE_THREADS = 2  # concurrent computations for parity groups; each reads from a whole group
@@ -49,7 +49,8 @@ class Node:
         limit_heaps()
         self.stream_io = ThreadPoolExecutor(STREAM_THREADS, "ray_ckpt-stream", yield_to_training)
         self.disk_io = ThreadPoolExecutor(DISK_THREADS, "ray_ckpt-disk", yield_to_training)
-        # A group that opens waits for inventories: not behind writes, and not at their priority.
+        # A run or a group that opens waits for epochs, marks and inventories: not behind writes, and not at
+        # their priority.
         self.inventory_io = BriefThreads(INVENTORY_THREADS, "ray_ckpt-inventory")
         self.peer_io = ThreadPoolExecutor(PEER_THREADS, "ray_ckpt-peer", yield_to_training)
         self.code_io = ThreadPoolExecutor(CODE_THREADS, "ray_ckpt-code", yield_to_training)

@@ -82,7 +82,7 @@ class RayNodePorts:
                 case n.DeleteFolder(directory=directory):
                     await in_thread(pool, run.staging.delete, run.run_uid, directory)
                 case n.PersistEpoch(epoch=epoch):
-                    await in_thread(pool, run.persist_epoch, epoch)
+                    await self._node.inventory_io.run(run.persist_epoch, epoch)
                 case n.ForgetRun(kept=kept):
                     await in_thread(pool, run.staging.forget, run.run_uid, kept)
                     self._runs.pop(run.run_uid, None)

@@ -12,7 +12,6 @@ from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.ports import RayNodePorts
 from ray_ckpt.actors.agent.run import NodeRun
 from ray_ckpt.actors.messages import OpenedRun, RunSpec
-from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.config import staging_roots
 from ray_ckpt.core.node_machine import NodeMachine
 from ray_ckpt.core.ownership import RunMark
@@ -45,13 +44,13 @@ class NodeRuns:
     async def take_up(self, spec: RunSpec, run_uid: str) -> NodeRun:
         """Return the run; open it here if necessary."""
         if run_uid not in self.open:
-            staging = await in_thread(self._node.disk_io, self._open_staging, spec)
+            staging = await self._node.inventory_io.run(self._open_staging, spec)
             self.open[run_uid] = NodeRun(spec, run_uid, staging, self._host, self._memories)
         return self.open[run_uid]
 
     async def read_marks(self, spec: RunSpec) -> tuple[RunMark, ...]:
-        staging = await in_thread(self._node.disk_io, self._open_staging, spec)
-        return await in_thread(self._node.disk_io, staging.marks, spec.name, spec.storage_path)
+        staging = await self._node.inventory_io.run(self._open_staging, spec)
+        return await self._node.inventory_io.run(staging.marks, spec.name, spec.storage_path)
 
     def _host(self, run: NodeRun, machine: NodeMachine) -> NodeHost:
         return NodeHost(machine, RayNodePorts(self._node, run, self.open), self._node.node_id)

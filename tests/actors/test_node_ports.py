@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 from ray_ckpt.actors.agent.memory import RankMemory
+from ray_ckpt.actors.agent.node import DISK_THREADS, Node
 from ray_ckpt.actors.agent.ports import RayNodePorts
 from ray_ckpt.actors.agent.prefetch import PrefetchRoom
+from ray_ckpt.actors.agent.runs import NodeRuns
+from ray_ckpt.actors.messages import RunSpec
+from ray_ckpt.config import RunOptions
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.step_states import keep
+from ray_ckpt.transport.credentials import ServiceKeys
 
 
 def test_the_newest_state_is_sent_when_newer_ones_came_during_the_lookup_of_the_peer() -> None:
@@ -84,3 +92,31 @@ def test_a_peer_of_the_last_session_that_hangs_keeps_no_state_of_the_next_one_ba
 
     asyncio.run(story())
     assert sent == ["new"] and not run.sending_states
+
+
+def test_a_run_opens_although_all_threads_of_the_disk_write(tmp_path: Path) -> None:
+    """A coordinator that is restarted during a save waits for the epoch, and then counts the node as lost."""
+    may_end = threading.Event()
+
+    async def story() -> None:
+        node = Node("n", ServiceKeys.make(datetime.now(UTC)))
+        for _ in range(2 * DISK_THREADS):
+            node.disk_io.submit(may_end.wait)
+        try:
+            spec = RunSpec(
+                name="gpt",
+                storage_path=str(tmp_path / "runs"),
+                options=RunOptions(staging=str(tmp_path / "n")),
+            )
+            runs = NodeRuns(node)
+            async with asyncio.timeout(10):
+                assert await runs.read_marks(spec) == ()
+                run = await runs.take_up(spec, "0" * 32)
+                await run.obey(n.EpochSeen(epoch=3))
+                (mark,) = await runs.read_marks(spec)
+            assert mark.epoch == run.machine.epoch == 3
+            run.staging.close()
+        finally:
+            may_end.set()
+
+    asyncio.run(story())
