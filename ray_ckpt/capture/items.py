@@ -8,13 +8,11 @@ sets only the rest of the tree.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -23,7 +21,6 @@ from torch.utils.data import DistributedSampler
 from ray_ckpt.capture.torch_private import EXTRA_STATE_SUFFIX, WRAPPER_SEGMENTS, compiled_module
 from ray_ckpt.data import load_loader_state, loader_problems, loader_state
 from ray_ckpt.errors import UnsupportedItem
-from ray_ckpt.format.short import key_text
 from ray_ckpt.format.tree import TensorRef
 
 
@@ -69,6 +66,10 @@ class Item(ABC):
     def is_replaced(self, path: tuple[str, ...]) -> bool:
         """Return whether `load` needs a new tensor for `path`; else the live tensor is filled."""
         return self.per_rank
+
+    def has_grown(self, leaf: Leaf, shape: tuple[int, ...]) -> bool:
+        """Return whether a saved tensor of `shape` replaces a live leaf that training has made larger."""
+        return False
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
         """Return whether the tensor at `path` is of a kind that only an optimizer's step changes."""
@@ -269,22 +270,6 @@ class SamplerItem(Item):
     def problems(self, saved: Any) -> list[str]:
         is_one = isinstance(saved, Mapping) and "epoch" in saved
         return [] if is_one else ["is a DistributedSampler here, and none in the checkpoint"]
-
-
-class TreeItem(Item):
-    """A dict or list of plain values and tensors, updated in place."""
-
-    def __init__(self, tree: Any) -> None:
-        self._tree = tree
-
-    def tree(self) -> Any:
-        return self._tree
-
-    def load(self, tree: Any) -> None:
-        _assign(self._tree, tree)
-
-    def problems(self, saved: Any) -> list[str]:
-        return _structure_problems(self._tree, saved, "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -541,56 +526,3 @@ def _scheduler_problems(here: Mapping[str, Any], saved: Any, where: str = "") ->
         return [f"{where}the scheduler: joins {len(saved_inner)} in the checkpoint, {len(inner)} here"]
     pairs = enumerate(zip(inner, saved_inner, strict=True))
     return [p for i, (a, b) in pairs for p in _scheduler_problems(a, b, f"{where}scheduler {i} of ")]
-
-
-def _structure_problems(target: Any, saved: Any, path: str) -> list[str]:
-    """Return the structural differences of two trees. Leaves, and what `_may_grow` names, may differ."""
-    here = isinstance(target, MutableMapping | MutableSequence)
-    if not here and not isinstance(saved, dict | list):
-        return []
-    if isinstance(target, MutableMapping) and isinstance(saved, Mapping) and target.keys() == saved.keys():
-        pairs = [(target[key], saved[key], f"{path}.{key_text(key)}") for key in target]
-    elif isinstance(target, MutableSequence) and isinstance(saved, list) and len(target) == len(saved):
-        pairs = [(a, b, f"{path}.{i}") for i, (a, b) in enumerate(zip(target, saved, strict=True))]
-    elif _may_grow(target, saved):
-        return []
-    else:
-        return [f"{path.removeprefix('.') or 'the tree'}: has another structure in the checkpoint"]
-    return [problem for pair in pairs for problem in _structure_problems(*pair)]
-
-
-def _may_grow(target: Any, saved: Any) -> bool:
-    """Return whether a container may have other elements in the checkpoint, which training has added.
-
-    True for an empty container, for a Counter or defaultdict, and for lists of plain values such as losses.
-    """
-    if isinstance(target, MutableMapping) and isinstance(saved, Mapping):
-        return not target or isinstance(target, Counter | defaultdict)
-    is_list = isinstance(target, MutableSequence) and isinstance(saved, MutableSequence)
-    return is_list and (not target or (_is_plain_list(target) and _is_plain_list(saved)))
-
-
-def _is_plain_list(value: Any) -> bool:
-    return isinstance(value, MutableSequence) and all(map(_is_plain, value))
-
-
-def _is_plain(value: Any) -> bool:
-    leaves = (str, bytes, int, float, complex, bool, type(None), np.generic, np.ndarray)
-    return isinstance(value, leaves) or (type(value) is tuple and all(map(_is_plain, value)))
-
-
-def _assign(target: Any, value: Any) -> None:
-    """Put `value` into the containers of `target`; `_structure_problems` has found no difference."""
-    if isinstance(target, MutableMapping) and target.keys() != value.keys():
-        target.clear()
-        target.update(value)
-        return
-    is_list = isinstance(target, MutableSequence)
-    if is_list and (len(target) != len(value) or (_is_plain_list(target) and _is_plain_list(value))):
-        target[:] = value
-        return
-    for key, new in value.items() if isinstance(value, Mapping) else enumerate(value):
-        if isinstance(target[key], MutableMapping | MutableSequence):
-            _assign(target[key], new)
-        elif new is not target[key]:
-            target[key] = new

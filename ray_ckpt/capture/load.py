@@ -22,6 +22,7 @@ from ray_ckpt.capture.dtensors import boxes_on, is_dtensor
 from ray_ckpt.capture.hyperparameters import Changed
 from ray_ckpt.capture.items import Item, Leaf
 from ray_ckpt.capture.sinks import Target, sink_for
+from ray_ckpt.capture.trees import TreeItem
 from ray_ckpt.capture.walk import (
     DTYPES,
     HeldLeaf,
@@ -195,7 +196,7 @@ def _mismatch(step: int, problems: Sequence[str], misfits: Sequence[str]) -> Mis
     if misfits:
         named = ", ".join(f'"{name}"' for name in misfits)
         hint = (
-            "Build the same classes as the run that saved it. To continue with another class, without state, "
+            "Build the same objects as the run that saved it. To begin without the saved state, "
             f"use the option anew=({named},); in load(into=...), leave it out of `into`."
         )
     return MismatchError(
@@ -249,10 +250,11 @@ class _Wanted:
         for path, ref in refs.items():
             self._add(name, item, path, ref.key, here.get(path))
         if check:
-            self.problems += [f"{name}.{problem}" for problem in item.problems(tree)]
-            if misfits := list(class_problems(name, item, tree, self.classes)):
+            found = [f"{name}.{problem}" for problem in item.problems(tree)]
+            misfits = list(class_problems(name, item, tree, self.classes))
+            self.problems += found + misfits
+            if misfits or (found and isinstance(item, TreeItem)):
                 self.misfits.append(name)
-                self.problems += misfits
         return self
 
     def plan(self) -> RestorePlan:
@@ -288,7 +290,8 @@ class _Wanted:
     def _add(self, name: str, item: Item, path: Path, key: str, held: HeldLeaf | None) -> None:
         """Add the saved tensor `key` at `path` of an item, where `held` is the live leaf."""
         saved, leaves = self._own.get(key, self._saved.get(key)), self.leaves.setdefault(name, {})
-        if held is not None and _is_filled(item, path, held.leaf):
+        has_grown = held is not None and saved is not None and _has_grown(item, held.leaf, saved)
+        if held is not None and not has_grown and _is_filled(item, path, held.leaf):
             leaves[path] = held.leaf
             if any(map(_shares_memory, held.slices)):
                 self.problems.append(f"{key}: its elements share memory here; give it clone() of the tensor")
@@ -298,6 +301,8 @@ class _Wanted:
             self.problems.append(f"{key}: not in the checkpoint's manifest")
         else:
             leaf = leaves[path] = self._allocated(item, path, saved)
+            if held is not None and has_grown and isinstance(held.leaf, torch.Tensor):
+                leaf = leaves[path] = leaf.to(held.leaf.device)
             ranks = self.everyone if item.is_shared(path) else (self.rank,)
             slices = slices_of(leaf, item=name, path=path, ranks=ranks, first=self.everyone[0])
             self.targets += [_under(live, key) for live in slices]
@@ -339,6 +344,10 @@ class _Wanted:
     def _bytes_of(self, key: str) -> set[tuple[object, ...]]:
         slices = ((row.slice, row.digest) for row in self.rows.of_key(key))
         return {(part.offset, part.shape, found) for part, found in slices if part is not None}
+
+
+def _has_grown(item: Item, leaf: Leaf, row: ManifestRow) -> bool:
+    return row.slice is not None and item.has_grown(leaf, row.slice.global_shape)
 
 
 def _is_filled(item: Item, path: Path, leaf: Leaf) -> bool:

@@ -24,12 +24,12 @@ from ray_ckpt.capture.items import (
     SchedulerItem,
     StatefulItem,
     TensorItem,
-    TreeItem,
     clean_name,
     parameter_names,
     unwrap,
 )
 from ray_ckpt.capture.predict import predicted_state
+from ray_ckpt.capture.trees import TreeItem
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.errors import UnsupportedItem, UnsupportedLeaf
 from ray_ckpt.format.tree import decode_tree, encode_tree
@@ -367,19 +367,12 @@ def test_a_tree_is_updated_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "saved", [{}, {"a": 1, "b": [[2], 3]}, {"a": 1, "b": {"0": 1}}, {"a": [1], "b": [1]}, []]
+    "saved", [{}, {"a": 1}, {"a": 1, "b": {"0": 1}}, {"a": [1], "b": [1]}, {"c": 1, "b": [1]}, [], None]
 )
 def test_another_structure_is_named(saved: Any) -> None:
-    (problem,) = adapt("state", {"a": 1, "b": [1]}, {}).problems(saved)
-    assert problem.startswith(("a: ", "b: ", "the tree: "))
-
-
-def test_a_list_of_plain_values_may_have_grown() -> None:
-    losses: list[float] = []
-    item, saved = adapt("state", {"losses": losses}, {}), {"losses": [0.5, 0.25]}
-    assert not item.problems(saved)
-    item.load(saved)
-    assert losses == [0.5, 0.25]
+    for problem in (found := adapt("state", {"a": 1, "b": [1]}, {}).problems(saved)):
+        assert problem.startswith(("a: ", "b: ", "the tree: ", "is a dict here"))
+    assert found
 
 
 @pytest.mark.parametrize(
@@ -388,7 +381,10 @@ def test_a_list_of_plain_values_may_have_grown() -> None:
         ([], [(1, 0.5), (2, 0.25)]),
         ([], [{"loss": 0.5}, {"loss": 0.25}]),
         ([], [np.float32(0.5), [1, [2]]]),
+        ([], [0.5, 0.25]),
         ([(0, 1.0)], [(0, 1.0), (1, np.float32(0.5))]),
+        ([{"loss": 1.0}], [{"loss": 0.5}, {"loss": 0.25}]),
+        ({"a": 0, "b": {"c": 1}}, {"a": 1, "b": {"c": 2, "d": [3]}, "e": {}}),
         ({}, {"a": 1, "b": {"c": [2]}}),
         (Counter(x=1), Counter(x=3, y=2)),
         (defaultdict(list, x=[1]), defaultdict(list, y=[(2, 3)])),
@@ -401,6 +397,19 @@ def test_a_container_that_fills_in_training_may_have_grown(built: Any, grown: An
     assert not item.problems(saved)
     item.load(saved)
     assert built == grown and item.tree()["found"] is built
+
+
+@pytest.mark.parametrize(
+    ("built", "later"),
+    [(None, {"loss": 0.5}), (None, [1, [2]]), ({"loss": 0.5}, None), ([1], None), (None, 1), (0.5, None)],
+)
+def test_a_value_that_training_has_set_comes_back(built: Any, later: Any) -> None:
+    state = {"best": built}
+    item = adapt("state", state, {})
+    saved = decode_tree(encode_tree({"best": later}))
+    assert not item.problems(saved)
+    item.load(saved)
+    assert state == {"best": later}
 
 
 def test_an_optimizer_over_a_bare_parameter_names_it() -> None:

@@ -294,7 +294,7 @@ def test_tensors_of_ranks_may_have_different_shapes_and_dtypes(
         load(saved.reader(), rank=rank, world_size=2)()
         (found,) = state["x"]
         assert torch.equal(found, own[rank]) and found.dtype == own[rank].dtype
-    wrong = items_of(state={"x": [torch.zeros_like(own[0])]})
+    wrong = items_of(state={"x": [torch.zeros_like(own[0])[None]]})
     with pytest.raises(MismatchError, match=r"state\.x\.0: .* in the checkpoint, .* here"):
         load_items(wrong, saved.states[1], rows, saved.reader(), rank=1, world_size=2)
 
@@ -387,7 +387,7 @@ def test_another_tree_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     saved = Saved(tmp_path).save(items_of(model=nn.Linear(2, 2), state={"a": 1}))
     other = nn.Linear(2, 2)
     before = other.weight.detach().clone()
-    with pytest.raises(MismatchError, match="another structure"):
+    with pytest.raises(MismatchError, match=r"state\.b: not in the checkpoint.*anew=\(\"state\",\)"):
         saved.load(items_of(model=other, state={"b": 1}))
     assert torch.equal(other.weight, before)
 
@@ -398,6 +398,44 @@ def test_tensors_that_training_has_added_to_an_empty_container_come_back(tmp_pat
     fresh: dict[str, Any] = {"best": {}, "history": []}
     saved.load(items_of(state=fresh))
     assert str(fresh) == str(state)
+
+
+GROWN = [
+    (None, {"w": torch.ones(2), "step": 3}),
+    ({"a": 1}, {"a": 2, "best": torch.ones(2)}),
+    (torch.zeros(2), torch.ones(5)),
+    (torch.zeros(2, 3), torch.ones(4, 3)),
+    (torch.zeros(0), torch.ones(4, 3)),
+    ([torch.zeros(1), None], [torch.ones(2), [torch.ones(3)]]),
+]
+
+
+@pytest.mark.parametrize(("built", "grown"), GROWN)
+def test_tensors_that_training_has_added_or_extended_come_back(
+    tmp_path: Path, built: Any, grown: Any
+) -> None:
+    saved, fresh = Saved(tmp_path).save(items_of(state={"x": grown})), {"x": built}
+    saved.load(items_of(state=fresh))
+    assert str(fresh) == str({"x": grown})
+
+
+OTHERS = [
+    ({"a": torch.zeros(2)}, {"a": torch.ones(2), "b": torch.ones(2)}, "x.b: in the checkpoint, not here"),
+    ({"a": torch.zeros(2), "b": 1}, {"b": 1}, "x.a: not in the checkpoint"),
+    ({"a": torch.zeros(2)}, None, "x: has another structure"),
+    ([torch.zeros(2)], [torch.ones(2)] * 2, "x: has another structure"),
+    (torch.zeros(3), torch.ones(2), r"x: shape \(2,\) in the checkpoint"),
+    (torch.zeros(2, 3), torch.ones(4, 2), r"x: shape \(4, 2\) in the checkpoint"),
+    (torch.zeros(2), torch.ones(2, 2), r"x: shape \(2, 2\) in the checkpoint"),
+    (torch.zeros(2, requires_grad=True), torch.ones(3), r"x: shape \(3,\) in the checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("built", "other", "message"), OTHERS)
+def test_other_tensors_are_differences(tmp_path: Path, built: Any, other: Any, message: str) -> None:
+    saved = Saved(tmp_path).save(items_of(state={"x": other}))
+    with pytest.raises(MismatchError, match=rf"state\.{message}"):
+        saved.load(items_of(state={"x": built}))
 
 
 def test_a_tensor_under_an_empty_key_comes_back(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ray_ckpt.capture.items import TreeItem
+from ray_ckpt.capture.trees import TreeItem
 from ray_ckpt.capture.walk import Walked, walk
 from ray_ckpt.errors import UnsupportedLeaf
 from ray_ckpt.format.tree import encode_tree

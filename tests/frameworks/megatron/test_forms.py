@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ray_ckpt.capture.items import TreeItem
 from ray_ckpt.capture.load import SavedState, wanted_trees
+from ray_ckpt.capture.trees import TreeItem
 from ray_ckpt.errors import ConfigError, FormatError, MismatchError, UnsupportedLeaf
 from ray_ckpt.format.manifest import check_coverage
 from ray_ckpt.format.tree import encode_tree

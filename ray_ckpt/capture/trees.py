@@ -1,0 +1,117 @@
+"""Dicts and lists of plain values and tensors, as users register them: what training adds to them comes back.
+
+The saved tree counts where training has filled or extended the live one: an empty container, None, more keys,
+a longer list or tensor. A difference that would lose something live, or that shows another program, is a
+problem: a live key that was not saved, or another number of tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from ray_ckpt.capture.items import Item, Leaf
+from ray_ckpt.capture.walk import leaf_of
+from ray_ckpt.format.short import key_text
+from ray_ckpt.format.tree import TensorRef
+
+
+class TreeItem(Item):
+    """A dict or list of plain values and tensors, updated in place."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+
+    def tree(self) -> Any:
+        return self._tree
+
+    def load(self, tree: Any) -> None:
+        _assign(self._tree, tree)
+
+    def problems(self, saved: Any) -> list[str]:
+        if _is_container(saved):
+            return _problems(self._tree, saved, "")
+        return [f"is a {type(self._tree).__name__} here, and none in the checkpoint"]
+
+    def has_grown(self, leaf: Leaf, shape: tuple[int, ...]) -> bool:
+        """Return whether the live tensor is empty, or has fewer rows than the saved one."""
+        if type(leaf) is not torch.Tensor or leaf.requires_grad or leaf.shape == shape:
+            return False
+        rows, saved_rows = (tuple(each[1:]) for each in (leaf.shape, shape))
+        is_longer = leaf.dim() == len(shape) and rows == saved_rows and len(leaf) < shape[0]
+        return not leaf.numel() or is_longer
+
+
+def _problems(target: Any, saved: Any, path: str) -> list[str]:
+    """Return why a saved tree does not fit a live one; leaves may differ."""
+    if isinstance(target, MutableMapping) and isinstance(saved, Mapping):
+        return _mapping_problems(target, saved, path)
+    if isinstance(target, MutableSequence) and isinstance(saved, list):
+        if len(target) == len(saved):
+            pairs = zip(target, saved, strict=True)
+            return [p for i, (a, b) in enumerate(pairs) for p in _problems(a, b, f"{path}.{i}")]
+        is_alike = not _has_tensors(target)
+    elif saved is None:
+        is_alike = not (_is_container(target) and _has_tensors(target))
+    else:
+        is_alike = target is None or not (_is_container(target) or _is_container(saved))
+    return (
+        []
+        if is_alike
+        else [f"{path.removeprefix('.') or 'the tree'}: has another structure in the checkpoint"]
+    )
+
+
+def _mapping_problems(target: MutableMapping[Any, Any], saved: Mapping[Any, Any], path: str) -> list[str]:
+    if not target or (isinstance(target, Counter | defaultdict) and target.keys() != saved.keys()):
+        return []
+
+    def name(key: Any) -> str:
+        return f"{path}.{key_text(key)}".removeprefix(".")
+
+    found = [f"{name(key)}: not in the checkpoint" for key in target if key not in saved]
+    if any(map(_has_tensors, target.values())):  # then one more is of another program
+        added = (key for key in saved if key not in target and _has_tensors(saved[key]))
+        found += [f"{name(key)}: in the checkpoint, not here" for key in added]
+    return found + [p for k in target if k in saved for p in _problems(target[k], saved[k], f".{name(k)}")]
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, MutableMapping | MutableSequence)
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, value.values()))
+    if isinstance(value, tuple | MutableSequence):
+        return any(map(_has_tensors, value))
+    return isinstance(value, TensorRef) or leaf_of(value, ()) is not None
+
+
+def _assign(target: Any, value: Any) -> None:
+    """Put `value` into the containers of `target`; `_problems` has found none."""
+    if isinstance(target, MutableMapping):
+        if not target.keys() <= value.keys():
+            target.clear()  # a Counter or a defaultdict
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+    elif len(target) != len(value) or all(map(_is_plain, chain(target, value))):
+        target[:] = value
+        return
+    else:
+        pairs = enumerate(value)
+    for key, new in pairs:
+        here = target[key] if isinstance(target, MutableSequence) or key in target else None
+        if _is_container(here) and _is_container(new):
+            _assign(here, new)
+        elif new is not here:
+            target[key] = new
+
+
+def _is_plain(value: Any) -> bool:
+    leaves = (str, bytes, int, float, complex, bool, type(None), np.generic, np.ndarray)
+    return isinstance(value, leaves) or (type(value) is tuple and all(map(_is_plain, value)))
