@@ -20,7 +20,7 @@ from ray_ckpt.actors.agent.run import NodeRun, require
 from ray_ckpt.actors.agent.still_files import has_remotely, same_here, store_still
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import Inventory, ScrubResult, StoredFragment, StoredParity
-from ray_ckpt.errors import LOST_BYTES, CheckpointError, CorruptionError, Unavailable
+from ray_ckpt.errors import LOST_BYTES, CorruptionError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
 from ray_ckpt.format.names import STILL, fragment_file, is_still_name, shard_file, shard_files, state_file
@@ -229,18 +229,22 @@ def upload(
 def scrub(run: NodeRun, attempt: AttemptId, node_index: int) -> ScrubResult:
     """Compare a fragment's files with their digests, quarantine bad files, and return the problems found.
 
-    A bad file is bad in each checkpoint that shares it, and goes to quarantine from all of them.
+    A bad file is bad in each checkpoint that shares it, and goes to quarantine from all of them. Unavailable
+    if the copy is being deleted: its files vanish one by one.
     """
     try:
         num_nodes = holding(run, attempt, node_index).fragment.num_nodes
-    except CheckpointError:
+    except CorruptionError:
         return ScrubResult(damage=(f"fragment {node_index} is not complete here",))
     path = partial(run.staging.path, run.run_uid, attempt.directory)
     damaged = verify_fragment(path, node_index, num_nodes) + damaged_parity(
         run, attempt, node_index, num_nodes
     )
+    if damaged and run.machine.is_deleted(attempt.attempt):
+        raise Unavailable(f"step {attempt.step} is being deleted here")
     with run.staging.no_links:  # otherwise a save may share a bad file that is listed already
         shared = _take_away(run, attempt.directory, damaged)
+    shared = {pair for pair in shared if not run.machine.is_deleted(pair[0].attempt)}
     return ScrubResult(damage=damaged, shared=tuple(sorted(shared, key=lambda pair: (pair[0].step, pair[1]))))
 
 

@@ -360,24 +360,23 @@ class Maintenance:
             self._found_intact(event)
         if self._scrubs.ended(event):
             yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} cannot be read: {event.error}")
-        if event.damage:
+        shared = tuple(file for file in event.damage if is_still_name(file)) or event.damage
+        found = [(event.attempt, event.node_index, event.damage)] if event.damage else []
+        found += [(attempt, node_index, shared) for attempt, node_index in event.shared]
+        for attempt, node_index, damage in found:
+            known = self._context.history.checkpoints.get(attempt.attempt)
+            if known is not None and known.state != "live":
+                continue  # its files are being deleted
             files = ", ".join(event.damage[:5])
-            yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} is damaged: {files}.")
+            yield m.Warn(text=f"Step {attempt.step}: the copy on {where} is damaged: {files}.")
             if event.place == m.REMOTE:
                 self._found_remote(event, was_suspect)
             else:
-                self._found_on_node(event.attempt, event.node_index, event.place, event.damage)
-                shared = [file for file in event.damage if is_still_name(file)] or event.damage
-                for attempt, node_index in event.shared:
-                    yield m.Warn(text=f"Step {attempt.step}: the copy on {where} is damaged: {files}.")
-                    self._found_on_node(attempt, node_index, event.place, shared)
+                self._found_on_node(attempt, node_index, event.place, damage)
         self._context.holders.suspect_remote = set(self._scrubs.suspect_remote)
 
     def _found_on_node(self, attempt: AttemptId, node_index: int, node: str, damage: Sequence[str]) -> None:
         """Stop to count a damaged fragment, or parity file, on a node."""
-        known = self._context.history.checkpoints.get(attempt.attempt)
-        if known is not None and known.state == "collected":
-            return  # nothing of it counts any more
         self._context.measure(telemetry.CORRUPT, place="node")
         coded = [file for file in damage if file.startswith(PARITY_PREFIX)]
         if coded:

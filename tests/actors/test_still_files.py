@@ -29,7 +29,7 @@ from ray_ckpt.format.digest import digest
 from ray_ckpt.format.names import fragment_file, shard_file
 from ray_ckpt.storage.local import direct
 from ray_ckpt.storage.local import files as files_module
-from ray_ckpt.storage.local.scrub import verify_stored
+from ray_ckpt.storage.local.scrub import verify_fragment, verify_stored
 from ray_ckpt.storage.log_store import Unsupported
 from ray_ckpt.storage.remote.file_store import PosixFiles
 from ray_ckpt.transport import sending
@@ -679,6 +679,35 @@ def test_an_upload_of_a_copy_that_is_being_deleted_finds_no_damage(node: StillNo
         node.upload(1)
     with pytest.raises(Unavailable, match="step 2 is being deleted here"):
         node.upload(2)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_copy_that_is_deleted_before_or_while_it_is_read_is_not_damaged(
+    node: StillNode, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    for step in (1, 2):
+        node.save(step, BASE, head(step))
+    if when == "before":
+        evict(node, 1)
+    else:
+
+        def verify_slowly(*args: Any) -> tuple[str, ...]:
+            evict(node, 1)
+            return verify_fragment(*args)
+
+        monkeypatch.setattr(files, "verify_fragment", verify_slowly)
+    with pytest.raises(Unavailable, match="step 1 is"):
+        node.scrub(1)
+    monkeypatch.undo()
+    assert node.steps() == [2] and node.scrub(2) == ScrubResult()
+
+
+def test_a_bad_file_is_not_reported_of_a_copy_that_is_being_deleted(node: StillNode) -> None:
+    for step in (1, 2, 3):
+        node.save(step, BASE, head(step))
+    flip(node.path(1))
+    node.machine.handle(n.DeleteOrdered(directories=(attempt(2).directory,), epoch=1))  # its files are there
+    assert [held.step for held, _ in node.scrub(1).shared] == [3]
 
 
 def test_what_a_scrub_has_moved_is_reported_although_a_file_could_not_be_moved(

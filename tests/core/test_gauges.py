@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
+
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.gauges import gauges
@@ -11,7 +13,7 @@ from ray_ckpt.core.history import RunHistory
 from ray_ckpt.format.records import Drilled
 from ray_ckpt.telemetry import Metric
 from ray_ckpt.types import AttemptId, Exposure
-from tests.core.driver import Harness
+from tests.core.driver import Harness, of, one
 
 
 def gauge(run: Harness, metric: Metric) -> list[float]:
@@ -119,6 +121,33 @@ def test_damage_on_the_storage_path_is_reported_until_it_is_repaired() -> None:
     run.drain_all(effects)
     assert counted(run, telemetry.REPAIRED) == {"remote": 2}
     assert gauge(run, telemetry.DAMAGED) == [0]
+
+
+@pytest.mark.parametrize("place", ["a", m.REMOTE])
+def test_what_a_scrub_misses_of_a_checkpoint_that_was_retired_meanwhile_is_no_damage(place: str) -> None:
+    run = Harness("ab", remote_every=1, keep_last=1)
+    run.open("ab")
+    attempt = durable(run, 10)
+    durable(run, 20)
+    assert run.checkpoint(attempt).state != "live"
+    assert not of(scrubbed(run, attempt, 0, place, "shard"), m.Warn)
+    assert not counted(run, telemetry.CORRUPT) and gauge(run, telemetry.DAMAGED) == [0]
+
+
+def test_damage_to_a_file_that_a_retired_checkpoint_shares_counts_for_the_others() -> None:
+    run = Harness("ab", remote_every=1, keep_last=1)
+    run.open("ab")
+    retired, other = durable(run, 10), durable(run, 20)
+    ended = m.ScrubEnded(
+        attempt=retired,
+        node_index=0,
+        place="a",
+        damage=("shard",),
+        shared=((other, 0), (retired, 0)),
+        error=None,
+    )
+    assert one(run.feed(ended), m.Warn).text == "Step 20: the copy on node a is damaged: shard."
+    assert counted(run, telemetry.CORRUPT) == {"node": 1}
 
 
 def test_damage_goes_with_its_checkpoint() -> None:
