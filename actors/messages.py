@@ -103,6 +103,7 @@ class OpenedRun:
     plan: SessionPlan | None
     epoch: int  # the highest epoch from which the agent received an order
     is_finished: bool = False  # it has no group any more, and will be put away
+    has_failed: bool = False  # it has no group any more; its newest checkpoint is to be uploaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,6 +94,7 @@ class NodeRun:
             plan=self.host.plan,
             epoch=self.machine.epoch,
             is_finished=self.machine.is_finished,
+            has_failed=self.machine.is_released and not self.machine.is_finished,
         )
 
     async def request(self, event: Callable[[Token], NodeHostEvent]) -> Any:

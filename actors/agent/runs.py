@@ -56,9 +56,8 @@ class NodeRuns:
         return NodeHost(machine, RayNodePorts(self._node, run, self.open), self._node.node_id)
 
     def opened(self) -> tuple[OpenedRun, ...]:
-        """Return the runs that are at work or are to be put away."""
-        runs = list(self.open.values())
-        return tuple(run.opened() for run in runs if run.machine.is_finished or not run.machine.is_released)
+        """Return the open runs; those that have ended may have checkpoints on nodes only."""
+        return tuple(run.opened() for run in list(self.open.values()))
 
     def staging_text(self) -> str:
         """Return the staging folders, separated by commas."""

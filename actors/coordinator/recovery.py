@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ import ray
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.opening import RunOpener
 from ray_ckpt.actors.messages import GroupCard, OpenedRun
+from ray_ckpt.core import messages as m
 from ray_ckpt.engine.ports import GroupFound
 from ray_ckpt.errors import CheckpointError, RunConflict, RunSuperseded
 
@@ -20,6 +22,7 @@ log = logging.getLogger("ray_ckpt.coordinator")
 
 TAKE_OVER_AGAIN_S = 5.0  # until a restarted coordinator again tries to open a log
 ASK_AGAIN_S = 60.0  # until an agent that has not answered is asked again for its runs
+MAX_FAILED_TRIES = 720  # an hour of tries to open a run that has failed: its log may have been deleted
 SETTLED_S = 0.2  # between looks whether a run is open
 MAX_ASKED = 64  # agents that are asked again at a time; each answer may have a plan of 0.6 MB
 
@@ -67,7 +70,8 @@ class Recovery:
                 known = runs.get(run.spec.key)
                 newest = max((r for r in (known, run) if r is not None), key=_session_key)
                 epoch = max(known.epoch, run.epoch) if known is not None else run.epoch
-                runs[run.spec.key] = replace(newest, epoch=epoch)
+                has_failed = run.has_failed or (known is not None and known.has_failed)
+                runs[run.spec.key] = replace(newest, epoch=epoch, has_failed=has_failed)
         for run in runs.values():
             self._engine.spawn(self._take_up(run))
         if self._engine.agents.silent:
@@ -136,9 +140,11 @@ class Recovery:
 
     async def _claim(self, found: OpenedRun) -> None:
         """Try to open the run until it is open. RunConflict if another service or run owns the log."""
-        while True:
+        for number in itertools.count(1):
             try:
                 await self._opener.open(found.spec, owner=None, is_wanted=False, found=found.plan)
+                if found.has_failed and found.plan is None:
+                    self._engine.spawn(self._finish(found.spec.key))
                 return
             except RunSuperseded as error:
                 log.error("%s", error)
@@ -149,7 +155,19 @@ class Recovery:
                 raise
             except (CheckpointError, OSError, ray.exceptions.RayError) as error:
                 log.warning("%s: cannot take over yet: %s", found.spec.name, error)
+                if found.has_failed and number >= MAX_FAILED_TRIES:
+                    return
                 await asyncio.sleep(TAKE_OVER_AGAIN_S)
+
+    async def _finish(self, key: str) -> None:
+        """Request the end of a failed run again, with which its newest checkpoint is uploaded."""
+        run = self._engine.runs.open.get(key)
+        if run is None or run.machine.view.has_group or run.machine.view.end_cause is not None:
+            return
+        with contextlib.suppress(CheckpointError):  # the coordinator has logged why there is no upload
+            await self._engine.request(
+                run, lambda token: m.FinishRequested(token=token, ends_group=True, has_failed=True)
+            )
 
     async def _end_session(self, found: OpenedRun, error: CheckpointError) -> None:
         """End the session of a group whose run another service has taken over."""

@@ -43,6 +43,7 @@ from ray_ckpt.trainer import waiting
 from ray_ckpt.transport.credentials import ServiceKeys
 from tests.actors.test_overview import trained
 from tests.actors.test_shutdown import SPEC, make_engine, training
+from tests.core.driver import Harness
 
 
 def record_events(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -258,7 +259,9 @@ def test_agents_that_hang_are_not_waited_for_once_the_groups_of_all_runs_are_fou
                 return None
             (run,) = restart.card.runs
             finished = replace(run, run_uid="other", plan=None, is_finished=True)
-            return replace(restart.card, runs=(run if has_group else replace(run, plan=None), finished))
+            failed = replace(run, run_uid="failed", plan=None, has_failed=True)
+            found = run if has_group else replace(run, plan=None)
+            return replace(restart.card, runs=(found, finished, failed))
 
         monkeypatch.setattr(restart.engine.agents, "ask", ask)
         finding = asyncio.ensure_future(restart.engine.agents.find())
@@ -455,6 +458,57 @@ def test_a_run_is_taken_over_after_an_error_of_ray(monkeypatch: pytest.MonkeyPat
         return opened
 
     assert asyncio.run(take_over()) == ["gpt", "gpt"]
+
+
+@pytest.mark.parametrize("state", ["failed", "group", "not failed"])
+def test_the_upload_of_a_failed_run_is_requested_again_unless_a_group_has_the_run(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No call for the run comes from its launcher, which has given up or is dead."""
+    restart = Restart(monkeypatch, "ab")
+    failed = OpenedRun(spec=SPEC, run_uid="uid", plan=None, epoch=1, has_failed=state != "not failed")
+    opened = replace(failed, has_failed=False)
+    restart.answer = lambda node: replace(restart.card, runs=(failed if node == "a" else opened,))
+    events: list[list[Any]] = []  # of each opening
+
+    async def open(spec: RunSpec, **_: Any) -> str:
+        training(restart.engine, None if state == "group" else Harness("ab"))
+        events.append(record_events(restart.engine, monkeypatch))
+        return "uid"
+
+    async def restarted() -> None:
+        monkeypatch.setattr(restart.recovery._opener, "open", open)
+        await restart.recovery.ready()
+        await asyncio.sleep(0.1)
+
+    asyncio.run(restarted())
+    (found,) = events
+    requests = [replace(event, token="") for event in found]
+    finish = m.FinishRequested(token="", ends_group=True, has_failed=True)
+    assert requests == ([finish] if state == "failed" else [])
+
+
+def test_a_failed_run_whose_log_was_deleted_is_left_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def take_over(run: OpenedRun, tries: int) -> int:
+        monkeypatch.setattr("ray_ckpt.actors.coordinator.recovery.TAKE_OVER_AGAIN_S", 0.0)
+        monkeypatch.setattr("ray_ckpt.actors.coordinator.recovery.MAX_FAILED_TRIES", 3)
+        engine, opened = make_engine(), 0
+
+        async def open(spec: RunSpec, **_: Any) -> str:
+            nonlocal opened
+            opened += 1
+            if opened > tries:
+                return "uid"
+            raise StoragePathError("it is not there", path=spec.storage_path)
+
+        recovery = Recovery(engine, cast(RunOpener, SimpleNamespace(open=open)))
+        await recovery._take_up(run)
+        assert not engine.runs.is_opening
+        return opened
+
+    run = OpenedRun(spec=SPEC, run_uid="uid", plan=None, epoch=1)
+    assert asyncio.run(take_over(run, 10)) == 11
+    assert asyncio.run(take_over(replace(run, has_failed=True), 10)) == 3
 
 
 def test_what_ray_does_not_find_is_unavailable_for_now(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,6 +190,23 @@ def test_a_restarted_coordinator_puts_away_what_its_predecessor_had_not() -> Non
     assert of(rest(run, GRACE_S), m.PutAway)
 
 
+def test_a_restarted_coordinator_drains_the_newest_checkpoint_of_a_failed_run() -> None:
+    """It finds no group; the request is that of its recovery, since the launcher makes none."""
+    run = Harness("ab", remote_every=1000, retire_grace_s=GRACE_S)
+    run.open("ab")
+    run.save(10)
+    end = m.FinishRequested(token="end", ends_group=True, has_failed=True)
+    assert of(run.feed(end), m.Drain)
+    run.start_coordinator()
+    run.feed(m.NodesJoined(inventories=run.inventories()))
+    drains = run.feed(end)
+    assert {drain.attempt.step for drain in of(drains, m.Drain)} == {10}
+    assert run.machine.view.needed_nodes() == {"a", "b"} and run.machine.view.end_cause is None
+    run.drain_all(drains)
+    assert run.machine.history.lineage()[-1].level is Level.DURABLE
+    assert run.machine.view.end_cause == "process" and not of(rest(run, 10 * GRACE_S), m.PutAway)
+
+
 def test_a_finished_group_whose_nodes_missed_the_end_is_not_found_at_work() -> None:
     run = Harness("ab", retire_grace_s=GRACE_S)
     run.open("ab")
