@@ -57,6 +57,9 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore everything. Raises ConfigError beside `fit(ckpt_path=...)` and at a second fit."""
         self._check(trainer)
+        if trainer.fast_dev_run:
+            log.warning("fast_dev_run: nothing is restored, and no checkpoint is saved")
+            return
         if self._checkpointer is not None:
             raise ConfigError(
                 "This callback has served a fit.", hint="Give another Trainer another callback."

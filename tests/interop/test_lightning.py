@@ -211,16 +211,29 @@ def test_averaged_weights_are_resumed_and_the_last_step_has_those_that_are_train
     assert torch.equal(resumed.net.weight, whole.net.weight)
 
 
-def test_a_validation_that_replaces_weights_waits_for_their_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def capture_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     def slowly(copy: SharedCopy) -> None:
         time.sleep(0.2)
         run(copy)
 
     run = SharedCopy.run
     monkeypatch.setattr(SharedCopy, "run", slowly)
+
+
+def test_a_validation_that_replaces_weights_waits_for_their_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_slowly(monkeypatch)
     averages = Restless()
     fit(new_run(1), max_steps=2, accumulate_grad_batches=2, val_check_interval=3, also=(averages,))
     assert averages.are_copied == [True], "the validation is within an accumulation window"
+
+
+def test_a_fast_dev_run_neither_restores_nor_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = new_run(EPOCH)
+    fit(first, max_epochs=1)
+    dry = first.resumed(tmp_path, EPOCH)
+    model, _ = fit(dry, fast_dev_run=True)
+    assert model.seen[0][0] == 0 and not dry.files
+    assert "fast_dev_run: nothing is restored, and no checkpoint is saved" in caplog.messages
 
 
 class Prunes(Watched):
