@@ -153,6 +153,7 @@ class _Between(Callback):  # type: ignore[misc]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._saves._save_behind("epoch", trainer)
+        self._saves._settle()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._saves._settle()

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader
@@ -62,7 +62,7 @@ class Watched(pl.LightningModule):  # type: ignore[misc]
     def __init__(self, interval: str, monitor: str) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.net = nn.Linear(2, 1)
+        self.net: Any = nn.Linear(2, 1)
         self.interval, self.monitor = interval, monitor
         self.seen: list[tuple[Any, ...]] = []
 
@@ -225,6 +225,28 @@ def test_a_validation_that_replaces_weights_waits_for_their_capture(monkeypatch:
     averages = Restless()
     fit(new_run(1), max_steps=2, accumulate_grad_batches=2, val_check_interval=3, also=(averages,))
     assert averages.are_copied == [True], "the validation is within an accumulation window"
+
+
+class Scheduled(Watched):
+    """With a norm of batches, for which averages need one more epoch, and a scheduler that they replace."""
+
+    def __init__(self, interval: str, monitor: str) -> None:
+        super().__init__(interval, monitor)
+        self.net = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+def test_averaged_weights_that_end_an_epoch_wait_for_the_capture_of_its_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capture_slowly(monkeypatch)
+    link = new_run(EPOCH)
+    averages = StochasticWeightAveraging(0.005, swa_epoch_start=1)
+    fit(link, kind=Scheduled, max_epochs=2, also=(averages,))
+    assert 2 * EPOCH in link.files and not link.skipped
 
 
 def test_a_fast_dev_run_neither_restores_nor_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
