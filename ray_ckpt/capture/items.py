@@ -8,7 +8,7 @@ sets only the rest of the tree.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, TypeAlias
@@ -130,6 +130,21 @@ def clean_name(name: str) -> str:
     return ".".join(s for s in name.split(".") if s not in WRAPPER_SEGMENTS)
 
 
+def plain_names(saved: Iterable[str], here: Collection[str]) -> dict[str, str]:
+    """Return saved names of parameters as this process has them, by the saved ones.
+
+    Other tools save the segments that wrappers add, and the `module.` of DistributedDataParallel.
+    """
+    found = {name: clean_name(name) for name in saved}
+    if all(map(_is_wrapped, found.values())) and not any(map(_is_wrapped, here)):
+        found = {name: clean.removeprefix("module.") for name, clean in found.items()}
+    return found
+
+
+def _is_wrapped(name: str) -> bool:
+    return name.startswith("module.")
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside DistributedDataParallel, an engine of DeepSpeed or torch.compile."""
     while True:
@@ -166,6 +181,14 @@ class ModuleItem(Item):
         if extra:
             names = {clean_name(k): k for k in self._module.state_dict()}
             self._module.load_state_dict({names[k]: v for k, v in extra.items()}, strict=False)
+
+    def renamed(self, saved: Any) -> Any:
+        """Return the saved state under the names here, also if an import has those of a wrapped model."""
+        if not isinstance(saved, Mapping) or not all(isinstance(name, str) for name in saved):
+            return saved
+        names = plain_names(saved, self.tree())
+        plain = {names[name]: value for name, value in saved.items()}
+        return plain if len(plain) == len(saved) else saved
 
     def problems(self, saved: Any) -> list[str]:
         if not isinstance(saved, Mapping):

@@ -340,6 +340,20 @@ def test_a_parameter_that_is_gone_here_is_a_difference(tmp_path: Path) -> None:
         saved.load(items_of(model=nn.Linear(4, 3, bias=False)))
 
 
+def test_names_of_other_wrappers_are_left_out_if_no_two_become_one(tmp_path: Path) -> None:
+    state = {"module._orig_mod.weight": torch.ones(1, 1), "module.bias": torch.ones(1)}
+    model = nn.Linear(1, 1)
+    Saved(tmp_path).save(items_of(model=state)).load(items_of(model=model))
+    assert model.weight.item() == model.bias.item() == 1
+    clash = Saved(tmp_path).save(items_of(model={**state, "module.weight": torch.ones(1, 1)}))
+    for other in (clash, Saved(tmp_path).save(items_of(model={1: torch.ones(1)}))):
+        with pytest.raises(MismatchError, match=r"model\.weight: not in the checkpoint"):
+            other.load(items_of(model=model))
+    inner = nn.ModuleDict({"module": nn.Linear(1, 1)})
+    saved = Saved(tmp_path).save(items_of(model=inner))
+    saved.load(items_of(model=nn.ModuleDict({"module": nn.Linear(1, 1)})))
+
+
 def test_other_items_are_named(tmp_path: Path) -> None:
     saved = Saved(tmp_path).save(items_of(model=nn.Linear(1, 1), state={"a": 1}))
     with pytest.raises(MismatchError, match=r"missing \['ema'\], unexpected \['state'\]") as caught:

@@ -48,6 +48,20 @@ def test_state_dicts_are_items_and_restore_through_a_checkpointer(tmp_path: Path
     assert later.state_dict()["step_size"] == 3
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile])
+def test_a_model_that_was_saved_in_a_wrapper_restores_into_any_module(
+    tmp_path: Path, prefix: str, wrap: Any
+) -> None:
+    model, optimizer = trained()
+    named = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
+    state = {"model": named, "optimizer": optimizer.state_dict()}
+    imported("pt", saved(state, tmp_path), tmp_path / "gpt")
+    other, other_optimizer = make(1)
+    restore(tmp_path / "gpt", model=wrap(other), optimizer=other_optimizer)
+    assert_same((model, optimizer), (other, other_optimizer))
+
+
 def test_a_model_alone_is_the_item_model_and_anything_else_is_state(tmp_path: Path) -> None:
     model, _ = trained()
     assert loaded(model.state_dict(), tmp_path).keys() == {"model"}
