@@ -226,17 +226,25 @@ class NodeAgent(RankEndpoints, RelayEndpoints):
         sent = await in_thread(node.code_io, compute, run, order, endpoints, credentials, node.copies, epoch)
         node.count_bytes(run.spec.name, "parity", sent)
 
-    async def drain(self, run_uid: str, attempt: AttemptId, node_index: int, like: str, epoch: int) -> None:
+    async def drain(
+        self,
+        run_uid: str,
+        attempt: AttemptId,
+        node_index: int,
+        like: str,
+        epoch: int,
+        is_urgent: bool = False,
+    ) -> None:
         """Copy one fragment's files from this node to the storage path, the fragment itself last.
 
-        `like` is as in the order `Drain`.
+        `like` and `is_urgent` are as in the order `Drain`.
 
         CorruptionError if a file on this node is damaged or missing, OSError if the store or the disk fails.
         """
         run = self._runs.get(run_uid)
         await run.obey(n.EpochSeen(epoch=epoch))
         work = partial(upload, run, attempt, node_index, like, self._node.copies)
-        sent = await run.drain(attempt, node_index, work)
+        sent = await run.drain(attempt, node_index, work, is_urgent=is_urgent)
         self._node.count_bytes(run.spec.name, "remote", *sent)
 
     async def upload_items(

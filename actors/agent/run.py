@@ -57,6 +57,7 @@ class NodeRun:
         # Separate threads for each run, since the storage path of another run may hang.
         self.check_threads = BriefThreads(CHECK_THREADS, "ray_ckpt-remote", yield_to_training)
         self.drain_threads = BriefThreads(DRAIN_THREADS, "ray_ckpt-drain", yield_to_training)
+        self.urgent_threads = BriefThreads(1, "ray_ckpt-urgent", yield_to_training)  # before other drains
         self.item_threads = BriefThreads(1, "ray_ckpt-items", yield_to_training)  # do not wait for drains
         self._drains: dict[tuple[str, int, str], object] = {}  # the last order by attempt, fragment, items
         self.uploads: dict[tuple[str, int], DrainRateLimiter] = {}  # by attempt and fragment
@@ -165,17 +166,25 @@ class NodeRun:
             self.checked_nonce = nonce
 
     async def drain(
-        self, attempt: AttemptId, node_index: int, upload: Callable[[], T], *, items: str = ""
+        self,
+        attempt: AttemptId,
+        node_index: int,
+        upload: Callable[[], T],
+        *,
+        items: str = "",
+        is_urgent: bool = False,
     ) -> T:
         """Return `upload()`, run in a drain thread; Unavailable if it is ordered again before it begins.
 
-        With `items`, the upload is of these items of the fragment, and has a thread beside those of drains.
+        With `items`, the upload is of these items of the fragment. Uploads of items and urgent ones each have
+        a thread beside those of drains.
 
         A coordinator repeats an order that is not answered in time. While the storage path hangs, repeated
         orders wait for a thread, and all but the last one would then upload the same bytes again.
         """
         key, order = (attempt.attempt, node_index, items), object()
-        threads = self.item_threads if items else self.drain_threads
+        drains = self.urgent_threads if is_urgent else self.drain_threads
+        threads = self.item_threads if items else drains
         self._drains[key] = order
 
         def begin() -> T:

@@ -178,8 +178,8 @@ class RayPorts:
                 return "compute", (uid, call.order, endpoints, epoch)
             case m.Drain(attempt=attempt, node_index=index, items=items) if items:
                 return "upload_items", (uid, attempt, index, items, epoch)
-            case m.Drain(attempt=attempt, node_index=index, like=like):
-                return "drain", (uid, attempt, index, like, epoch)
+            case m.Drain(attempt=attempt, node_index=index, like=like, is_urgent=is_urgent):
+                return "drain", (uid, attempt, index, like, epoch, is_urgent)
             case m.Scrub(attempt=attempt, node_index=index, place=place) if place == m.REMOTE:
                 num_nodes = run.machine.history.checkpoints[attempt.attempt].num_nodes
                 return "scrub_remote", (uid, attempt, num_nodes, index)

@@ -229,6 +229,7 @@ class Drains:
                         node_id=task.running[index],
                         like="" if tries or task.items else self._like(task),
                         items=task.items,
+                        is_urgent=task.checkpoint.id.attempt == self._urgent,
                     )
             if given:  # build a new set, because an emptied set stays as slow to iterate as the full set
                 task.waiting = task.waiting - given

@@ -95,7 +95,7 @@ class DrainSchedule:
         ends = [at_s for node, at_s in context.leaves_at_s.items() if node in context.holders.live]
         fits = not ends or context.now_s + self._intervals.drain_s <= max(ends)
         is_needed = context.holders.needs_upload(lineage[-1])
-        if fits and is_needed and lineage[-1].id.attempt not in self._drains.attempts:
+        if fits and is_needed:
             self._drains.start(lineage[-1], is_urgent=True)
             yield from self.assign()
 

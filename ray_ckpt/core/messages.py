@@ -457,10 +457,9 @@ class Code:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """Upload a fragment and its files from a node to the storage path.
+    """Upload a fragment and its files from a node to the storage path; `items` alone to their own directory.
 
-    `like` is the folder of a durable checkpoint. A still shard that this one lists alike is copied within the
-    store; "": all bytes are uploaded. With `items` only these are uploaded, to a directory of their own.
+    `like` is a folder of a durable checkpoint; still shards that it lists alike are copied within the store.
     """
 
     attempt: AttemptId
@@ -468,6 +467,7 @@ class Drain:
     node_id: str
     like: str = ""
     items: str = ""
+    is_urgent: bool = False  # other uploads do not delay it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,35 @@ def test_of_uploads_that_wait_for_a_thread_only_the_last_order_is_carried_out(
     assert uploads == [1] * DRAIN_THREADS + [1, 2]
 
 
+def test_an_urgent_upload_does_not_wait_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go = threading.Semaphore(0), threading.Event()
+
+    def upload(run: Any, attempt: Any, *_: Any) -> tuple[int, int]:
+        if attempt is ATTEMPT:
+            begun.release()
+            may_go.wait(10)
+        return 1, 0
+
+    monkeypatch.setattr(actor, "upload", upload)
+
+    async def story() -> None:
+        agent = make_agent()
+        monkeypatch.setattr(agent._node, "count_bytes", lambda *_: None)
+        await agent._runs.take_up(spec_of(tmp_path), UID)
+        others = [
+            asyncio.ensure_future(agent.drain(UID, ATTEMPT, index, "", 0)) for index in range(DRAIN_THREADS)
+        ]
+        for _ in others:
+            assert await asyncio.to_thread(begun.acquire, timeout=10)
+        try:
+            await asyncio.wait_for(agent.drain(UID, OTHER, 0, "", 0, True), 5)
+        finally:
+            may_go.set()
+        await asyncio.gather(*others)
+
+    asyncio.run(story())
+
+
 def test_of_uploads_of_items_that_wait_only_the_last_order_is_carried_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -403,6 +403,15 @@ def test_nodes_that_all_leave_do_not_read_a_damaged_copy_again_and_again() -> No
     assert of(run.feed(m.FinishRequested(token="finish")), m.Drain), "except on request"
 
 
+def test_nodes_that_all_leave_upload_the_newest_first_although_it_waits_behind_others() -> None:
+    run = run_on("ab")
+    older = [drain for step in (10, 20) for drain in of(run.save(step), m.Drain)]
+    assert steps(older) == {10, 20} and not any(drain.is_urgent for drain in older)
+    run.feed(m.NodesSeen(live=frozenset("ab"), draining=frozenset("ab"), left_s={"a": 120.0, "b": 120.0}))
+    drains = of(run.save(30), m.Drain)
+    assert [(d.attempt.step, d.node_index, d.is_urgent) for d in drains] == [(30, 0, True), (30, 1, True)]
+
+
 def test_the_death_of_the_last_intact_holder_ends_the_drain() -> None:
     run = run_on("ab")
     first, other = of(run.save(10), m.Drain)
