@@ -235,6 +235,6 @@ class RankEndpoints:
         )
         return missing
 
-    async def notify_preemption(self, notice: Notice) -> None:
-        """Report that this node, or a rank on it, is about to go."""
-        await self._node.report("node_preempted", self._node.node_id, notice)
+    async def notify_preemption(self, run_uid: str, notice: Notice) -> None:
+        """Report that a rank of a run is about to go."""
+        await self._node.report("node_preempted", self._node.node_id, notice, run_uid)

@@ -367,9 +367,12 @@ class Coordinator:
         if group is not None:
             await self._recovery.find_group(group)
 
-    async def node_preempted(self, node: str, notice: Notice) -> None:
-        """Record a notice that a node is about to go; agents repeat a notice as long as it holds."""
-        self.engine.notices.add(node, notice, time.time())
+    async def node_preempted(self, node: str, notice: Notice, run_uid: str = "") -> None:
+        """Record a notice that a node is about to go, for one run or for all ("").
+
+        Agents repeat a notice of a cloud as long as it holds.
+        """
+        self.engine.notices.add(node, notice, time.time(), run_uid)
 
     async def make_durable(self, run_uid: str, attempt: str, timeout_s: float) -> None:
         """Wait until a checkpoint is durable. Unavailable if that fails, or takes longer than `timeout_s`."""

@@ -43,6 +43,7 @@ class LauncherWatch:
         elif self._dead[0] != event.owner:
             self._dead = (event.owner, now_s)
             plan = host.machine.plan  # the group's processes got SIGTERM, but their nodes may stay
-            host.notices.forget_signals({node.node_id for node in plan.nodes} if plan else set())
+            nodes = {node.node_id for node in plan.nodes} if plan else set()
+            host.notices.forget_signals(host.machine.history.run_uid, nodes)
         elif now_s - self._dead[1] >= OWNER_DEAD_S:
             host.apply(m.OwnerDied(owner=event.owner))

@@ -240,6 +240,9 @@ class OpenedNodes:
             self._end(number, opening)
 
     def _begin(self, number: int, opening: _Round) -> None:
+        if isinstance(opening.event, GroupRequested):
+            nodes = {node.node_id for node in opening.event.nodes}
+            self._host.notices.forget_signals(self._host.machine.history.run_uid, nodes)
         opening.asked, opening.pending = self.live, set(self.live)
         opening.asked_s = self._host.ports.now_s()
         for node in sorted(self.live):
@@ -387,10 +390,10 @@ class OpenedNodes:
 
     def _now(self, live: frozenset[str], seen: m.NodesSeen) -> m.NodesSeen:
         """Return `seen` with `live` and the notices; other facts stay those of all nodes, for placement."""
-        notices, wall_s = self._host.notices, self._host.ports.wall_s()
+        notices, uid = self._host.notices, self._host.machine.history.run_uid
         return replace(
             seen,
             live=live,
-            draining=seen.draining | notices.nodes,
-            left_s=notices.left_s(seen.left_s, wall_s),
+            draining=seen.draining | notices.nodes(uid),
+            left_s=notices.left_s(uid, seen.left_s, self._host.ports.wall_s()),
         )

@@ -176,10 +176,7 @@ class RunHost:
                 self.groups.check(event)
             case PartRequested():
                 self.groups.join(event)
-            case GroupRequested(nodes=nodes):
-                self.notices.forget_signals({node.node_id for node in nodes})
-                self.nodes.open_on_all(event)
-            case RunOpened() | InventoryDue():
+            case GroupRequested() | RunOpened() | InventoryDue():
                 self.nodes.open_on_all(event)
             case GroupFound():
                 if self.is_without_group or event is self._found:  # the latter is a further try

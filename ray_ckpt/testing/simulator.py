@@ -230,10 +230,10 @@ class World(Survivors):
         process = self.process_of(self.nodes[name].service)
         if process is not None and not process.is_frozen:
             now_s = process.host.ports.wall_s()
-            source = "sigterm" if left_s is None else "aws"
+            source, uid = ("sigterm", process.host.machine.history.run_uid) if left_s is None else ("aws", "")
             deadline_s = None if left_s is None else now_s + left_s
             notice = Notice(source=source, text="it goes", deadline_s=deadline_s)
-            process.host.notices.add(name, notice, now_s)
+            process.host.notices.add(name, notice, now_s, uid)
 
     def corrupt(self, name: str, copy: Copy, *, alters: bool = False) -> None:
         """Damage bytes of a copy; `alters`: of the fragment, so that inventories list its new digest.

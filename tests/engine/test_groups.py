@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import GroupNode, SessionPlan
 from ray_ckpt.engine.groups import OWNER_GONE_S, PARTS_WAIT_S, group_nodes
@@ -12,7 +13,7 @@ from ray_ckpt.engine.ports import GroupRequested, LauncherSeen, OwnerChecked, Pa
 from ray_ckpt.errors import CheckpointError, RunInUse, Unavailable
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.types import GroupPart, LaunchTimes
-from tests.core.driver import START_S
+from tests.core.driver import RUN_UID, START_S
 from tests.engine.driver import NO_ANSWER, Story
 
 PARTS = (GroupPart(name="actor", world_size=2), GroupPart(name="critic", world_size=1))
@@ -165,18 +166,41 @@ def test_a_service_that_ends_takes_no_group() -> None:
             raise error_of(story, token)
 
 
+# -- signals -----------------------------------------------------------------------------------------
+
+
+def test_a_signal_to_a_process_of_another_run_is_neither_passed_on_nor_forgotten() -> None:
+    story = Story()
+    story.host.notices.add("a", Notice("sigterm", "", START_S + 25), START_S, "another")
+    story.request("1")
+    story.tick()
+    seen = [event for event in story.seen_events if isinstance(event, m.NodesSeen)]
+    assert seen and not any(event.draining or event.left_s for event in seen)
+    assert story.host.notices.nodes("another") == {"a"}
+
+
+def test_a_new_group_gets_no_signal_to_a_process_of_the_last_one() -> None:
+    story = Story()
+    story.request("1")
+    story.host.notices.add("a", Notice("sigterm", "", START_S + 25), START_S, RUN_UID)
+    story.tick()
+    assert [event for event in story.seen_events if isinstance(event, m.NodesSeen)][-1].draining == {"a"}
+    story.request("2")
+    assert [event for event in story.seen_events if isinstance(event, m.NodesSeen)][-1].draining == set()
+
+
 # -- the death of a launcher -------------------------------------------------------------------------
 
 
 def test_a_launcher_that_stays_dead_has_its_session_ended() -> None:
     story = Story()
     story.request("1", owner="first")
-    story.host.notices.add("a", Notice("sigterm", "", START_S + 25), START_S)
+    story.host.notices.add("a", Notice("sigterm", "", START_S + 25), START_S, RUN_UID)
     story.tick(LOOK_EVERY_S)
-    assert story.host.notices.nodes == {"a"}
+    assert story.host.notices.nodes(RUN_UID) == {"a"}
     story.dead.add("first")
     story.tick(LOOK_EVERY_S)
-    assert not story.host.notices.nodes, "the processes of the group got the signal"
+    assert not story.host.notices.nodes(RUN_UID), "the processes of the group got the signal"
     story.tick(OWNER_DEAD_S - 1.0)
     assert not story.ended()
     story.tick(LOOK_EVERY_S)
