@@ -42,8 +42,10 @@ AWS_TOKEN_TTL_S = 21_600  # the longest lifetime that Amazon allows
 AWS_STALE_S = 300.0  # after the announced time; then the interruption has failed, but Amazon keeps the item
 GCP_PREEMPTED_S = 30.0  # from Google's notice of a preemption to the end of the machine
 GCP_MAINTENANCE_S = 60.0  # from Google's notice of maintenance to the stop of the machine
-AZURE_PLANNED_S = 300.0  # a planned event is ignored until then, because Azure may list it days ahead
+GCP_GPU_MAINTENANCE_S = 3600.0  # the same for a machine with GPUs
+PLANNED_S = 300.0  # a planned event is ignored until then: Azure may list it days ahead, Google an hour
 AZURE_API = "2020-07-01"
+_GCP_GPU_TYPE = re.compile(r"/machineTypes/[ag]\d", re.ASCII)  # A2, A3, A4, A4X, G2, G4: all have GPUs
 _AZURE_NAME = re.compile(r"[\w.-]{1,80}", re.ASCII)  # 64 characters, plus a number in a scale set
 
 
@@ -312,8 +314,9 @@ class _Gcp:
 
     - preempted: TRUE; the machine is stopped 30 s later (Compute Engine, "Create and use Spot VMs").
     - maintenance-event: TERMINATE_ON_HOST_MAINTENANCE 60 s ahead, or an hour with GPUs ("Handle GPU host
-    maintenance events"). The value is the same in both cases, so 60 s from the first poll with this value are
-    assumed.
+      maintenance events"). The time counts from the first poll with this value. It is an hour if
+      machine-type is of a series that always has GPUs and an earlier poll had another value; then the event
+      is ignored until PLANNED_S before the stop. No item shows the GPUs of an N1 machine.
       MIGRATE_ON_HOST_MAINTENANCE moves the machine without loss. Only clients that have sent a query since
       the last event get the value ("Query metadata server for maintenance event notices").
     """
@@ -326,6 +329,7 @@ class _Gcp:
     def __init__(self, service: _Service) -> None:
         self._service = service
         self._standing: Notice | None = None
+        self._was_polled = False  # a value at the first poll may be older
 
     def check(self) -> None:
         if self._get("") is None:
@@ -335,14 +339,22 @@ class _Gcp:
         if self._value("preempted") == "TRUE":
             self._announce("This VM is preempted.", GCP_PREEMPTED_S)
         elif self._value("maintenance-event") == "TERMINATE_ON_HOST_MAINTENANCE":
-            self._announce("This VM is stopped for maintenance of its host.", GCP_MAINTENANCE_S)
+            is_hour = self._was_polled and self._standing is None and self._has_gpus()
+            stays_s = GCP_GPU_MAINTENANCE_S if is_hour else GCP_MAINTENANCE_S
+            self._announce("This VM is stopped for maintenance of its host.", stays_s)
         else:
             self._standing = None
-        return self._standing
+        self._was_polled = True
+        standing = self._standing
+        is_planned = standing is not None and (standing.deadline_s or 0.0) > time.time() + PLANNED_S
+        return None if is_planned else standing
 
     def _announce(self, text: str, stays_s: float) -> None:
         if self._standing is None or self._standing.text != text:
             self._standing = Notice(self.name, text, time.time() + stays_s)
+
+    def _has_gpus(self) -> bool:
+        return _GCP_GPU_TYPE.search(self._value("machine-type") or "") is not None
 
     def _value(self, name: str) -> str | None:
         answer = self._get(f"instance/{name}")
@@ -361,7 +373,7 @@ class _Azure:
     A document lists the events of all machines of a set; `Resources` names the machines of an event.
     NotBefore is the earliest time (RFC 1123), and empty once the event has begun. A Preempt is listed 30 s
     ahead, a Terminate 5 to 15 minutes, a Redeploy 10 minutes, a Reboot 15 minutes. Events for failing
-    hardware are listed days ahead; such an event is ignored until AZURE_PLANNED_S before NotBefore. A Freeze
+    hardware are listed days ahead; such an event is ignored until PLANNED_S before NotBefore. A Freeze
     loses nothing. The first request switches the service on; the answer to it may take two minutes, so the
     first polls may get no answer. Poll every second. An event is listed until about 10 minutes after its
     start: an event that had started before the first poll caused the start of this machine, and is left out.
@@ -402,7 +414,7 @@ class _Azure:
         begins_s = None
         if not self._has_begun(event):
             begins_s = _time_s(event["NotBefore"], email.utils.parsedate_to_datetime)
-        if begins_s is not None and begins_s > time.time() + AZURE_PLANNED_S:
+        if begins_s is not None and begins_s > time.time() + PLANNED_S:
             return None
         return Notice(self.name, self._LEAVING[event["EventType"]], begins_s)
 

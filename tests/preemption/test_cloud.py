@@ -134,6 +134,53 @@ def test_maintenance_of_googles_hosts_counts_if_the_machine_is_stopped_and_not_i
         assert preempted.deadline_s == about(30.0)
 
 
+@pytest.mark.parametrize(
+    "machine_type", ["a2-highgpu-1g", "a3-megagpu-8g", "a4x-highgpu-4g", "g2-standard-4"]
+)
+def test_maintenance_of_a_google_machine_with_gpus_is_ignored_until_it_is_near(
+    machine_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with playing("gcp") as (server, cloud_notices):
+        server.machine_type = machine_type
+        assert cloud_notices.poll() is None
+        server.announce("terminate")
+        assert cloud_notices.poll() is None
+        seen_s = time.time()
+        later_s = cloud_module.GCP_GPU_MAINTENANCE_S - cloud_module.PLANNED_S
+        monkeypatch.setattr(time, "time", lambda: seen_s + later_s - SLACK_S)
+        assert cloud_notices.poll() is None
+        monkeypatch.setattr(time, "time", lambda: seen_s + later_s + 1.0)
+        notice = cloud_notices.poll()
+        assert notice is not None
+        assert notice.deadline_s == pytest.approx(seen_s + 3600.0, abs=SLACK_S)
+        server.announce("preempt")  # is sooner
+        preempted = cloud_notices.poll()
+        assert preempted is not None
+        assert preempted.deadline_s == about(30.0)
+
+
+def test_maintenance_that_google_has_announced_before_the_first_poll_counts_at_once() -> None:
+    with playing("gcp") as (server, cloud_notices):
+        server.machine_type = "a3-megagpu-8g"
+        server.announce("terminate")
+        notice = cloud_notices.poll()
+        assert notice is not None
+        assert notice.deadline_s == about(60.0)
+        assert cloud_notices.poll() == notice
+
+
+@pytest.mark.parametrize("machine_type", ["n1-standard-8", "c4a-standard-8", "n4a-highmem-4"])
+def test_maintenance_of_a_google_machine_that_may_have_no_gpus_counts_at_once(machine_type: str) -> None:
+    with playing("gcp") as (server, cloud_notices):
+        server.machine_type = machine_type
+        assert cloud_notices.poll() is None
+        server.announce("terminate")
+        notice = cloud_notices.poll()
+        assert notice is not None
+        assert notice.deadline_s == about(60.0)
+        assert cloud_notices.poll() == notice
+
+
 @pytest.mark.parametrize("kind", ["Preempt", "Terminate", "Reboot", "Redeploy"])
 def test_an_event_of_azure_has_its_time_and_none_once_it_has_begun(kind: str) -> None:
     with playing("azure") as (server, cloud_notices):

@@ -59,6 +59,8 @@ class MetadataServer:
     def __init__(self, cloud: CloudName, *, port: int = 0, machine: str = "vm-1") -> None:
         self.cloud = cloud
         self.machine = machine
+        self.machine_type = "n1-standard-8"
+        """Of Google's machine."""
         self.fault: Fault | None = None
         """Goes for all requests while it is set."""
         self.num_requests = 0
@@ -173,6 +175,7 @@ class MetadataServer:
         values = {
             "/computeMetadata/v1/": "instance/\nproject/\n",
             "/computeMetadata/v1/instance/name": self.machine,
+            "/computeMetadata/v1/instance/machine-type": f"projects/1/machineTypes/{self.machine_type}",
             "/computeMetadata/v1/instance/preempted": "TRUE" if self._find("preempt") else "FALSE",
             "/computeMetadata/v1/instance/maintenance-event": self._gcp_maintenance(),
         }
