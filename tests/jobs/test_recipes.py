@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -295,14 +295,50 @@ def test_the_exit_status_of_the_driver_is_that_of_the_job(tmp_path: Path) -> Non
     assert not (tmp_path / "requeued").exists()
 
 
+def listing(*rows: tuple[int, str, bool]) -> str:
+    return json.dumps(
+        {"checkpoints": [{"step": step, "level": level, "on_lineage": here} for step, level, here in rows]}
+    )
+
+
+def run_function(folder: Path, call: str, listings: Sequence[str]) -> str:
+    """Return what a call of a function of the script prints; each `ls` prints the next of `listings`."""
+    for index, text in enumerate(listings):
+        (folder / f"{index}.json").write_text(text)
+    listed = f"cd {folder}; touch used; n=$(wc -l < used); [ -e $n.json ] || n={len(listings) - 1}"
+    stubs = {
+        "ray-ckpt": f"{listed}; echo >> used; cat $n.json",
+        "python": f'case "$2" in *ray.init*) echo 01 ;; *) exec {sys.executable} "$@" ;; esac',
+        "ray": "",
+        "sleep": "",
+    }
+    for name, body in stubs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    script = (RECIPES / "slurm.sh").read_text()
+    functions = re.findall(r"^(?:newest|save)\(\) \{.*?^\}", script, re.MULTILINE | re.DOTALL)
+    env = {"PATH": f"{folder}:{os.defpath}", "RUN": "/runs/gpt", "SAVE_S": "30"}
+    text = "\n".join(("set -euo pipefail; driver=$$", *functions, call))
+    done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, timeout=60)
+    return done.stdout
+
+
 def test_only_a_checkpoint_from_which_the_run_resumes_is_waited_for(tmp_path: Path) -> None:
-    rows = [(20, "durable", True), (30, "local", True), (90, "durable", False)]
-    listed = [{"step": step, "level": level, "on_lineage": here} for step, level, here in rows]
-    (tmp_path / "ls.json").write_text(json.dumps({"checkpoints": listed}))
-    (tmp_path / "ray-ckpt").write_text(f"#!/bin/sh\ncat {tmp_path}/ls.json\n")
-    (tmp_path / "ray-ckpt").chmod(0o755)
-    found = re.search(r"^newest\(\) \{.*?^\}", (RECIPES / "slurm.sh").read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None
-    env = {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.defpath}", "RUN": "/runs/gpt"}
-    done = subprocess.run(["bash", "-c", f"{found[0]}; newest"], env=env, capture_output=True, text=True)
-    assert done.stdout == "20\n"
+    known = listing((20, "durable", True), (30, "local", True), (90, "durable", False))
+    assert run_function(tmp_path, "newest durable", [known]) == "20\n"
+    assert run_function(tmp_path, "newest", [known]) == "30\n"
+
+
+@pytest.mark.parametrize("first", [(), ("",)], ids=["answered", "unanswered at first"])
+def test_an_upload_that_ends_after_the_signal_does_not_stand_for_the_last_save(
+    tmp_path: Path, first: tuple[str, ...]
+) -> None:
+    listings = (
+        *first,
+        listing((900, "durable", True), (1000, "local", True)),
+        listing((1000, "durable", True)),
+        "",  # a listing that fails ends nothing
+        listing((1000, "durable", True), (1040, "local", True)),
+        listing((1000, "durable", True), (1040, "durable", True)),
+    )
+    assert run_function(tmp_path, "save || true", listings) == "before the end: step 1040 is durable\n"
