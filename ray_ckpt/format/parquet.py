@@ -21,8 +21,9 @@ MAX_TEXT_BYTES = 1024 * 2**20  # size of the texts of all rows, repeated texts i
 MAX_FREE_VALUES = 2**20  # values of a column in any file; larger files may have one more for each byte
 MAX_FREE_ROWS = 2**17  # rows in any file; larger files may have one more for each byte
 MAX_THRIFT_ITEMS = 1000  # items of a list in the footer: row groups, columns
+MAX_THRIFT_VALUES = 2**16  # values of a footer, read in 0.1 s; real footers have about 1,000
 _CUT_SHORT = "its footer, or the header of a page, is cut short"
-_MAX_DEPTH = 8  # nested structs in the footer; real footers have 5
+_MAX_DEPTH = 8  # nested structs and lists in the footer; real footers have 7
 
 _PHYSICAL = {pa.string(): 6, pa.int64(): 2, pa.float64(): 5}  # BYTE_ARRAY, INT64, DOUBLE
 T = TypeVar("T")
@@ -219,15 +220,17 @@ class _Thrift:
     def __init__(self, data: bytes, at: int, end: int) -> None:
         self._data = data
         self._end = end
+        self._num_values = 0
         self.at = at
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
         """Return the fields by number: ints, texts, lists and structs; None for a float."""
-        if depth > _MAX_DEPTH:
-            raise FormatError("its footer is nested too deep")
+        if depth == 0:
+            self._num_values = 0
         found: dict[int, Any] = {}
         field = 0
         while head := self._byte():
+            self._count(depth)
             delta, kind = head >> 4, head & 15
             field = field + delta if delta else self._int()
             found[field] = self._int() if 4 <= kind <= 6 else self._value(kind, depth)
@@ -252,12 +255,23 @@ class _Thrift:
                 size = head >> 4 if head >> 4 < 15 else self._varint()
                 if size > MAX_THRIFT_ITEMS:
                     raise FormatError(f"a list of {size} in its footer")
-                return [self._value(head & 15, depth) for _ in range(size)]
+                return [self._element(head & 15, depth + 1) for _ in range(size)]
             case 12:
                 return self.struct(depth + 1)
             case _:
                 raise FormatError(f"its footer has a field of type {kind}")
         return None
+
+    def _element(self, kind: int, depth: int) -> Any:
+        """Return an element of a list; a bool is a byte here, and part of the field's type in a struct."""
+        self._count(depth)
+        return self._byte() == 1 if kind in (1, 2) else self._value(kind, depth)
+
+    def _count(self, depth: int) -> None:
+        """Count a value at this depth. Raise FormatError if values are too many or nested too deep."""
+        self._num_values += 1
+        if depth > _MAX_DEPTH or self._num_values > MAX_THRIFT_VALUES:
+            raise FormatError(f"its footer is nested too deep, or has more than {MAX_THRIFT_VALUES} values")
 
     def skip(self, nbytes: int) -> None:
         if nbytes > self._end - self.at:

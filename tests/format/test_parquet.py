@@ -80,6 +80,19 @@ def a_footer_without_end() -> bytes:
     return b"PAR1" + b"\x15" * 100 + struct.pack("<I", 2**31 - 1) + b"PAR1"
 
 
+def lists_of_bools_in_the_footer() -> bytes:
+    """Return a file with one more field in its footer, whose lists pyarrow skips: 0.6 MB of bools."""
+    data, num_lists, bools = written(fragment_columns(1)), 600, b"\xf1\xe7\x07"  # a list of 999 bools
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    group = b"\x11\x11\x19\xf9\xe7\x07" + bools * 999  # where a bool has no byte: the end, and one more list
+    values = bytearray((bools * 999 + group * num_lists)[: num_lists * 1002])
+    for at in range(0, len(values), 1002):
+        values[at : at + 3] = bools
+    lists = bytes((0x89, 0xF9, num_lists & 127 | 128, num_lists >> 7))
+    footer = data[start:-9] + lists + values + b"\x00"
+    return data[:start] + footer + struct.pack("<I", len(footer)) + b"PAR1"
+
+
 def keys_of_a_map() -> bytes:
     columns = {field.name: pa.nulls(1, field.type) for field in snapshot.COLUMNS}
     keys = pa.array(["k" * (1 << 20)] * 1100)
@@ -104,6 +117,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
         many_groups,
         a_long_fixed_text,
         a_footer_without_end,
+        lists_of_bools_in_the_footer,
         keys_of_a_map,
     )
 }
