@@ -93,7 +93,8 @@ def open_run(name: str, storage_path: str, options: RunOptions, *, owner: str) -
     check_run_name(name)
     location = Location.parse(storage_path)
     storage_options(location, options.storage_options)
-    options = replace(options, resume=own_resume(options.resume, location / name))
+    resume = own_resume(options.resume, location / name, options.storage_options)
+    options = replace(options, resume=resume)
     spec = RunSpec(name=name, storage_path=str(location), options=options)
     get_result(coordinator().open_run.remote(spec, owner), OPEN_S)
     return spec

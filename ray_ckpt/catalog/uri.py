@@ -11,6 +11,7 @@ from the storage path of the other run.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -120,14 +121,40 @@ def find_origin(options: RunOptions, storage: RemoteRef) -> Origin | None:
     )
 
 
-def own_resume(resume: str, run: Location) -> str:
-    """Return `resume`; replace a URI of the same run by "must" or "step:<n>"."""
+def own_resume(resume: str, run: Location, storage_options: Mapping[str, str] | None = None) -> str:
+    """Return `resume`; replace a URI of the same run by "must" or "step:<n>".
+
+    A step means the checkpoint on the lineage. Therefore, if the URI is the folder of a checkpoint, raise
+    ConfigError if that one is not on the lineage, and the errors of `Catalog`.
+    """
     if not is_uri(resume):
         return resume
     uri = CheckpointUri.parse(resume)
-    if uri.run != run:
+    if not _is_same(uri.run, run):
         return resume
+    if uri.directory is not None:
+        _check_lineage(open_run(run, storage_options), uri)
     return "must" if uri.step is None else f"step:{uri.step}"
+
+
+def _is_same(one: Location, other: Location) -> bool:
+    """Return whether two locations are one; a region or endpoint that only one of them names is ignored."""
+    paths = [os.path.realpath(each.path) if each.is_posix else each.path for each in (one, other)]
+    endpoints = {each.endpoint for each in (one, other)} - {None}
+    return one.scheme == other.scheme and paths[0] == paths[1] and len(endpoints) < 2
+
+
+def _check_lineage(run: OpenedRun, uri: CheckpointUri) -> None:
+    """Raise ConfigError unless the folder `uri.directory` has the lineage's checkpoint of its step."""
+    on_lineage = [info for info in run.catalog.lineage if info.step == uri.step]
+    if any(info.directory == uri.directory for info in on_lineage):
+        return
+    _attempt_of(run, uri)
+    hint = f"`ray-ckpt rollback {uri.run} --to {uri.step}` goes back to it."
+    if on_lineage:
+        hint = f"resume='step:{uri.step}' goes back to {on_lineage[-1].directory}, which is on the lineage; "
+        hint += "a run with another name can start from the other one."
+    raise ConfigError(f"{uri.directory} is not on the lineage of its run.", hint=hint, step=uri.step)
 
 
 def _attempt_of(run: OpenedRun, uri: CheckpointUri) -> AttemptId:

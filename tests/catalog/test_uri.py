@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location
 from ray_ckpt.storage.remote.tier import RemoteRef
+from tests.support.sample_run import RunLog, make_checkpoint
 
 FOLDER = "000000003000-0123456789abcdef"
 
@@ -52,10 +54,45 @@ def test_what_is_no_place_for_a_run_is_refused(text: str) -> None:
 def test_a_run_s_own_checkpoint_means_going_back() -> None:
     run = Location.parse("/runs/gpt")
     assert own_resume("/runs/gpt@7", run) == "step:7"
-    assert own_resume(f"/runs/gpt/ray_ckpt_{FOLDER}", run) == "step:3000"
     assert own_resume("/runs/gpt", run) == "must"
     assert own_resume("/runs/gpt-2@7", run) == "/runs/gpt-2@7"
     assert own_resume("auto", run) == "auto"
+
+
+def test_a_run_s_own_checkpoint_is_known_by_another_spelling_of_its_place(tmp_path: Path) -> None:
+    bucket = Location.parse("s3://bucket/runs/gpt?region=us-east-1")
+    assert own_resume("s3://bucket/runs/gpt@7", bucket) == "step:7"
+    assert own_resume("s3://bucket/runs/gpt@7?region=us-east-1", Location.parse("s3://bucket/runs/gpt")) == (
+        "step:7"
+    )
+    one, other = (f"s3://bucket/runs/gpt@7?endpoint_override={host}:9000" for host in ("a", "b"))
+    assert own_resume(one, CheckpointUri.parse(other).run) == one
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "link").symlink_to("runs")
+    assert own_resume(f"{tmp_path}/link/gpt@7", Location.parse(tmp_path / "runs/gpt")) == "step:7"
+
+
+def test_a_folder_of_a_run_s_own_checkpoint_has_to_be_on_the_lineage(tmp_path: Path) -> None:
+    log = RunLog(folder=tmp_path / "gpt")
+    log.create()
+    log.session(1, after=None, world_size=2, num_nodes=2)
+    first, left, twice = (make_checkpoint(log.attempt(1, step)) for step in (10, 20, 30))
+    for saved in (first, left, twice):
+        log.commit(saved)
+    log.session(2, after=first, world_size=2, num_nodes=2)
+    again = make_checkpoint(log.attempt(2, 30))
+    log.commit(again)
+    run = Location.parse(log.folder)
+    for saved, step in ((first, 10), (again, 30)):
+        assert own_resume(f"{run}/ray_ckpt_{saved.attempt.directory}", run) == f"step:{step}"
+    with pytest.raises(ConfigError, match="not on the lineage") as caught:
+        own_resume(f"{run}/ray_ckpt_{left.attempt.directory}", run)
+    assert "rollback" in caught.value.hint and "--to 20" in caught.value.hint
+    with pytest.raises(ConfigError, match="not on the lineage") as caught:
+        own_resume(f"{run}/ray_ckpt/checkpoints/{twice.attempt.directory}", run)
+    assert again.attempt.directory in caught.value.hint
+    with pytest.raises(ConfigError, match="has no checkpoint"):
+        own_resume(f"{run}/ray_ckpt_{FOLDER}", run)
 
 
 def test_without_a_name_there_is_no_origin() -> None:
