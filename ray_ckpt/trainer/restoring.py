@@ -7,6 +7,7 @@ group starts over with an older checkpoint; if a source was not reached, first w
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from ray_ckpt.data import is_bound_to_world_size
 from ray_ckpt.errors import ConfigError, RestoreError
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.texts import size_text, tiers_text
-from ray_ckpt.trainer.item_reader import ItemReader
+from ray_ckpt.trainer.item_reader import REREAD_S, ItemReader
 from ray_ckpt.trainer.link import RestoreLink
 from ray_ckpt.trainer.rank_items import RankItems
 from ray_ckpt.trainer.waiting import wait_for_restore
@@ -100,14 +101,22 @@ class Restoring:
         return wait_for_restore(send, self._link, self._options.restore_timeout_s)
 
     def _begin_from(self, origin: RestoreTicket) -> tuple[RankRestore, Load]:
-        """Read the checkpoint of another run that this run begins with; see `Link.origin`."""
+        """Read the checkpoint of another run that this run begins with; see `Link.origin`.
+
+        While its storage path is not reached, it is read again after each of REREAD_S.
+        """
         checkpoint = origin.checkpoint
         assert checkpoint is not None
         is_resumed = is_uri(self._options.resume)
-        if is_resumed:
-            report, load = self._reader.read_all(origin)
-        else:
-            report, load = self._reader.read_named(origin, self._options.init_items)
+        for pause_s in (*REREAD_S, None):
+            if is_resumed:
+                report, load = self._reader.read_all(origin)
+            else:
+                report, load = self._reader.read_named(origin, self._options.init_items)
+            if pause_s is None or not report.is_unreachable:
+                break
+            log.warning("step %s is read again: sources of a part were not reached", checkpoint.step)
+            time.sleep(pause_s)
         if report.damage:
             raise RestoreError(
                 f"The run cannot begin with step {checkpoint.step} of {checkpoint.id.run_uid}: "

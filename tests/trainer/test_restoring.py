@@ -19,7 +19,7 @@ from ray_ckpt.format.names import make_attempt
 from ray_ckpt.plan.restore import plan_restore
 from ray_ckpt.restore.manifest import ListedRows, MappedManifest
 from ray_ckpt.restore.reader import RestoreTicket
-from ray_ckpt.trainer import item_reader, rank_items
+from ray_ckpt.trainer import item_reader, rank_items, restoring
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import Connection, set_connection
 from ray_ckpt.trainer.item_reader import REREAD_S, ItemReader
@@ -121,6 +121,25 @@ def test_no_rank_goes_on_before_all_have_read_it(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RestoreError, match="cannot begin with step 50000"):
         restore(link)
     assert link.reports == []
+
+
+@pytest.mark.parametrize("option", ["resume", "init_from"])
+@pytest.mark.parametrize("away", [1, len(REREAD_S), len(REREAD_S) + 1])
+def test_another_run_is_read_again_while_its_storage_path_is_not_reached(
+    monkeypatch: pytest.MonkeyPatch, away: int, option: str
+) -> None:
+    monkeypatch.setattr(restoring, "REREAD_S", [0.001] * len(REREAD_S))
+    silent = RankRestore(rank=0, damage=("shard",), is_unreachable=True)
+    answers = iter([silent] * away + [RankRestore(rank=0, parts=(PART,))])
+    monkeypatch.setattr(ItemReader, "read_all", lambda *args: (next(answers), frozenset))
+    monkeypatch.setattr(ItemReader, "read_named", lambda *args: (next(answers), frozenset))
+    link = Begins(options=RunOptions(**{option: "s3://bucket/other"}))  # type: ignore[arg-type]
+    if away <= len(REREAD_S):
+        assert restore(link) == (STEP if option == "resume" else 0)
+        return
+    with pytest.raises(RestoreError, match="cannot begin with step 50000"):
+        restore(link)
+    assert next(answers).parts == (PART,), "it is read again four times"
 
 
 def test_a_rank_that_could_not_read_does_not_go_on_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
