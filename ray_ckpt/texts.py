@@ -68,11 +68,17 @@ def utc_text(time_s: float) -> str:
 
 
 def local_time_text(time_s: float) -> str:
-    """Return `2026-09-21 14:13:20+02`: local time and its offset from UTC as in ISO 8601; `Z` is UTC."""
+    """Return `2026-09-21 14:13:20+02`: local time and its offset from UTC as in ISO 8601; `Z` is UTC.
+
+    `?` for times outside the calendar.
+    """
     found = to_datetime(time_s)
     if found is None:
         return "?"
-    local = found.astimezone()
+    try:
+        local = found.astimezone()
+    except OverflowError:  # east of UTC the last hours of the year 9999 are in the next one
+        return "?"
     zone = f"{local:%z}"  # +0200
     zone = "Z" if zone == "+0000" else zone[:3] if zone[3:] == "00" else f"{zone[:3]}:{zone[3:]}"
     return f"{local:%Y-%m-%d %H:%M:%S}{zone}"

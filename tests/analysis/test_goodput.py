@@ -925,6 +925,8 @@ def test_a_time_names_its_zone(monkeypatch: pytest.MonkeyPatch, zone: str, text:
             patch.setenv("TZ", zone)
             tzset()
             assert local_time_text(1_790_000_000.0) == text
+            last_s = 253_402_300_799.0  # of the year 9999 in UTC; east of it another year, without a calendar
+            assert (local_time_text(last_s) == "?") == ("+" in text)
     finally:
         tzset()
 
