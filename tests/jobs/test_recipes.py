@@ -84,6 +84,17 @@ def test_each_pod_stages_on_a_volume_and_has_time_to_save() -> None:
         assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
 
 
+def test_the_user_of_the_image_owns_a_staging_folder_that_kubernetes_makes() -> None:
+    for pod in pods().values():
+        (volume,) = (volume for volume in pod["volumes"] if volume["name"] == "staging")
+        if "hostPath" not in volume:
+            continue
+        (prepare,) = pod["initContainers"]
+        (mount,) = prepare["volumeMounts"]
+        assert mount["name"] == "staging" and prepare["securityContext"]["runAsUser"] == 0
+        assert prepare["command"] == ["chown", "1000:100", mount["mountPath"]]
+
+
 def test_the_memory_of_a_worker_is_the_sum_that_its_comment_names() -> None:
     text = (RECIPES / "rayjob.yaml").read_text()
     training, state = map(int, re.findall(r"(\d+)Gi (?:for training|of state)", text))
