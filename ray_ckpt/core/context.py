@@ -71,6 +71,15 @@ class Context:
         return tuple(n.node_id for n in self.plan.nodes) if self.plan else ()
 
     @property
+    def is_leaving(self) -> bool:
+        """True if no node of the group at work stays; without a group, if no live node stays."""
+        live, draining = self.holders.live, self.draining
+        if not draining:  # the usual case, tested first because each event calls this
+            return False
+        nodes = (node.node_id for node in self.plan.nodes) if self.plan else iter(live)
+        return all(node in draining or node not in live for node in nodes)
+
+    @property
     def may_hold(self) -> frozenset[str]:
         """The live nodes that may get copies: they stay, and have the label of `options.replica_nodes`."""
         staying = self.holders.live - self.draining

@@ -88,7 +88,7 @@ class DrainSchedule:
             yield from self._finishing.reply(newest)
 
     def rescue(self) -> Iterator[m.Effect]:
-        """Drain the newest checkpoint; call if all live nodes will leave soon, and their copies with them."""
+        """Drain the newest checkpoint; call if nodes will leave soon, and copies with them."""
         context, lineage = self._context, self._context.history.lineage()
         if not lineage:
             return

@@ -58,6 +58,7 @@ class Maintenance:
         self._doubts: dict[tuple[str, int, bool], _Doubt] = {}  # by file that was to be computed
         self._bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
         self.found_crowded = False  # a reading that the last `decide` used is of a crowded disk
+        self.is_stranded = False  # part of the newest checkpoint is only on nodes that leave, and not copied
 
     @property
     def is_due(self) -> bool:
@@ -103,6 +104,7 @@ class Maintenance:
         self._reading.set_rate(context.options.scrub_bytes_per_s, period_s)
         yield from self._evict(busy)
         yield from self._repair(busy)
+        self.is_stranded = self._strands_newest()
         yield from self._scrub()
         live, lineage = context.history.live(), context.history.lineage()
         for lost in self._losses.due(
@@ -166,6 +168,14 @@ class Maintenance:
         ):
             context.holders.expect(copy.attempt.attempt, copy.node_index, copy.holder)
             yield copy
+
+    def _strands_newest(self) -> bool:
+        context, lineage = self._context, self._context.history.lineage()
+        if not context.draining or not lineage:
+            return False
+        held = context.holders.fragments(lineage[-1].id.attempt)
+        leaving = [index for index, nodes in held.items() if nodes and nodes <= context.draining]
+        return any(not self._repairs.is_copying(lineage[-1].id, index) for index in leaving)
 
     def _spares(self) -> frozenset[str]:
         """Return the idle spares that have room for the newest checkpoint without evicting anything."""

@@ -21,7 +21,7 @@ from ray_ckpt.core.messages import ReplicaEnded, Replicate
 from ray_ckpt.core.parity_files import group_nodes
 from ray_ckpt.core.placement import domain_of
 from ray_ckpt.core.rate_budget import Budget, longest_s
-from ray_ckpt.types import CheckpointInfo, Level
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
 MAX_ACTIVE = 8  # copies under way: training comes first on the network
 MAX_TRIES = 3  # failures of one fragment on one holder; a later checkpoint starts from 0
@@ -130,6 +130,9 @@ class Repairs:
                 self._active[copy] = _ActiveCopy(until_s, nbytes if need.staying else 0.0)
                 load[copy.holder] += 1
                 yield copy
+
+    def is_copying(self, attempt: AttemptId, node_index: int) -> bool:
+        return any((copy.attempt, copy.node_index) == (attempt, node_index) for copy in self._active)
 
     def ended(self, event: ReplicaEnded, now_s: float) -> float:
         """Record the end of a repair copy; return the bytes taken from the budget that were not sent.

@@ -238,6 +238,34 @@ def test_what_only_a_leaving_node_holds_moves_first() -> None:
     assert all(copy.holder in "ac" for copy in copies)
 
 
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_what_a_leaving_node_holds_is_not_uploaded_if_others_get_copies(replicas: int) -> None:
+    run = run_on("abc", "abc", replicas=replicas, remote_every=1000)
+    run.save(10)
+    copies = of(see(run, draining="a"), m.Replicate)
+    effects = [*carry_out(run, copies), *look(run), *run.save(20), *look(run)]
+    assert copies and not of([*run.transcript, *effects], m.Drain)
+
+
+def test_what_only_leaving_nodes_hold_is_uploaded_once_a_copy_has_failed() -> None:
+    run = run_on("abc", "abc", replicas=0, remote_every=1000)
+    run.save(10)
+    (copy,) = of(see(run, draining="a"), m.Replicate)
+    failed = m.ReplicaEnded(
+        attempt=copy.attempt, node_index=0, source="a", holder=copy.holder, error="the disk is full"
+    )
+    assert {drain.attempt.step for drain in of((*run.feed(failed), *look(run)), m.Drain)} == {10}
+
+
+def test_the_newest_is_uploaded_beside_the_copies_if_no_node_of_the_group_stays() -> None:
+    """The node that stays may have no room for them."""
+    run = run_on("abh", remote_every=1000)
+    run.save(10)
+    effects = see(run, draining="ab")
+    assert {copy.holder for copy in of(effects, m.Replicate)} == {"h"}
+    assert {drain.attempt.step for drain in of(effects, m.Drain)} == {10}
+
+
 def test_without_a_group_nothing_is_repaired() -> None:
     run = run_on("abc")
     run.save(10)
