@@ -26,7 +26,7 @@ from ray_ckpt.actors.messages import Joined, RunSpec
 from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.config import RunOptions, from_json, is_uri
-from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, ServiceError, named_text
+from ray_ckpt.errors import CheckpointError, ConfigError, Fenced, RunConflict, ServiceError, named_text
 from ray_ckpt.location import Location
 from ray_ckpt.preemption.sigterm import TermSignal
 from ray_ckpt.storage.remote.tier import RemoteRef
@@ -91,6 +91,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         self._owner = ""
         self._spec: RunSpec | None = None
         self._joined: Joined | None = None
+        self._has_had_group = False
         self._has_failed = False  # the controller has given the run up
         self._launch = UNKNOWN_LAUNCH  # of the next group
         self._problem: CheckpointError | None = None
@@ -161,7 +162,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
                 raise _groups_refused()
             nodes = [w.metadata.node_id for w in ranks]
             self._joined = open_group(spec, nodes, owner=self._owner, launch=self._launch)
-            self._launch = UNKNOWN_LAUNCH
+            self._launch, self._has_had_group = UNKNOWN_LAUNCH, True
             # `resume` chooses among this run's own checkpoints for the first group only; later groups
             # continue from the newest.
             if not is_uri(spec.options.resume):
@@ -172,11 +173,15 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
         self._has_failed = self._has_failed or has_failed(current_state)
 
     async def before_controller_shutdown(self) -> None:
-        """Copy the last checkpoint to the storage path, because the run has ended or failed."""
-        if self._spec is None or self._joined is None:
+        """Copy the last checkpoint to the storage path, because the run has ended or failed.
+
+        Also if its last restart has failed, unless another launcher has the run.
+        """
+        if self._spec is None or not self._has_had_group or isinstance(self._problem, RunConflict):
             return
+        has_failed = self._has_failed or self._joined is None
         with _guarded("the last checkpoint is not on the storage path"):
-            newest = await asyncio.to_thread(finish_run, self._spec, has_failed=self._has_failed)
+            newest = await asyncio.to_thread(finish_run, self._spec, has_failed=has_failed)
             if newest is not None:
                 log.info("step %d is on the storage path", newest.step)
 
@@ -246,12 +251,18 @@ def _groups_refused() -> ConfigError:
 def _guarded(
     what: str, keep: Callable[[CheckpointError], None] | None = None, *, may_end_run: bool = False
 ) -> Iterator[None]:
-    """Log errors as `what` and pass them to `keep`; with `may_end_run` raise those that the user must fix."""
+    """Pass errors to `keep` and log them as `what`; with `may_end_run` raise those that the user must fix."""
     try:
         yield
     except Exception as error:
         is_known = isinstance(error, CheckpointError)
-        if may_end_run and is_known and not isinstance(error, ServiceError | Fenced):
+        if (
+            may_end_run
+            and isinstance(error, CheckpointError)
+            and not isinstance(error, ServiceError | Fenced)
+        ):
+            if keep is not None:
+                keep(error)
             raise
         log.warning("%s: %s", what, error, exc_info=not is_known)
         if keep is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -18,11 +19,14 @@ import ray_ckpt
 from ray_ckpt.actors import connecting as service
 from ray_ckpt.actors.messages import RunSpec
 from ray_ckpt.errors import (
+    CheckpointError,
     ConfigError,
     Fenced,
     InsufficientSpace,
     RestoreError,
+    RunConflict,
     RunInUse,
+    RunSuperseded,
     ServiceError,
     StateError,
     Unavailable,
@@ -353,7 +357,46 @@ def test_a_file_system_object_is_refused_since_it_may_hold_credentials() -> None
 
 def test_the_end_of_a_run_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     callback = CheckpointCallback()
-    callback._spec, callback._joined = SimpleNamespace(options=None), SimpleNamespace()  # type: ignore[assignment]
+    callback._spec = SimpleNamespace(options=None)  # type: ignore[assignment]
+    callback._has_had_group = True
     with caplog.at_level(logging.WARNING):
         asyncio.run(callback.before_controller_shutdown())
     assert "the last checkpoint is not on the storage path" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "finishes"),
+    [
+        (None, [False]),
+        (Unavailable("a node does not answer"), [True]),
+        (RestoreError("no copy is left"), [True]),
+        (RunSuperseded("another launcher has it"), []),
+        (RunInUse("another launcher has it"), []),
+    ],
+)
+def test_the_last_checkpoint_is_uploaded_also_if_no_group_could_start_again(
+    error: CheckpointError | None,
+    finishes: list[bool],
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finished: list[bool] = []
+    monkeypatch.setattr(module, "finish_run", lambda spec, *, has_failed: finished.append(has_failed))
+    launches.started(10.0)
+    launches.error = error
+    with contextlib.suppress(RestoreError, RunConflict):
+        launches.started(20.0)
+    asyncio.run(launches.callback.before_controller_shutdown())
+    assert finished == finishes
+
+
+def test_a_launcher_that_never_had_a_group_finishes_nothing(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished: list[Any] = []
+    monkeypatch.setattr(module, "finish_run", lambda spec, *, has_failed: finished.append(spec))
+    launches.error = Unavailable("a node does not answer")
+    launches.started(10.0)
+    launches.callback._spec = launches.callback._open()
+    asyncio.run(launches.callback.before_controller_shutdown())
+    assert not finished
