@@ -113,12 +113,13 @@ class Engine:
         task.add_done_callback(self._finished)
 
     def drop(self, run: Run, *, ends_process: bool) -> None:
-        """Drop a run that belongs to another coordinator.
+        """Drop a run that belongs to another coordinator, unless the run has been opened again here.
 
         If this actor still owns the coordinator's name, Ray restarts an ended process, which recovers.
         """
-        if self.runs.is_current(run):
-            del self.runs.open[run.spec.key]
+        if not self.runs.is_current(run):
+            return
+        del self.runs.open[run.spec.key]
         if ends_process:
             asyncio.get_running_loop().call_later(EXIT_AFTER_S, os._exit, 1)
 

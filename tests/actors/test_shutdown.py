@@ -8,10 +8,12 @@ import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ray_ckpt import telemetry
+from ray_ckpt.actors.coordinator import engine as coordinator_engine
 from ray_ckpt.actors.coordinator.actor import Coordinator
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.gauges import Gauges
@@ -100,6 +102,27 @@ def test_a_finished_run_is_reported_for_a_while_and_a_run_that_continues_again(
     now_s += 60.0
     gauges.set_due()
     assert reported == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_run_that_was_opened_again_here_does_not_end_the_process(
+    is_replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploads of the old one may still end, and its record finds that of the new one."""
+    exits: list[int] = []
+    monkeypatch.setattr(coordinator_engine, "EXIT_AFTER_S", 0.0)
+    monkeypatch.setattr(coordinator_engine, "os", SimpleNamespace(_exit=exits.append))
+
+    async def story() -> None:
+        engine = make_engine()
+        run = training(engine)
+        current = training(engine) if is_replaced else None
+        engine.drop(run, ends_process=True)
+        await asyncio.sleep(0.01)
+        assert engine.runs.open.get(SPEC.key) is current
+
+    asyncio.run(story())
+    assert exits == ([] if is_replaced else [1])
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
