@@ -43,6 +43,10 @@ class Closing:
         """True if nodes have the order to forget the run, which cannot be withdrawn."""
         return self._tries > 0
 
+    def looked(self) -> None:
+        """Postpone the next look at all checkpoints, which would follow the next event."""
+        self._due_s = self._context.now_s + self._context.live_pause_s
+
     def finished(self) -> None:
         self._due_s = self._context.now_s + self._context.options.retire_grace_s
 

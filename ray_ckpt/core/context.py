@@ -20,6 +20,7 @@ from ray_ckpt.telemetry import Metric, Sample
 CLOCK_S = 0.01  # resolution of the machine's time: there may be thousands of events in a second
 MAX_SAVE_SIGNALS = 64  # last announced steps; they distinguish a late rank from a rank that saves alone
 VISITED_PER_S = 1000  # nodes that a periodic check visits per second; a visit takes 10 us
+LIVE_VISITED_PER_S = 5000  # live checkpoints that a periodic check visits per second; a visit takes 4 us
 MAX_WARNINGS = 256  # last texts that are not repeated; older texts may be repeated
 MAX_SAMPLES = 1000  # measurements that wait to be taken, which happens after each event
 
@@ -65,6 +66,11 @@ class Context:
     def paced(self, period_s: float) -> float:
         """Return the period of a check that visits all nodes: `period_s`, or longer in a large cluster."""
         return max(period_s, len(self.holders.live) / VISITED_PER_S)
+
+    @property
+    def live_pause_s(self) -> float:
+        """Pause between two checks that visit all live checkpoints: whole seconds, 0 for some thousands."""
+        return len(self.history.live()) // LIVE_VISITED_PER_S
 
     def session_nodes(self) -> tuple[str, ...]:
         """Return the nodes of the group at work."""

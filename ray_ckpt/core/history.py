@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 from ray_ckpt.errors import FormatError
 from ray_ckpt.format.records import (
@@ -33,12 +34,14 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, Level, SessionEnd, Session
 
 __all__ = ["RunHistory", "SessionInfo"]
 
+_Found: TypeAlias = tuple[tuple[CheckpointInfo, ...], tuple[CheckpointInfo, ...]]  # live ones, the lineage
+
 
 class RunHistory:
     """State of one run after records 0 to `next_seq` - 1. Only `apply` changes this state.
 
     The time of `apply` does not grow with the log; the time of `live` and `lineage` grows only with the
-    number of live checkpoints.
+    number of live checkpoints, and only at the first call after a record.
     """
 
     def __init__(self) -> None:
@@ -55,6 +58,10 @@ class RunHistory:
         self._suspect: CheckpointInfo | None = None  # the newest checkpoint with replicas that differed
         self._live: dict[str, CheckpointInfo] = {}  # the live entries of `checkpoints`
         self._lost: dict[str, CheckpointInfo] = {}  # the lost entries of `checkpoints`
+        self._found: _Found | None = None  # results of `live` and `lineage`, until the next record
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_found": None}
 
     @classmethod
     def from_snapshot(cls, snapshot: LogSnapshot) -> RunHistory:
@@ -143,11 +150,12 @@ class RunHistory:
                 self._put(_changed(self.checkpoints[op.attempt], op, record.time_s))
         self.next_seq = record.seq + 1
         self.last_digest = record_digest
+        self._found = None
         self.epoch, self.writer = record.epoch, record.writer
 
     def live(self) -> tuple[CheckpointInfo, ...]:
         """Return the checkpoints that are neither lost nor retired, in log order."""
-        return tuple(self._live.values())
+        return self._find()[0]
 
     def lost(self) -> tuple[CheckpointInfo, ...]:
         """Return the lost checkpoints that are not retired, in log order."""
@@ -162,8 +170,13 @@ class RunHistory:
 
         They are those of the current session, and those of its ancestors up to the branch points.
         """
-        ends = self.branch_points()
-        return tuple(c for c in self._live.values() if c.seq <= ends.get(c.id.session, -1))
+        return self._find()[1]
+
+    def _find(self) -> _Found:
+        if self._found is None:
+            live, ends = tuple(self._live.values()), self.branch_points()
+            self._found = live, tuple(c for c in live if c.seq <= ends.get(c.id.session, -1))
+        return self._found
 
     def branch_points(self) -> dict[int, int]:
         """Map the current session and each ancestor to the number of its last record on the lineage."""

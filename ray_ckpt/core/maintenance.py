@@ -25,7 +25,7 @@ from ray_ckpt.format import records as r
 from ray_ckpt.format.names import PARITY_PREFIX, is_still_name
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, ParityGroup
 
-MAINTENANCE_S = 1.0  # between two runs; the time of a run is proportional to the number of live fragments
+MAINTENANCE_S = 1.0  # between two runs, or longer: a run visits all live nodes, fragments and checkpoints
 RESTART_S = 30.0  # after a loss, repair waits for the next group to begin: it would slow the start
 RESTORE_S = 120.0  # after a loss, repair leaves disks, network and cores to a group that restores
 MAX_DAMAGED = 1000  # damaged copies that are remembered, so that their repair is counted
@@ -92,7 +92,7 @@ class Maintenance:
         next group trains, repair waits, unless nodes are leaving; see RESTART_S and RESTORE_S.
         """
         context = self._context
-        period_s = context.paced(MAINTENANCE_S)
+        period_s = self._period_s()
         self._next_s = context.now_s + period_s
         if self._lost_s is None:
             self._lost_s = context.now_s
@@ -113,12 +113,15 @@ class Maintenance:
             context.ledger.append(r.Lost(attempt=lost.id.attempt, reason="no live node holds all of it"))
             context.measure(telemetry.LOST)
 
+    def _period_s(self) -> float:
+        return max(self._context.paced(MAINTENANCE_S), self._context.live_pause_s)
+
     def compute(self, busy: Collection[str]) -> Iterator[m.Effect]:
         """Yield computations of what uploads wait for, if some are due; call while no group has the run."""
         groups_of = self._context.holders.parity.groups
         if self._context.now_s < self._next_compute_s or not any(map(groups_of, busy)):
             return
-        self._next_compute_s = self._context.now_s + self._context.paced(MAINTENANCE_S)
+        self._next_compute_s = self._context.now_s + self._period_s()
         budget = None if self._context.options.repair_bytes_per_s else self._copying  # nobody trains
         yield from self._compute((), busy, budget)
         yield from self._scrub(has_rounds=False)
@@ -129,7 +132,8 @@ class Maintenance:
         """Yield computations of files of parity groups, and of lost members of checkpoints that are read."""
         context, known = self._context, {c.id.attempt for c in checkpoints}
         read = [context.history.checkpoints[name] for name in sorted({*busy} - known)]
-        unsafe, live = context.holders.unsafe_remote, {c.id.attempt for c in context.history.live()}
+        unsafe = context.holders.unsafe_remote
+        live = {c.id.attempt for c in context.history.live()} if self._doubts else set()
         self._doubts = {
             (name, member, is_parity): doubt
             for (name, member, is_parity), doubt in self._doubts.items()

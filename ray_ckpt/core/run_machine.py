@@ -330,6 +330,7 @@ class RunMachine:
 
     def _put_away(self) -> Iterator[m.Effect]:
         """Empty the nodes of a finished run; close the run when the nodes are empty and this is logged."""
+        self._closing.looked()
         self._drain_schedule.start_again(is_end=True)
         if not self.options.keep_local_at_end:
             busy = self._drains.attempts | self._drain_schedule.undrained()

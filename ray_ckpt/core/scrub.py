@@ -77,22 +77,23 @@ class Scrubs:
         """
         if self._is_at_work(holders, now_s):
             return
-        known = {c.id: c for c in live}
-        self._suspects = {
-            scrub: tries
-            for scrub, tries in self._suspects.items()
-            if scrub.attempt in known and _is_there(scrub, holders)
-            if tries < MAX_TRIES or scrub.place == REMOTE
-        }
-        durable = {c.id for c in live if c.level >= Level.DURABLE}
-        if suspect := self._next_suspect(durable):
-            self._suspects[suspect] += 1
-            self._start(suspect, known[suspect.attempt], now_s, is_of_round=False)
-            yield suspect
-            return
+        if self._suspects:
+            known = {c.id: c for c in live}
+            self._suspects = {
+                scrub: tries
+                for scrub, tries in self._suspects.items()
+                if scrub.attempt in known and _is_there(scrub, holders)
+                if tries < MAX_TRIES or scrub.place == REMOTE
+            }
+            durable = {c.id for c in live if c.level >= Level.DURABLE}
+            if suspect := self._next_suspect(durable):
+                self._suspects[suspect] += 1
+                self._start(suspect, known[suspect.attempt], now_s, is_of_round=False)
+                yield suspect
+                return
         if not has_rounds:
             return
-        if self._round is not None and self._round.checkpoint.id not in known:
+        if self._round is not None and all(c.id != self._round.checkpoint.id for c in live):
             self._round = None
         if self._round is None:
             self._round = self._begin(live, holders, every_s, now_s, wall_s)

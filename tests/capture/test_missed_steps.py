@@ -105,8 +105,9 @@ def test_a_page_that_is_no_page_is_logged_once_and_progress_is_reported(
     reported: Queue[int] = Queue()
     monkeypatch.setattr(connection, "REFRESH_S", 0.0)
     monkeypatch.setattr(LocalLink, "signal_page", lambda self, *, named=False: str(tmp_path / "empty"))
-    monkeypatch.setattr(LocalLink, "progress", lambda self, session, progress: reported.put(progress.step))
-    ckpt = Checkpointer(link=LocalLink(), model=torch.nn.Linear(2, 2))
+    link = LocalLink()
+    monkeypatch.setattr(link, "progress", lambda session, progress: reported.put(progress.step))
+    ckpt = Checkpointer(link=link, model=torch.nn.Linear(2, 2))
     ckpt.restore()
     assert ckpt._watch is not None
     for _ in range(3):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from ray_ckpt.core import closing, context
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.closing import AGAIN_S, MAX_TRIES, WANTED_S
 from ray_ckpt.core.node_machine import NodeMachine
+from ray_ckpt.core.retention import decide_at_end
 from ray_ckpt.errors import RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.types import AttemptId, Level
@@ -70,6 +73,24 @@ def test_copies_go_after_the_grace_and_the_run_when_all_is_done() -> None:
     assert states(run) == {10: "collected", 20: "collected", 30: "live"}
     assert one(effects, m.PutAway).kept == () and run.machine.is_closing
     assert of(run.feed(m.PutAwayEnded(error=None)), m.CloseRun)
+
+
+def test_many_checkpoints_of_a_finished_run_are_not_visited_at_each_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = finished(keep_every=10)
+    monkeypatch.setattr(context, "LIVE_VISITED_PER_S", 1)
+    looks = Mock(wraps=decide_at_end)
+    monkeypatch.setattr(closing, "decide_at_end", looks)
+    effects = run.tick(GRACE_S)
+    for _ in range(8):
+        effects += run.tick(0.25)
+    assert looks.call_count == 1
+    effects += carry_out(run, effects)
+    for _ in range(4):
+        effects += rest(run, 3.0)
+    assert {attempt.step for attempt, _ in evicted(effects)} == {10, 20, 30}
+    assert of(effects, m.PutAway)
 
 
 def test_a_run_that_failed_or_is_at_work_keeps_what_it_has() -> None:

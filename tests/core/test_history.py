@@ -354,8 +354,11 @@ def test_a_history_from_a_snapshot_is_the_same_and_goes_on_the_same(seed: int) -
 @pytest.mark.parametrize("seed", every_few(range(20)))
 def test_live_and_lineage_follow_their_definitions(seed: int) -> None:
     log = Log(CREATE)
-    grow(log, Random(seed), 120)
+    grow(log, Random(seed), 119)
     history = log.history
+    before = history.live(), history.lineage()
+    assert history.live() is before[0] and history.lineage() is before[1], "until the next record"
+    grow(log, Random(seed + 1), 1)
     known = history.checkpoints.values()
     assert history.live() == tuple(c for c in known if c.state == "live")
     lineage, session, last_seq = [], history.session, history.next_seq

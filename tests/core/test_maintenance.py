@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from ray_ckpt.core import context, maintenance
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.maintenance import MAINTENANCE_S, RESTART_S, RESTORE_S
 from ray_ckpt.core.repair import LOST_AFTER_S
+from ray_ckpt.core.retention import RetentionView
 from ray_ckpt.core.scrub import MAX_TRIES
 from ray_ckpt.core.values import DiskSpace, RankProgress
 from ray_ckpt.format import records as r
@@ -427,6 +429,25 @@ def test_room_on_a_disk_ends_the_pressure() -> None:
     run.save(30)
     look(run)
     assert [c.step for c in run.machine.history.live()] == [20, 30]
+
+
+def test_many_live_checkpoints_are_visited_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_on("abc", keep_last=3)
+    for step in (10, 20, 30):
+        run.save(step)
+    monkeypatch.setattr(context, "LIVE_VISITED_PER_S", 1)
+    visits: list[int] = []
+
+    def choose_evictions(view: RetentionView, *, keep_local: int) -> tuple[str, ...]:
+        visits.append(len(view.live))
+        return ()
+
+    monkeypatch.setattr(maintenance, "choose_evictions", choose_evictions)
+    for _ in range(9):
+        look(run)
+    assert visits == [3, 3, 3]
+    run.lose("c")
+    assert visits == [3, 3, 3, 3], "the loss of a node is no reason to wait"
 
 
 # -- scrub -------------------------------------------------------------------------------------------
