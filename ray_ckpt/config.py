@@ -277,9 +277,10 @@ class RunOptions:
     repair_bytes_per_s: int = 256 * MIB
     """Bandwidth for replacing lost copies in the background."""
     scrub_bytes_per_s: int = 16 * MIB
-    """Bandwidth for reading stored copies again to find damage; 0: off."""
+    """Bandwidth of the whole run for reading stored copies again to find damage, one at a time; 0: off."""
     scrub_every_s: float = 7 * 24 * 3600.0
-    """Period in which each stored copy is read again."""
+    """Period in which each stored copy is read again, if `scrub_bytes_per_s` is enough for this; a warning
+    says when it is not."""
     store_wait_s: float = 10.0
     """Longest wait of a restore for a log that does not answer; it then uses what the nodes hold."""
     agent_idle_s: float = 600.0

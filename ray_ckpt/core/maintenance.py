@@ -229,6 +229,11 @@ class Maintenance:
                 context.ledger.append(step)
             else:
                 yield step
+        if self._scrubs.is_behind:
+            yield from context.warn_once(
+                f"Stored copies cannot be read again within scrub_every_s, {context.options.scrub_every_s:g} "
+                "s, so damage may stay unknown for more than twice as long."
+            )
         context.holders.suspect_remote = set(self._scrubs.suspect_remote)
 
     def _evict(self, busy: Collection[str]) -> Iterator[m.Effect]:

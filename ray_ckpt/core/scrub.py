@@ -3,9 +3,10 @@
 A round is for one checkpoint. The round reads each copy on each live node once, and the copy on the storage
 path if the checkpoint is durable, one `Scrub` after the other, within a budget. The checkpoint verified
 longest ago is first. A checkpoint is due `every_s` after its last verification, or after its commit if it was
-never verified. The run machine appends the `Verified` that ends a good round; from this record a new
-coordinator computes which checkpoints are due. If a coordinator dies during a round, the next coordinator
-begins the round anew.
+never verified. If reading all that is due takes longer than `every_s`, some are read later than twice
+`every_s` after the last time; then `is_behind` is set. The run machine appends the `Verified` that ends a
+good round; from this record a new coordinator computes which checkpoints are due. If a coordinator dies
+during a round, the next coordinator begins the round anew.
 
 A copy that an upload or a restore found damaged is read at once, before all rounds and without a budget. So
 are fragments on the storage path that may share a damaged still file there (`suspect_remote`), after them.
@@ -19,7 +20,7 @@ continues, to find all damage at once, but does not verify the checkpoint. The c
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from ray_ckpt.core.holders import Holders
@@ -53,6 +54,7 @@ class Scrubs:
 
     def __init__(self) -> None:
         self._suspects: dict[Scrub, int] = {}  # with the tries to read it; only copies of live checkpoints
+        self.is_behind = False  # reading all copies that were due at the last beginning takes too long
         self._round: _Round | None = None
         self._running: Scrub | None = None
         self._is_of_round = False  # the running read; False for a suspect's
@@ -96,7 +98,9 @@ class Scrubs:
         if self._round is not None and all(c.id != self._round.checkpoint.id for c in live):
             self._round = None
         if self._round is None:
-            self._round = self._begin(live, holders, every_s, now_s, wall_s)
+            due = self._due(live, holders, every_s, now_s, wall_s)
+            self.is_behind = budget.bytes_per_s > 0 and _is_too_much(due, holders, budget, every_s)
+            self._round = self._begin(due, holders)
         if self._round is None:
             return
         scrub, checkpoint = self._next(self._round, holders), self._round.checkpoint
@@ -194,19 +198,22 @@ class Scrubs:
         self._round.is_clean = False
         return True
 
-    def _begin(
+    def _due(
         self, live: Sequence[CheckpointInfo], holders: Holders, every_s: float, now_s: float, wall_s: float
-    ) -> _Round | None:
-        """Return a round for the due checkpoint verified longest ago that has a source, or None."""
+    ) -> list[CheckpointInfo]:
+        """Return the due checkpoints that have a source."""
         self._not_before_s = {name: at_s for name, at_s in self._not_before_s.items() if at_s > now_s}
         suspects = self.suspect_remote
-        due = [
+        return [
             c
             for c in live
             if abs(wall_s - _last_s(c)) >= every_s  # a time in the far future came from a wrong clock
             or (c.level >= Level.DURABLE and c.id.attempt in suspects)
             if c.id.attempt not in self._not_before_s and holders.can_serve(c)
         ]
+
+    def _begin(self, due: Sequence[CheckpointInfo], holders: Holders) -> _Round | None:
+        """Return a round for the due checkpoint verified longest ago, or None."""
         if not due:
             return None
         checkpoint = min(due, key=_last_s)
@@ -233,6 +240,21 @@ def _mean_bytes(checkpoint: CheckpointInfo) -> float:
 def _last_s(checkpoint: CheckpointInfo) -> float:
     """Return the Unix time when the checkpoint's bytes were last known to be good."""
     return checkpoint.committed_at_s if checkpoint.verified_at_s is None else checkpoint.verified_at_s
+
+
+def _is_too_much(due: Iterable[CheckpointInfo], holders: Holders, budget: Budget, every_s: float) -> bool:
+    """Return True if reading all copies of the due checkpoints takes longer than `every_s`.
+
+    One read begins per call of `assign`, which is per burst of the budget.
+    """
+    left_bytes = every_s * budget.bytes_per_s
+    for checkpoint in due:
+        read_bytes = max(_mean_bytes(checkpoint), budget.burst_bytes)
+        for _ in _copies(checkpoint, holders):
+            left_bytes -= read_bytes
+            if left_bytes < 0:
+                return True
+    return False
 
 
 def _copies(checkpoint: CheckpointInfo, holders: Holders) -> Iterator[Scrub]:

@@ -460,6 +460,15 @@ def scrubbing() -> Harness:
     return run
 
 
+def test_scrub_warns_once_that_the_copies_which_are_due_take_longer_than_the_period() -> None:
+    run = run_on("abc", scrub_bytes_per_s=1, scrub_every_s=500.0)  # four copies of 200 bytes
+    run.save(10)
+    assert not [warning for warning in of(run.tick(499.0), m.Warn) if "scrub_every_s" in warning.text]
+    effects = (*run.tick(2.0), *look(run), *look(run))
+    (warning,) = [warning for warning in of(effects, m.Warn) if "scrub_every_s" in warning.text]
+    assert "within scrub_every_s, 500 s" in warning.text
+
+
 def walk(run: Harness, *, bad: str = "") -> list[m.Effect]:
     """Read every copy a day later, when the machine orders it; fragment 0 on `bad` is damaged."""
     effects, num_read = list(run.tick(DAY_S)), 0

@@ -161,6 +161,23 @@ def test_nothing_is_verified_that_nobody_has_read() -> None:
     assert next_of(scrubs, live, holders, now_s=AGAIN_S) == "", "and without it there is no round"
 
 
+def test_scrub_is_behind_if_the_copies_that_are_due_take_longer_than_the_period() -> None:
+    """Three fragments of 1e6 bytes have a copy on a node and one on the storage path."""
+    live = [replace(checkpoint(7, num_nodes=3, level=Level.DURABLE), size_bytes=3_000_000)]
+    holders, needed = holders_of("abc", {7: ("a", "b", "c")}), 6e6 / EVERY_S
+    cases = (
+        (Budget(0.99 * needed, 0.0), DUE_S, True),
+        (Budget(1.01 * needed, 0.0), DUE_S, False),
+        (Budget(1e9, 1e9 * EVERY_S / 5), DUE_S, True),  # one read per burst
+        (Budget(0.99 * needed, 0.0), EVERY_S - 1, False),  # nothing is due
+        (Budget(0.0, 0.0), DUE_S, False),  # off
+    )
+    for budget, wall_s, is_behind in cases:
+        scrubs = Scrubs()
+        next_of(scrubs, live, holders, wall_s=wall_s, budget=budget)
+        assert scrubs.is_behind == is_behind
+
+
 def test_a_suspect_copy_is_read_first_and_proves_nothing_about_others() -> None:
     scrubs, holders = Scrubs(), holders_of("ab", {7: ("ab",), 8: ("ab",)})
     live = [checkpoint(7), checkpoint(8)]
