@@ -8,9 +8,9 @@ sets only the rest of the tree.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -130,6 +130,24 @@ def clean_name(name: str) -> str:
     return ".".join(s for s in name.split(".") if s not in WRAPPER_SEGMENTS)
 
 
+def names_in(module: nn.Module) -> Callable[[str], str]:
+    """Return the function that leaves out of a name in `module` what wrappers, also inside it, have added."""
+    parallel = (
+        f"{clean_name(name)}.module".removeprefix(".")
+        for name, inside in module.named_modules(remove_duplicate=False)
+        if isinstance(inside, PARALLEL)
+    )
+    if not (added := set(parallel)):
+        return clean_name
+
+    def clean(name: str) -> str:
+        segments = clean_name(name).split(".")
+        paths = accumulate(segments, lambda path, segment: f"{path}.{segment}")
+        return ".".join(s for s, path in zip(segments, paths, strict=True) if path not in added)
+
+    return clean
+
+
 def plain_names(saved: Iterable[str], here: Collection[str]) -> dict[str, str]:
     """Return saved names of parameters as this process has them, by the saved ones.
 
@@ -145,11 +163,15 @@ def _is_wrapped(name: str) -> bool:
     return name.startswith("module.")
 
 
+PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+"""Wrappers that have the wrapped module as `module`."""
+
+
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel, an engine of DeepSpeed or torch.compile."""
+    """Return the module inside the wrappers PARALLEL, an engine of DeepSpeed or torch.compile."""
     while True:
-        is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
-        inner = module.module if is_ddp or is_deepspeed_engine(module) else compiled_module(module)
+        has_inner = isinstance(module, PARALLEL) or is_deepspeed_engine(module)
+        inner = module.module if has_inner else compiled_module(module)
         if not isinstance(inner, nn.Module):
             return module
         module = inner
@@ -164,22 +186,24 @@ def is_deepspeed_engine(obj: object) -> bool:
 class ModuleItem(Item):
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._parameters = {clean_name(n) for n, _ in module.named_parameters(remove_duplicate=False)}
+        self._clean = names_in(module)
+        self._parameters = {self._clean(n) for n, _ in module.named_parameters(remove_duplicate=False)}
         self._names: tuple[tuple[str, ...], tuple[str, ...]] = (), ()  # full and clean names before
         self._copies: frozenset[str] = frozenset()  # clean names of tensors that a state_dict hook has made
 
     def tree(self) -> Any:
         state = self._module.state_dict(keep_vars=True)  # the same objects at each call, but for copies
         if (names := tuple(state)) != self._names[0]:
-            self._names = names, tuple(map(clean_name, names))
-            self._copies = frozenset(map(clean_name, _copies(self._module, state)))
+            self._clean = names_in(self._module)
+            self._names = names, tuple(map(self._clean, names))
+            self._copies = frozenset(map(self._clean, _copies(self._module, state)))
         return dict(zip(self._names[1], state.values(), strict=True))
 
     def load(self, tree: Any) -> None:
         """Load what was not filled in place, such as tensors that hooks of the module divide and join."""
         extra = {k: v for k, v in tree.items() if self.is_replaced((k,)) or not isinstance(v, torch.Tensor)}
         if extra:
-            names = {clean_name(k): k for k in self._module.state_dict()}
+            names = {self._clean(k): k for k in self._module.state_dict()}
             self._module.load_state_dict({names[k]: v for k, v in extra.items()}, strict=False)
 
     def renamed(self, saved: Any) -> Any:
@@ -441,7 +465,8 @@ class OptimizerItem(BaseOptimizerItem):
     def renamed(self, saved: Any) -> Any:
         """Return the state by parameter names, also if an import has it by number, as torch's state_dict.
 
-        The i-th number in the saved groups is the i-th parameter in the groups of the live optimizer.
+        The i-th number in the saved groups is the i-th parameter in the groups of the live optimizer. Names
+        of parameters that were saved in a wrapper become plain.
         """
         if isinstance(saved, Mapping) and "param_groups" in saved:
             saved = {"state": {}, **saved}  # DCP leaves out an empty one
@@ -450,9 +475,15 @@ class OptimizerItem(BaseOptimizerItem):
         groups, here = saved["param_groups"], self._group_names()
         numbers = [group["params"] for group in groups]
         are_numbers = {type(number) for each in numbers for number in each} == {int}
-        if not are_numbers or list(map(len, numbers)) != list(map(len, here)):
+        if not are_numbers:
+            names = plain_names(map(str, chain(*numbers)), self._params)
+            if len(set(names.values())) < len(names):
+                return saved
+            here = [[names[str(name)] for name in each] for each in numbers]
+        elif list(map(len, numbers)) != list(map(len, here)):
             return saved
-        names = {str(k): name for k, name in zip(chain(*numbers), chain(*here), strict=True)}
+        else:
+            names = {str(k): name for k, name in zip(chain(*numbers), chain(*here), strict=True)}
         return {
             **saved,
             "state": {names.get(str(k), str(k)): values for k, values in saved["state"].items()},
@@ -487,8 +518,10 @@ def parameter_names(owners: Mapping[str, nn.Module | nn.Parameter]) -> dict[int,
         if isinstance(owner, nn.Parameter):
             names.setdefault(id(owner), item)
             continue
-        for name, param in unwrap(owner).named_parameters():
-            names.setdefault(id(param), f"{item}.{clean_name(name)}" if several else clean_name(name))
+        module = unwrap(owner)
+        clean = names_in(module)
+        for name, param in module.named_parameters():
+            names.setdefault(id(param), f"{item}.{clean(name)}" if several else clean(name))
     return names
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,43 @@ def test_a_compiled_module_is_unwrapped() -> None:
     compiled = Wrapper("_orig_mod", inner)
     assert unwrap(compiled) is inner
     assert list(adapt("m", compiled, {}).tree()) == list(inner.state_dict())
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("wrap", [nn.DataParallel, nn.parallel.DistributedDataParallel])
+def test_wrappers_for_data_parallel_training_leave_no_trace(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    inner = nn.ModuleDict({"module": nn.Linear(2, 2)})
+    for outer, bare in (
+        (wrap(inner), inner),
+        (nn.ModuleDict({"a": wrap(inner)}), nn.ModuleDict({"a": inner})),
+        (Wrapper("_orig_mod", nn.Sequential(wrap(inner))), nn.Sequential(inner)),
+        (AveragedModel(wrap(inner)), AveragedModel(inner)),
+    ):
+        items = [adapt("m", module, {}) for module in (outer, bare)]
+        names = list(items[1].tree())
+        assert list(items[0].tree()) == names and any(map(items[0].is_shared, ((n,) for n in names)))
+        optimizer = torch.optim.SGD(outer.parameters())
+        assert adapt("o", optimizer, {"m": outer}).tree()["param_groups"][0]["params"] == [
+            name for name, _ in bare.named_parameters()
+        ]
+
+
+def test_state_of_an_optimizer_under_the_names_of_a_wrapped_model_is_renamed() -> None:
+    model = nn.Linear(2, 2)
+    item = adapt("o", torch.optim.SGD(model.parameters(), lr=0.1), {"m": model})
+    (group,) = item.tree()["param_groups"]
+    wrapped = {**group, "params": ["module.weight", "module.bias"]}
+    saved = {"state": {"module.weight": {"a": 1}}, "param_groups": [wrapped]}
+    assert item.renamed(saved) == {"state": {"weight": {"a": 1}}, "param_groups": [group]}
+    clash = {**saved, "param_groups": [{**group, "params": ["weight", "_orig_mod.weight"]}]}
+    assert item.renamed(clash) == clash
 
 
 def test_each_kind_of_object_has_its_adapter() -> None:

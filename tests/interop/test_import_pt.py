@@ -49,7 +49,7 @@ def test_state_dicts_are_items_and_restore_through_a_checkpointer(tmp_path: Path
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
-@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile])
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel, torch.compile])
 def test_a_model_that_was_saved_in_a_wrapper_restores_into_any_module(
     tmp_path: Path, prefix: str, wrap: Any
 ) -> None:
