@@ -120,11 +120,14 @@ def open_group(
     return joined
 
 
-def finish_run(spec: RunSpec, *, has_failed: bool = False) -> CheckpointInfo | None:
-    """End or give up the run; return its last checkpoint once that checkpoint is on the storage path."""
+def finish_run(spec: RunSpec, *, owner: str = "", has_failed: bool = False) -> CheckpointInfo | None:
+    """End or give up the run; return its last checkpoint once that checkpoint is on the storage path.
+
+    RunSuperseded if another launcher than `owner` has the run; without `owner`, whoever has it is ended.
+    """
 
     def finish(left_s: float) -> CheckpointInfo | None:
-        finished = coordinator().finish.remote(spec.key, left_s, has_failed)
+        finished = coordinator().finish.remote(spec.key, left_s, has_failed, owner)
         newest: CheckpointInfo | None = get_result(finished, left_s + CALL_S)
         return newest
 

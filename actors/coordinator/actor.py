@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import ray
@@ -182,18 +183,20 @@ class Coordinator:
         run = await self._opener.reach(key)
         await self.engine.request(run, lambda token: m.SalvageRequested(token=token))
 
-    async def finish(self, key: str, timeout_s: float, has_failed: bool = False) -> CheckpointInfo | None:
-        """End or give up the run; return its last checkpoint once that checkpoint is durable."""
+    async def finish(
+        self, key: str, timeout_s: float, has_failed: bool = False, owner: str = ""
+    ) -> CheckpointInfo | None:
+        """End or give up the run; return its last checkpoint once that checkpoint is durable.
+
+        RunSuperseded if another launcher than `owner` has the run.
+        """
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._recovery.settled(key), timeout_s)
         run = await self._opener.reach(key)
+        end = partial(m.FinishRequested, owner=owner, ends_group=True, has_failed=has_failed)
+        asked = self.engine.request(run, lambda token: end(token=token))
         try:
-            newest: CheckpointInfo | None = await asyncio.wait_for(
-                self.engine.request(
-                    run, lambda token: m.FinishRequested(token=token, ends_group=True, has_failed=has_failed)
-                ),
-                timeout_s,
-            )
+            newest: CheckpointInfo | None = await asyncio.wait_for(asked, timeout_s)
         except TimeoutError:
             raise _unfinished(run, timeout_s) from None
         return newest

@@ -41,9 +41,14 @@ class Finishing:
         """True if an open request also ends the group."""
         return any(event.ends_group for event in self._requests)
 
-    def add(self, event: m.FinishRequested) -> Iterable[m.Effect]:
-        self._requests.append(event)
-        return ()
+    def add(self, event: m.FinishRequested) -> Iterator[m.Effect]:
+        """Let a request wait for its answer, unless another launcher than that of the request has the run."""
+        if event.owner and self._sessions.objection(event.owner, "") is not None:
+            name = self._context.history.run_name
+            error = RunSuperseded(f"Run {name} is not finished: another launcher has taken it over.")
+            yield m.Fail(token=event.token, error=error)
+        else:
+            self._requests.append(event)
 
     def group_came(self) -> None:
         """Cancel the end of the run, because a new group has opened the run."""

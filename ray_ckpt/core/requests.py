@@ -71,5 +71,6 @@ class FinishRequested:
     """A caller waits until the last checkpoint of the run is on the storage path."""
 
     token: Token
+    owner: str = ""  # the launcher that waits; RunSuperseded if another one has the run; "": any may
     ends_group: bool = False  # the launcher also ends the run
     has_failed: bool = False  # the launcher has given up: the run has failed

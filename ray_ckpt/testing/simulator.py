@@ -362,7 +362,8 @@ class World(Survivors):
         if process is not None and not process.is_frozen:
             token = self._token()
             self.waiting[token] = (process.name, launcher)
-            self.wire.append(Answer(process.name, (m.FinishRequested(token=token, ends_group=ends_group),)))
+            request = m.FinishRequested(token=token, owner=name, ends_group=ends_group)
+            self.wire.append(Answer(process.name, (request,)))
         if ends_group:
             self._end_group(launcher)
             launcher.end("done", self.now_s)

@@ -181,7 +181,7 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
             return
         has_failed = self._has_failed or self._joined is None
         with _guarded("the last checkpoint is not on the storage path"):
-            newest = await asyncio.to_thread(finish_run, self._spec, has_failed=has_failed)
+            newest = await asyncio.to_thread(finish_run, self._spec, owner=self._owner, has_failed=has_failed)
             if newest is not None:
                 log.info("step %d is on the storage path", newest.step)
 

@@ -114,18 +114,18 @@ def test_a_finish_is_requested_again_from_a_coordinator_that_ray_restarts(
     monkeypatch.setattr(ray, "get", get)
     spec = replace(SPEC, options=RunOptions(finish_timeout_s=limit_s))
     if limit_s:
-        assert client.finish_run(spec) is newest
-        key, left_s, _ = actor.calls["finish"]
-        assert key == SPEC.key and 0.0 < left_s < limit_s
+        assert client.finish_run(spec, owner="driver") is newest
+        key, left_s, _, owner = actor.calls["finish"]
+        assert (key, owner) == (SPEC.key, "driver") and 0.0 < left_s < limit_s
         answers = [dead, None]
         client.salvage(spec)
         assert not answers
     else:
         with pytest.raises(Unavailable):
-            client.finish_run(spec)
+            client.finish_run(spec, owner="driver")
         answers = [ray.exceptions.RayTaskError("finish", "trace", Unavailable("not uploaded"))]
         with pytest.raises(Unavailable, match="not uploaded"):
-            client.finish_run(SPEC)
+            client.finish_run(SPEC, owner="driver")
 
 
 @pytest.mark.parametrize(

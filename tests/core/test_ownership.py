@@ -172,6 +172,19 @@ def test_a_group_that_finishes_has_the_run_until_its_last_checkpoint_is_durable(
     assert run.machine.view.objection("another driver", "") is None
 
 
+def test_a_late_finish_does_not_end_the_group_of_another_launcher() -> None:
+    run = Harness("ab", inventory_wait_s=0.0)
+    run.feed(run.group("ab", owner="earlier"))
+    run.save(10)
+    run.feed(run.group("ab", owner="later", dead_owner="earlier"))
+    late = m.FinishRequested(token="late", owner="earlier", ends_group=True)
+    reported = run.feed(late)
+    assert isinstance(one(reported, m.Fail).error, RunSuperseded)
+    assert run.machine.view.owner == "later" and run.machine.view.end_cause is None
+    ended = run.drain_all(run.feed(m.FinishRequested(token="end", owner="later", ends_group=True)))
+    assert one(ended, m.Reply).token == "end" and run.machine.view.end_cause == "finished"
+
+
 # -- another coordinator -----------------------------------------------------------------------------
 
 

@@ -381,7 +381,7 @@ def test_the_last_checkpoint_is_uploaded_also_if_no_group_could_start_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     finished: list[bool] = []
-    monkeypatch.setattr(module, "finish_run", lambda spec, *, has_failed: finished.append(has_failed))
+    monkeypatch.setattr(module, "finish_run", lambda spec, *, owner, has_failed: finished.append(has_failed))
     launches.started(10.0)
     launches.error = error
     with contextlib.suppress(RestoreError, RunConflict):
@@ -394,7 +394,7 @@ def test_a_launcher_that_never_had_a_group_finishes_nothing(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished: list[Any] = []
-    monkeypatch.setattr(module, "finish_run", lambda spec, *, has_failed: finished.append(spec))
+    monkeypatch.setattr(module, "finish_run", lambda spec, *, owner, has_failed: finished.append(spec))
     launches.error = Unavailable("a node does not answer")
     launches.started(10.0)
     launches.callback._spec = launches.callback._open()
