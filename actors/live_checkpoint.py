@@ -11,9 +11,10 @@ from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
 from ray_ckpt.core.loss_scenarios import LiveCheckpoint
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import StoragePath, locate
+from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import SourceReader
 from ray_ckpt.texts import nearest_steps
-from ray_ckpt.types import Fragment, Level, ManifestRow
+from ray_ckpt.types import Fragment, Level
 from ray_ckpt.verify.live_manifest import LiveManifest, ReadAccess
 
 
@@ -63,8 +64,8 @@ class InClusterCheckpoint(OpenedCheckpoint):
         return self._fragments
 
     @property
-    def _rows(self) -> tuple[ManifestRow, ...]:
-        return tuple(row for fragment in self._fragments for row in fragment.rows)
+    def _rows(self) -> ListedRows:
+        return ListedRows(row for fragment in self._fragments for row in fragment.rows)
 
     def _reader(self) -> SourceReader:
         return SourceReader(

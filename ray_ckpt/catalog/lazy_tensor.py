@@ -24,6 +24,7 @@ from ray_ckpt.format.blocks import BlockCutter, merge_ranges
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.plan.restore import Copy, Read, RestorePlan, plan_restore
+from ray_ckpt.restore.manifest import RowColumns
 from ray_ckpt.storage.checkpoint_files import PERHAPS_DELETED, CheckpointFile, CheckpointFiles, readable
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.texts import did_you_mean, html_table
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 16 << 20  # bytes copied at a time: the size of a request to a bucket
 GAP_BYTES = 64 << 10  # largest gap between wanted bytes that is read, as another request would cost more
+MAX_SEARCHES = 16  # tensors whose rows are searched one by one; a search of a large manifest takes seconds
 SLICES_AT_A_TIME = 4  # threads, as a store answers slowly; each has a block and the store's read-ahead
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -44,22 +46,33 @@ Index: TypeAlias = Any
 class SavedTensors(Mapping[str, "LazyTensor"]):
     """Tensors of one checkpoint by full name, such as `model.layers.0.weight`. Construction reads nothing.
 
-    `rows` is the checkpoint's manifest, proven by the log. If several ranks saved the same slice, it is read
-    from the first file.
+    `manifest` is the checkpoint's, proven by the log. If several ranks saved the same slice, it is read from
+    the first file.
     """
 
-    def __init__(self, files: CheckpointFiles, rows: Iterable[ManifestRow]) -> None:
+    def __init__(self, files: CheckpointFiles, manifest: RowColumns) -> None:
         self._files = files
         self._opened: dict[str, CheckpointFile] = {}
+        self._manifest = manifest
+        self._names = manifest.keys()
         self._rows: dict[str, list[ManifestRow]] = {}
-        for row in sorted((r for r in rows if r.slice is not None), key=lambda r: (r.file, r.byte_offset)):
-            assert row.slice is not None
-            self._rows.setdefault(row.slice.key, []).append(row)
 
     def __getitem__(self, name: str) -> LazyTensor:
-        if not isinstance(name, str) or name not in self._rows:
-            raise unknown_tensor(str(name), sorted(self._rows))
+        if not isinstance(name, str) or name not in self._names:
+            raise unknown_tensor(str(name), sorted(self._names))
+        if name not in self._rows:
+            self._make_rows(name)
         return LazyTensor(self, name, self._rows[name])
+
+    def _make_rows(self, name: str) -> None:
+        """Make the rows of a tensor; once MAX_SEARCHES tensors were wanted, those of all tensors."""
+        is_one = len(self._rows) < MAX_SEARCHES
+        rows = self._manifest.of_key(name) if is_one else self._manifest.rows()
+        found: dict[str, list[ManifestRow]] = {}
+        for row in sorted((r for r in rows if r.slice is not None), key=lambda r: (r.file, r.byte_offset)):
+            assert row.slice is not None
+            found.setdefault(row.slice.key, []).append(row)
+        self._rows = {**self._rows, **found}  # another thread may read it
 
     def get(self, name: str, default: Any = None, /) -> Any:
         if name not in self:
@@ -67,13 +80,13 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
         return self[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._rows
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._rows))
+        return iter(sorted(self._names))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._names)
 
     def __repr__(self) -> str:
         return f"SavedTensors({len(self)} tensors of {self._files.location})"

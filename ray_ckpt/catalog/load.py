@@ -26,9 +26,9 @@ from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, RestoreEr
 from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import TensorRef, decode_state
 from ray_ckpt.location import StoragePath
-from ray_ckpt.restore.manifest import ListedRows
+from ray_ckpt.restore.manifest import ListedRows, RowColumns
 from ray_ckpt.restore.reader import FileSource, ProgressLog, SourceReader
-from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level, ManifestRow
+from ray_ckpt.types import AttemptId, CheckpointInfo, Fragment, Level
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class OpenedRun:
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
-        self._last: tuple[tuple[AttemptId, str], tuple[ManifestRow, ...]] | None = None  # often needed again
+        self._last: tuple[tuple[AttemptId, str], RowColumns] | None = None  # often needed again
 
     def __repr__(self) -> str:
         return f"OpenedRun({self.catalog!r})"
@@ -148,11 +148,10 @@ class OpenedRun:
         """Return the newest durable checkpoint or, if it is newer, the newest with these items."""
         return self.catalog.with_items(items) if items else self.catalog.newest(Level.DURABLE)
 
-    def _rows_of(self, view: CheckpointView) -> tuple[ManifestRow, ...]:
+    def _rows_of(self, view: CheckpointView) -> RowColumns:
         """Return the manifest of a checkpoint, proven by the log."""
         if self._last is None or self._last[0] != (view.info.id, view.items):
-            rows = tuple(row for fragment in view.fragments() for row in fragment.rows)
-            self._last = (view.info.id, view.items), rows
+            self._last = (view.info.id, view.items), view.columns()
         return self._last[1]
 
     def choose(self, step: int | None = None, items: Collection[str] = ()) -> OpenedCheckpoint:
@@ -245,7 +244,7 @@ class OpenedCheckpoint:
         return self._tensors((what,) if isinstance(what, str) else what, seen_by)
 
     @property
-    def _rows(self) -> tuple[ManifestRow, ...]:
+    def _rows(self) -> RowColumns | ListedRows:
         return self.run._rows_of(self._view)
 
     def _states(self, item: str | None, rank: int) -> dict[str, Any]:
@@ -265,7 +264,7 @@ class OpenedCheckpoint:
 
     def _tensors(self, patterns: Collection[str], rank: int) -> dict[str, torch.Tensor]:
         """Return whole tensors by their full names, sorted by name; where ranks differ, those of `rank`."""
-        names = sorted({row.slice.key for row in self._rows if row.slice is not None})
+        names = sorted(self._rows.keys())
         for item in patterns:
             if item.isidentifier() and item not in names:  # only the names of items are identifiers
                 raise ConfigError(
@@ -291,8 +290,7 @@ class OpenedCheckpoint:
         saved = self._merged(rank if rank < self.info.world_size else 0)
         state = {**saved, "items": wanted_trees(items, saved["items"])}
         reader = self._reader()
-        rows = ListedRows(self._rows)
-        put_rest = load_items(items, state, rows, reader, rank=rank, world_size=world_size)
+        put_rest = load_items(items, state, self._rows, reader, rank=rank, world_size=world_size)
         self._check(reader)
         put_rest()
         return RestoreInfo(
@@ -308,7 +306,7 @@ class OpenedCheckpoint:
 
         rank = _group()[0]
         state = self._merged(rank if rank < self.info.world_size else 0)
-        return SavedState.of(state["items"], ListedRows(self._rows))
+        return SavedState.of(state["items"], self._rows)
 
     def _load_trees(self, trees: Mapping[str, Any], rank: int) -> dict[str, NewItem]:
         """Load the tensors of the trees; where ranks differ in a tensor of one name, that of `rank`."""
@@ -317,8 +315,7 @@ class OpenedCheckpoint:
 
         items = {name: NewItem() for name in trees}
         reader, state = self._reader(), {"step": self.step, "items": trees}
-        rows = ListedRows(self._rows)
-        put_rest = load_items(items, state, rows, reader, rank=rank, world_size=self.info.world_size)
+        put_rest = load_items(items, state, self._rows, reader, rank=rank, world_size=self.info.world_size)
         self._check(reader)
         put_rest()
         return items
@@ -342,11 +339,11 @@ class OpenedCheckpoint:
 
     def _state(self, rank: int) -> dict[str, Any]:
         file = state_file(rank, self.info.world_size)
-        row = next((row for row in self._rows if row.file == file), None)
-        if row is None:
+        rows = self._rows.of_file(file)
+        if not rows:
             raise CorruptionError(f"The manifest of step {self.step} has no {file}.", file=file)
         reader = self._reader()
-        data = reader.read_bytes(row)
+        data = reader.read_bytes(rows[0])
         self._check(reader)
         assert data is not None, "the reader found no damage"
         try:
@@ -358,7 +355,7 @@ class OpenedCheckpoint:
         source = (FileSource(tier="remote", where=self._view.where or ""),)
         return SourceReader(
             self.info.id,
-            dict.fromkeys((row.file for row in self._rows), source),
+            dict.fromkeys(self._rows.files(), source),
             credentials=None,
             remote=self._view.tier,
             progress=ProgressLog(self.step, log=log.info),
@@ -380,7 +377,7 @@ class OpenedCheckpoint:
 
     def _warn_partial(self, item: str, num_tensors: int, rank: int) -> None:
         """Log a warning if other ranks have tensors of an item that `rank` lacks, as in a pipeline."""
-        known = {row.slice.key for row in self._rows if row.slice is not None and row.slice.item == item}
+        known = self._rows.keys(item)
         if len(known) > num_tensors:
             log.warning(
                 "rank %d has %d of the %d tensors of %s; load(%r) gives them all",

@@ -23,7 +23,6 @@ from ray_ckpt.core.values import SessionKey
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import names
 from ray_ckpt.location import Location
-from ray_ckpt.restore.manifest import ListedRows
 from ray_ckpt.restore.reader import FileSource, RestoreTicket
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.types import AttemptId
@@ -89,14 +88,13 @@ class Origin:
             Location.parse(self.storage.storage_path) / self.storage.run_name, dict(self.storage.options)
         )
         opened = run.at(self.attempt)
-        fragments = opened.fragments()
+        rows = run.catalog.view(opened.info).columns()
         source = (FileSource(tier="remote", where=self.uri),)
-        files = {row.file for fragment in fragments for row in fragment.rows}
         return RestoreTicket(
             session_key=session_key,
             checkpoint=opened.info,
-            manifest=ListedRows(row for fragment in fragments for row in fragment.rows),
-            sources=dict.fromkeys(files, source),
+            manifest=rows,
+            sources=dict.fromkeys(rows.files(), source),
             storage=self.storage,
         )
 

@@ -20,11 +20,13 @@ from ray_ckpt.cli.output import (
     when_text,
 )
 from ray_ckpt.errors import CheckpointError, ConfigError
-from ray_ckpt.format.manifest import rows_table
+from ray_ckpt.format.manifest import COLUMNS
 from ray_ckpt.format.names import is_still_name, state_file
 from ray_ckpt.format.tree import IMPORTED_FROM, MAX_TREE_BYTES, decode_state
 from ray_ckpt.texts import count_text, metrics_text
-from ray_ckpt.types import CheckpointInfo, Level
+from ray_ckpt.types import CheckpointInfo, FileEntry, Level
+
+_SUMMED = ("kind", "item", "name", "dtype", "nbytes")  # columns of the manifest behind the table of items
 
 
 def show(
@@ -130,11 +132,16 @@ def _origin(view: CheckpointView) -> dict[str, str]:
 
 def _content_json(view: CheckpointView, slices: bool) -> dict[str, Any]:
     """Return the facts that only the files have."""
+    import pyarrow as pa
     import pyarrow.compute as pc
 
-    found = tuple(view.each_fragment())
-    files = (file for fragment, own in found for file in (own, *fragment.files))
-    table = rows_table([fragment for fragment, _ in found])
+    files: list[FileEntry] = []
+    tables: list[pa.Table] = []
+    columns = COLUMNS if slices else pa.schema([COLUMNS.field(name) for name in _SUMMED])
+    for metadata, found, own in view.each_table():
+        files += (own, *metadata.files)
+        tables.append(found.select(columns.names).cast(columns))
+    table = pa.concat_tables(tables)
     rows = table.filter(pc.equal(table["kind"], "slice"))
     grouped = rows.group_by("item", use_threads=False).aggregate(
         [("name", "count_distinct"), ("name", "count"), ("nbytes", "sum"), ("dtype", "distinct")]

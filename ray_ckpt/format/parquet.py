@@ -72,6 +72,8 @@ def open_metadata(data: bytes) -> pq.FileMetaData:
 
 def texts(array: pa.Array) -> list[str | None]:
     """Return the values of a dictionary of texts; equal ones are one object."""
+    if len(array) < len(array.dictionary):  # few rows were taken, with the dictionary of all
+        array = array.cast(pa.string()).dictionary_encode()
     values = array.dictionary.cast(pa.string()).to_pylist()
     return [None if index is None else values[index] for index in array.indices.to_pylist()]
 

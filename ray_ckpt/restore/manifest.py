@@ -10,7 +10,7 @@ there, the rank requests the whole manifest.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -71,6 +71,13 @@ class ListedRows:
 
     def open(self) -> ListedRows:
         return self
+
+    def files(self) -> list[str]:
+        return list(dict.fromkeys(row.file for row in self._rows))
+
+    def keys(self, item: str | None = None) -> set[str]:
+        slices = (row.slice for row in self._rows if row.slice is not None)
+        return {part.key for part in slices if item is None or part.item == item}
 
     def of_file(self, file: str) -> Sequence[ManifestRow]:
         return [row for row in self._rows if row.file == file]
@@ -135,6 +142,19 @@ class RowColumns:
 
     def open(self) -> RowColumns:
         return self
+
+    def files(self) -> list[str]:
+        """Return the names of the files that have rows."""
+        return list(dict.fromkeys(name for part in self._parts for name in part.files))
+
+    def keys(self, item: str | None = None) -> set[str]:
+        """Return the names of all tensors, or of those of one item."""
+        return {key for part in self._parts for key in part.keys(item)}
+
+    def rows(self) -> Iterator[ManifestRow]:
+        """Yield every row; `ListedRows` with these takes far more memory and time."""
+        for part in self._parts:
+            yield from part.rows(np.arange(len(part.is_slice)))
 
     def of_file(self, file: str) -> Sequence[ManifestRow]:
         if not self._part_of:
@@ -203,6 +223,16 @@ class _Part:
         found: list[str] = parquet.column(self._table, "file").dictionary.to_pylist()
         return found
 
+    def keys(self, item: str | None) -> Iterator[str]:
+        """Yield the name of each tensor once; only tensors of `item`, unless it is None."""
+        num_names, names = len(self.names), self.names.to_pylist()
+        found = (self.item_at.astype(np.int64) * num_names + self.name_at)[self.is_slice]
+        items = self.items.to_pylist()
+        for index in np.unique(found).tolist():
+            owner = items[index // num_names]
+            if item is None or owner == item:
+                yield _key(owner, names[index % num_names])
+
     def is_in(self, files: Collection[str]) -> Mask:
         """Return which rows are those of one of the files."""
         is_wanted = np.array([file in files for file in self.files] or [False])
@@ -253,7 +283,7 @@ class _Keys:
         names = part.names.to_pylist()
         found = np.array(
             [
-                [self.number.get(f"{item}.{name}" if name else item, NOT_WANTED) for name in names]
+                [self.number.get(_key(item, name), NOT_WANTED) for name in names]
                 for item in part.items.to_pylist()
             ]
         ).reshape(len(part.items), len(names))
@@ -335,6 +365,10 @@ class _SameDims:
         is_repeated[covers] = (regions[covers] == self._cover[numbers[covers]]).all(axis=1)
         is_repeated[new[first]] = False
         return is_repeated
+
+
+def _key(item: str, name: str) -> str:
+    return f"{item}.{name}" if name else item
 
 
 def _of(mask: Mask | None, at: Ints) -> Mask:

@@ -17,15 +17,19 @@ import pytest
 import torch
 
 from ray_ckpt.capture.walk import DTYPE_NAMES
+from ray_ckpt.catalog import checkpoint, lazy_tensor
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.catalog.lazy_tensor import BLOCK_BYTES, GAP_BYTES, LazyTensor
+from ray_ckpt.catalog.load import open as open_run
 from ray_ckpt.catalog.tables import MAX_HTML_ROWS
 from ray_ckpt.errors import ConfigError, CorruptionError, StoragePathError
+from ray_ckpt.format.manifest import take_rows
 from ray_ckpt.location import Location
+from ray_ckpt.restore import manifest
 from ray_ckpt.storage.checkpoint_files import CheckpointFile
 from ray_ckpt.storage.remote.file_store import Blocks, PosixFiles
 from ray_ckpt.storage.remote.tier import open_store
-from ray_ckpt.types import Slice
+from ray_ckpt.types import ManifestRow, Slice
 from tests.catalog.test_load import requests, settled
 from tests.servers.stores import bucket_url
 from tests.servers.strict_store import Fault, Flip, Match, StrictStore
@@ -309,6 +313,33 @@ def test_the_manifest_is_read_once(run: SampleRun, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow  # a process that loads torch, and 128 MiB
+def test_only_the_rows_of_wanted_tensors_are_made(run: SampleRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [row for fragment in Catalog(run.folder)[30].fragments() for row in fragment.rows]
+    made: list[ManifestRow] = []
+
+    def take(*args: Any) -> tuple[ManifestRow, ...]:
+        rows = take_rows(*args)
+        made.extend(rows)
+        return rows
+
+    def fail(data: bytes) -> None:
+        raise AssertionError("all rows are made")
+
+    monkeypatch.setattr(checkpoint, "decode_fragment", fail)
+    monkeypatch.setattr(manifest, "take_rows", take)
+    of_weight = [row for row in every if row.slice is not None and row.slice.key == WEIGHT]
+    view = Catalog(run.folder)[30]
+    assert view[WEIGHT].num_slices == len(of_weight)
+    assert made == of_weight
+    made.clear()
+    open_run(run.folder).load([WEIGHT], step=30)
+    assert set(made) == set(of_weight)
+    monkeypatch.setattr(lazy_tensor, "MAX_SEARCHES", 2)
+    for name in view:
+        rows = [row for row in every if row.slice is not None and row.slice.key == name]
+        assert view[name].num_slices == len(rows)
+
+
 def test_memory_does_not_grow_with_what_is_not_wanted(tmp_path: Path) -> None:
     """Some columns of 128 MiB are read, and all of it is written to a file, in blocks of BLOCK_BYTES."""
     write_tensor(tmp_path, torch.ones(1 << 15, 1 << 10), [np.s_[:, :]])

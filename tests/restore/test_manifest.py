@@ -119,6 +119,10 @@ def test_columns_give_the_plan_of_all_rows(
     for row in every_row:
         assert list(rows.of_file(row.file)) == list(listed.of_file(row.file))
     assert list(rows.of_file("shard-00009-of-00010")) == []
+    assert list(rows.rows()) == every_row
+    assert set(rows.files()) == set(listed.files())
+    for item in (None, "model", "no item"):
+        assert rows.keys(item) == listed.keys(item)
 
 
 def test_a_tensor_that_all_ranks_saved_gives_few_rows() -> None:
