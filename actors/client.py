@@ -140,7 +140,10 @@ def salvage(spec: RunSpec) -> None:
 
 
 def _of_restarted(call: Callable[[float], T], limit_s: float) -> T:
-    """Return `call(left_s)`; if the coordinator dies meanwhile, call the restarted one while time is left."""
+    """Return `call(left_s)`; if the coordinator dies meanwhile, call the restarted one while time is left.
+
+    A service that was stopped has no coordinator any more, and is not started again.
+    """
     end_s = time.monotonic() + limit_s
     while True:
         try:
@@ -151,6 +154,10 @@ def _of_restarted(call: Callable[[float], T], limit_s: float) -> T:
                 raise
             log.warning("the coordinator went away; asking the next one again")
             time.sleep(AGAIN_S)
+            try:
+                ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
+            except ValueError:
+                raise error from None
 
 
 def exposure(*, run: str, storage_path: str) -> tuple[Exposure, ...]:

@@ -16,7 +16,7 @@ from ray_ckpt.core.awaited import Awaited
 from ray_ckpt.core.drain import DrainUnderway
 from ray_ckpt.core.loss_scenarios import LiveCheckpoint
 from ray_ckpt.core.messages import NodeStored, RanksProgressed, ReplicaEnded
-from ray_ckpt.core.values import RankProgress, SessionNode, SessionPlan
+from ray_ckpt.core.values import RankProgress, SessionKey, SessionNode, SessionPlan
 from ray_ckpt.engine.ports import Failure
 from ray_ckpt.engine.stopping import RunState
 from ray_ckpt.errors import CheckpointError
@@ -103,7 +103,7 @@ class OpenedRun:
     plan: SessionPlan | None
     epoch: int  # the highest epoch from which the agent received an order
     is_finished: bool = False  # it has no group any more, and will be put away
-    has_failed: bool = False  # it has no group any more; its newest checkpoint is to be uploaded
+    failed: SessionKey | None = None  # its last session, if that failed: its newest checkpoint is uploaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

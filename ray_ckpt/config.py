@@ -250,7 +250,10 @@ class RunOptions:
     memory, from disks, nodes and the storage path; auto: the same on nodes with more than two cores for each
     rank, elsewhere only the check of what is in memory already; never: ranks read everything."""
     finish_timeout_s: float = 600.0
-    """Longest wait at the end of a run until its last checkpoint is on the storage path."""
+    """Longest wait at the end of a run until its last checkpoint is on the storage path.
+
+    Also of each rank, before, until its last save is committed.
+    """
     reserve_bytes: int = GIB
     """Free space on each staging disk that is left unused."""
     high_watermark: float = 0.9

@@ -95,7 +95,7 @@ class NodeRun:
             plan=self.host.plan,
             epoch=self.machine.epoch,
             is_finished=self.machine.is_finished,
-            has_failed=self.machine.is_released and not self.machine.is_finished,
+            failed=self.machine.failed,
         )
 
     async def request(self, event: Callable[[Token], NodeHostEvent]) -> Any:

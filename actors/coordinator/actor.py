@@ -371,10 +371,7 @@ class Coordinator:
             await self._recovery.find_group(group)
 
     async def node_preempted(self, node: str, notice: Notice, run_uid: str = "") -> None:
-        """Record a notice that a node is about to go, for one run or for all ("").
-
-        Agents repeat a notice of a cloud as long as it holds.
-        """
+        """Record a notice that a node is about to go, for one run, or for all runs with `""`."""
         self.engine.notices.add(node, notice, time.time(), run_uid)
 
     async def make_durable(self, run_uid: str, attempt: str, timeout_s: float) -> None:

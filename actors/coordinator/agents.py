@@ -235,5 +235,5 @@ async def first_answers(
 def _have_groups(cards: list[ServiceCard | None]) -> bool:
     """Return whether there are runs that have not ended, and each has a group on one of these agents."""
     found = [run for card in cards if card is not None for run in card.runs]
-    runs = [run for run in found if not (run.is_finished or run.has_failed)]
+    runs = [run for run in found if not (run.is_finished or run.failed)]
     return bool(runs) and {r.run_uid for r in runs} == {r.run_uid for r in runs if r.plan is not None}

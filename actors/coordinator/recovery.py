@@ -15,6 +15,7 @@ from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.opening import RunOpener
 from ray_ckpt.actors.messages import GroupCard, OpenedRun
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.values import SessionKey
 from ray_ckpt.engine.ports import GroupFound
 from ray_ckpt.errors import CheckpointError, RunConflict, RunSuperseded
 
@@ -70,8 +71,8 @@ class Recovery:
                 known = runs.get(run.spec.key)
                 newest = max((r for r in (known, run) if r is not None), key=_session_key)
                 epoch = max(known.epoch, run.epoch) if known is not None else run.epoch
-                has_failed = run.has_failed or (known is not None and known.has_failed)
-                runs[run.spec.key] = replace(newest, epoch=epoch, has_failed=has_failed)
+                failed = max((r.failed for r in (known, run) if r is not None and r.failed), default=None)
+                runs[run.spec.key] = replace(newest, epoch=epoch, failed=failed)
         for run in runs.values():
             self._engine.spawn(self._take_up(run))
         if self._engine.agents.silent:
@@ -143,8 +144,8 @@ class Recovery:
         for number in itertools.count(1):
             try:
                 await self._opener.open(found.spec, owner=None, is_wanted=False, found=found.plan)
-                if found.has_failed and found.plan is None:
-                    self._engine.spawn(self._finish(found.spec.key))
+                if found.failed is not None and found.plan is None:
+                    self._engine.spawn(self._finish(found.spec.key, found.failed))
                 return
             except RunSuperseded as error:
                 log.error("%s", error)
@@ -155,14 +156,21 @@ class Recovery:
                 raise
             except (CheckpointError, OSError, ray.exceptions.RayError) as error:
                 log.warning("%s: cannot take over yet: %s", found.spec.name, error)
-                if found.has_failed and number >= MAX_FAILED_TRIES:
+                if found.failed is not None and found.plan is None and number >= MAX_FAILED_TRIES:
                     return
                 await asyncio.sleep(TAKE_OVER_AGAIN_S)
 
-    async def _finish(self, key: str) -> None:
-        """Request the end of a failed run again, with which its newest checkpoint is uploaded."""
+    async def _finish(self, key: str, failed: SessionKey) -> None:
+        """Request the end of a failed run again, with which its newest checkpoint is uploaded.
+
+        Not if the log has a newer session than the one that failed: its group, on other nodes than those
+        which report the failure, may be at work.
+        """
         run = self._engine.runs.open.get(key)
         if run is None or run.machine.view.has_group or run.machine.view.end_cause is not None:
+            return
+        session = run.machine.history.session
+        if session is not None and (session.opened_by, session.session) > failed:
             return
         with contextlib.suppress(CheckpointError):  # the coordinator has logged why there is no upload
             await self._engine.request(

@@ -63,7 +63,8 @@ def gc(
     """Show which live checkpoints retention would delete, which it would keep, and why.
 
     Uses the policy of the last training session, or the one given by options, which are those of
-    `CheckpointCallback`. Only the service of a running training deletes; it also keeps checkpoints in use.
+    `CheckpointCallback`. Only the service of a running training deletes; it also keeps checkpoints in use,
+    and older durable ones while the newest is damaged on the storage path.
 
     Example: `ray-ckpt gc /shared/runs/gpt --dry-run --keep-last 3 --keep-every 1000`
     """

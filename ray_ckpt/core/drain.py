@@ -144,7 +144,8 @@ class Drains:
         self._max_tasks = self._max_active + (MAX_QUEUED_ITEMS if are_of_items else MAX_QUEUED)
         self._tasks: dict[str, _Task] = {}
         self._removed = context.holders.watch()  # attempts whose copies may have no source any more
-        self._urgent = ""  # the attempt for which the end of the run waits
+        self._urgent = ""  # the attempt for which the end of the run, or leaving nodes, wait
+        self.awaited = ""  # the attempt for which a rank has waited longest
         self._not_before_s: dict[str, float] = {}  # attempt whose drain found no intact copy -> next drain
         self._in_vain_s: dict[str, float] = {}  # attempt whose drain waited for repair in vain -> its end
 
@@ -202,10 +203,10 @@ class Drains:
         if len(self._tasks) > self._max_tasks:
             del self._tasks[min(self._tasks, key=self._worth)]
 
-    def _worth(self, name: str) -> tuple[bool, bool, int]:
+    def _worth(self, name: str) -> tuple[bool, bool, bool, int]:
         """Return the sort key of a drain; the lowest one, an old drain that has not begun, is displaced."""
         task = self._tasks[name]
-        return name == self._urgent, task.is_started, task.checkpoint.seq
+        return name == self._urgent, name == self.awaited, task.is_started, task.checkpoint.seq
 
     def assign(self) -> Iterator[Drain | WriteDescription]:
         """Order a live holder to upload each waiting fragment; order the description of complete drains."""
@@ -255,10 +256,10 @@ class Drains:
             task.like = next(durable, None)
         return "" if task.like is None else task.like.directory
 
-    def _turn(self, task: _Task) -> tuple[bool, bool, bool]:
-        """Return the sort key: urgent, begun and new drains, then those that fail or only wait for repair."""
-        is_held_up = task.is_stuck or task.unchecked == task.todo
-        return task.checkpoint.id.attempt != self._urgent, is_held_up, not task.is_started
+    def _turn(self, task: _Task) -> tuple[bool, bool, bool, bool]:
+        """Return the sort key: urgent, awaited, begun, new, then those that fail or only wait for repair."""
+        name, is_held_up = task.checkpoint.id.attempt, task.is_stuck or task.unchecked == task.todo
+        return name != self._urgent, name != self.awaited, is_held_up, not task.is_started
 
     def _sources(self, task: _Task, index: int) -> list[str]:
         """Return the live holders of a fragment whose copy is not known to be damaged."""

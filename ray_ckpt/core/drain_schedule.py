@@ -14,7 +14,7 @@ from ray_ckpt.core.item_uploads import ItemUploads
 from ray_ckpt.core.maintenance import Maintenance
 from ray_ckpt.core.save_intervals import SaveIntervals
 from ray_ckpt.core.values import Token
-from ray_ckpt.errors import CheckpointError, ConfigError, Unavailable
+from ray_ckpt.errors import CheckpointError, ConfigError, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
@@ -145,6 +145,8 @@ class DrainSchedule:
         Each caller waits for its own checkpoint: newer ones may come faster than they can be uploaded.
         """
         checkpoints = self._context.history.checkpoints
+        if self._waits and self._context.plan is None:
+            yield from self.fail(RunSuperseded("The group that waited has ended."))
         for token, (attempt, until_s) in list(self._waits.items()):
             checkpoint = checkpoints[attempt]
             if not self._context.holders.needs_upload(checkpoint):
@@ -155,11 +157,12 @@ class DrainSchedule:
             else:
                 continue
             del self._waits[token]
-        for attempt, _ in self._waits.values():
+        awaited = [attempt for attempt, _ in self._waits.values()]
+        self._drains.awaited = awaited[0] if awaited else ""
+        for attempt in awaited:
             self._drains.start(checkpoints[attempt], is_requested=True)
-        if self._waits:
-            longest, _ = next(iter(self._waits.values()))
-            yield from self.bring(checkpoints[longest])
+        if awaited:
+            yield from self.assign()
 
     def fail(self, error: CheckpointError, attempt: str = "") -> Iterator[m.Fail]:
         """Fail the callers that wait, or those that wait for one attempt."""

@@ -85,6 +85,11 @@ class NodeMachine:
         """Return True if this node knows that the attempt was deleted everywhere: retired or dropped."""
         return self.is_deleted(attempt) and not self._deleted.get(attempt, False)
 
+    @property
+    def failed(self) -> SessionKey | None:
+        """Return the last session if its launcher has given it up, or has died; None after any other."""
+        return self._ended if self.is_released and not self.is_finished else None
+
     def is_saving(self, attempt: AttemptId) -> bool:
         """Return True if a save is under way on this node: it will have an outcome."""
         return attempt.attempt in self._saves

@@ -132,7 +132,9 @@ class Repairs:
                 yield copy
 
     def is_copying(self, attempt: AttemptId, node_index: int) -> bool:
-        return any((copy.attempt, copy.node_index) == (attempt, node_index) for copy in self._active)
+        """Return True if a copy of the fragment is under way, or waits only until others have ended."""
+        waits = len(self._active) >= MAX_ACTIVE and (attempt.attempt, node_index) not in self._problems
+        return waits or any((copy.attempt, copy.node_index) == (attempt, node_index) for copy in self._active)
 
     def ended(self, event: ReplicaEnded, now_s: float) -> float:
         """Record the end of a repair copy; return the bytes taken from the budget that were not sent.

@@ -538,7 +538,7 @@ _DECISIONS = (  # taken in this order, after each event, while no record is pend
     _Decision(lambda run: run._retirement.is_due, lambda run: run._retirement.decide()),
     _Decision(lambda run: run._maintenance.is_due, RunMachine._maintain),
     _Decision(
-        lambda run: run._context.is_leaving or run._maintenance.is_stranded,
+        lambda run: run._context.is_leaving or (run._context.draining and run._maintenance.is_stranded),
         lambda run: run._drain_schedule.rescue(),
         appends=False,
     ),

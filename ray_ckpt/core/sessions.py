@@ -168,6 +168,7 @@ class Sessions:
             )
             return
         context.plan, context.found_session_key, self.is_training = plan, plan.session_key, True
+        self._left = {*plan.left}
         self._group = m.GroupOpened(
             token="",
             nodes=tuple(GroupNode(node_id=n.node_id, ranks=n.ranks) for n in plan.nodes),

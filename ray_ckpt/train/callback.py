@@ -177,7 +177,8 @@ class CheckpointCallback(ControllerCallback, WorkerGroupCallback, WorkerCallback
 
         Also if its last restart has failed, unless another launcher has the run.
         """
-        if self._spec is None or not self._has_had_group or isinstance(self._problem, RunConflict):
+        has_lost_run = isinstance(self._problem, RunConflict) and not isinstance(self._problem, Fenced)
+        if self._spec is None or not self._has_had_group or has_lost_run:
             return
         has_failed = self._has_failed or self._joined is None
         with _guarded("the last checkpoint is not on the storage path"):

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -94,6 +94,10 @@ def test_calls_of_a_restore_are_made_again_to_the_next_agent(monkeypatch: pytest
         link.ticket()
 
 
+def _unknown(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
 @pytest.mark.parametrize("limit_s", [60.0, 0.0])
 def test_a_finish_is_requested_again_from_a_coordinator_that_ray_restarts(
     limit_s: float, monkeypatch: pytest.MonkeyPatch
@@ -110,8 +114,10 @@ def test_a_finish_is_requested_again_from_a_coordinator_that_ray_restarts(
             raise answer
         return answer
 
+    names = ["coordinator"]  # of actors that Ray knows
     monkeypatch.setattr(client, "coordinator", lambda: actor)
     monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: names[0] if names else _unknown(name))
     spec = replace(SPEC, options=RunOptions(finish_timeout_s=limit_s))
     if limit_s:
         assert client.finish_run(spec, owner="driver") is newest
@@ -120,6 +126,10 @@ def test_a_finish_is_requested_again_from_a_coordinator_that_ray_restarts(
         answers = [dead, None]
         client.salvage(spec)
         assert not answers
+        answers, names = [dead, newest], []
+        with pytest.raises(Unavailable):
+            client.finish_run(spec, owner="driver")
+        assert answers == [newest], "a service that was stopped is not started again"
     else:
         with pytest.raises(Unavailable):
             client.finish_run(spec, owner="driver")

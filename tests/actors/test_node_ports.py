@@ -115,11 +115,11 @@ def test_a_run_opens_although_all_threads_of_the_disk_write(tmp_path: Path) -> N
                 await run.obey(n.EpochSeen(epoch=3))
                 (mark,) = await runs.read_marks(spec)
             assert mark.epoch == run.machine.epoch == 3
-            assert [(found.is_finished, found.has_failed) for found in runs.opened()] == [(False, False)]
+            assert [(found.is_finished, found.failed) for found in runs.opened()] == [(False, None)]
             for is_finished in (False, True):
                 await run.obey(n.RunReleased(session_key=(1, 1), is_finished=is_finished, epoch=3))
                 (found,) = runs.opened()
-                assert (found.is_finished, found.has_failed) == (is_finished, not is_finished)
+                assert (found.is_finished, found.failed is not None) == (is_finished, not is_finished)
             run.staging.close()
         finally:
             may_end.set()

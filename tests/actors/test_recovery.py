@@ -259,7 +259,7 @@ def test_agents_that_hang_are_not_waited_for_once_the_groups_of_all_runs_are_fou
                 return None
             (run,) = restart.card.runs
             finished = replace(run, run_uid="other", plan=None, is_finished=True)
-            failed = replace(run, run_uid="failed", plan=None, has_failed=True)
+            failed = replace(run, run_uid="failed", plan=None, failed=(1, 1))
             found = run if has_group else replace(run, plan=None)
             return replace(restart.card, runs=(found, finished, failed))
 
@@ -460,19 +460,27 @@ def test_a_run_is_taken_over_after_an_error_of_ray(monkeypatch: pytest.MonkeyPat
     assert asyncio.run(take_over()) == ["gpt", "gpt"]
 
 
-@pytest.mark.parametrize("state", ["failed", "group", "not failed"])
+FAILED = {"failed": (9, 9), "failed before": (1, 1), "group": (9, 9)}  # the session that an agent reports
+
+
+@pytest.mark.parametrize("state", ["failed", "failed before", "group", "not failed"])
 def test_the_upload_of_a_failed_run_is_requested_again_unless_a_group_has_the_run(
     state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No call for the run comes from its launcher, which has given up or is dead."""
     restart = Restart(monkeypatch, "ab")
-    failed = OpenedRun(spec=SPEC, run_uid="uid", plan=None, epoch=1, has_failed=state != "not failed")
-    opened = replace(failed, has_failed=False)
+    failed = OpenedRun(spec=SPEC, run_uid="uid", plan=None, epoch=1, failed=FAILED.get(state))
+    opened = replace(failed, failed=None)
     restart.answer = lambda node: replace(restart.card, runs=(failed if node == "a" else opened,))
     events: list[list[Any]] = []  # of each opening
 
     async def open(spec: RunSpec, **_: Any) -> str:
-        training(restart.engine, None if state == "group" else Harness("ab"))
+        story = Harness("ab")
+        if state == "failed before":  # the nodes of today's group have not answered yet
+            story.open("ab")
+            story.open("ab")
+            story.start_coordinator()
+        training(restart.engine, None if state == "group" else story)
         events.append(record_events(restart.engine, monkeypatch))
         return "uid"
 
@@ -508,7 +516,7 @@ def test_a_failed_run_whose_log_was_deleted_is_left_after_some_time(monkeypatch:
 
     run = OpenedRun(spec=SPEC, run_uid="uid", plan=None, epoch=1)
     assert asyncio.run(take_over(run, 10)) == 11
-    assert asyncio.run(take_over(replace(run, has_failed=True), 10)) == 3
+    assert asyncio.run(take_over(replace(run, failed=(1, 1)), 10)) == 3
 
 
 def test_what_ray_does_not_find_is_unavailable_for_now(monkeypatch: pytest.MonkeyPatch) -> None:

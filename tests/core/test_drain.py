@@ -139,6 +139,30 @@ def test_a_caller_gets_the_reason_why_its_checkpoint_does_not_become_durable() -
     assert failed.token == "wait-20" and "no live node holds all of it" in str(failed.error)
 
 
+def test_the_end_of_a_run_goes_before_a_caller_that_waits() -> None:
+    run = run_on("ab", remote_every=1000)
+    run.save(10)
+    assert not any(drain.is_urgent for drain in of(run.feed(waits(run, 10)), m.Drain))
+    run.save(20)
+    drains = of(run.feed(m.FinishRequested(token="finish")), m.Drain)
+    assert steps(drains) == {20} and all(drain.is_urgent for drain in drains)
+    for drain in drains:
+        run.drained(drain, error="503")
+    again = [drain for drain in of(run.tick(30.0), m.Drain) if drain.attempt.step == 20]
+    assert again and all(drain.is_urgent for drain in again)
+
+
+def test_a_caller_that_waits_is_answered_when_its_group_ends() -> None:
+    run = run_on("ab", remote_every=1000)
+    run.save(10)
+    drains = of(run.feed(waits(run, 10)), m.Drain)
+    run.save(20)
+    run.feed(m.FinishRequested(token="finish", ends_group=True))
+    run.drain_all(of(run.transcript, m.Drain)[len(drains) :])
+    failed = [effect for effect in of(run.tick(1.0), m.Fail) if effect.token == "wait-10"]
+    assert isinstance(failed[0].error, RunSuperseded)
+
+
 @pytest.mark.parametrize("end", ["a newer group", "another coordinator"])
 def test_a_caller_that_waits_is_answered_when_its_group_has_lost_the_run(end: str) -> None:
     run = run_on("ab", remote_every=1000)
