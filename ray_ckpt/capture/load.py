@@ -231,6 +231,7 @@ class _Wanted:
     leaves: dict[str, dict[Path, Leaf]] = field(default_factory=dict)  # new leaves of each item
     _saved: dict[str, ManifestRow] = field(default_factory=dict)  # the first row of each saved tensor
     _own: dict[str, ManifestRow] = field(default_factory=dict)  # rows that may differ between ranks
+    _made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)  # by item and key, new leaves
     _filled: dict[int, str] = field(default_factory=dict)  # live leaves by id, with the key that fills them
 
     def add(self, name: str, item: Item, tree: Any, *, check: bool = True) -> _Wanted:
@@ -303,6 +304,10 @@ class _Wanted:
             leaf = leaves[path] = self._allocated(item, path, saved)
             if held is not None and has_grown and isinstance(held.leaf, torch.Tensor):
                 leaf = leaves[path] = leaf.to(held.leaf.device)
+            first = self._made.setdefault((name, key), leaf)
+            if first is not leaf and _is_alike(first, leaf):
+                leaves[path] = first  # one tensor at several places is one again
+                return
             ranks = self.everyone if item.is_shared(path) else (self.rank,)
             slices = slices_of(leaf, item=name, path=path, ranks=ranks, first=self.everyone[0])
             self.targets += [_under(live, key) for live in slices]
@@ -353,6 +358,13 @@ def _has_grown(item: Item, leaf: Leaf, row: ManifestRow) -> bool:
 def _is_filled(item: Item, path: Path, leaf: Leaf) -> bool:
     """Return whether the live leaf is filled, rather than a new tensor."""
     return is_global(leaf) or not item.is_replaced(path)
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors, none of them cut over ranks, can stand for each other."""
+    if is_global(one) or is_global(other):
+        return False
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def _place(tensor: torch.Tensor) -> Hashable:

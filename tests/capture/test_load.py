@@ -361,6 +361,28 @@ def test_other_items_are_named(tmp_path: Path) -> None:
     assert caught.value.fields == {"missing": ("ema",), "unexpected": ("state",)}
 
 
+class Counts(torch.optim.SGD):
+    """An optimizer with state of its own."""
+
+    def step(self, closure: Any = None) -> None: ...  # type: ignore[override]
+
+
+def test_a_tensor_at_several_places_is_one_tensor_again(tmp_path: Path) -> None:
+    """As a count that an optimizer keeps once for all parameters; torch's own save and load keep it too."""
+    count, model = torch.ones(()), nn.Linear(2, 2)
+    optimizer = Counts(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        optimizer.state[param] = {"count": count, "own": count.clone()}
+    more = {"x": [count, count]}
+    saved = Saved(tmp_path).save(items_of(model=model, optimizer=optimizer, more=more))
+    other, fresh = nn.Linear(2, 2), {"x": list[torch.Tensor]()}
+    later = Counts(other.parameters(), lr=0.1)
+    saved.load(items_of(model=other, optimizer=later, more=fresh))
+    one, two = (later.state[param] for param in other.parameters())
+    assert one["count"] is two["count"] and one["count"] == 1 and one["own"] is not two["own"]
+    assert fresh["x"][0] is fresh["x"][1] and fresh["x"][0] is not one["count"]
+
+
 def test_other_parameter_groups_leave_the_model_as_it_was(tmp_path: Path) -> None:
     """A misfit is found before any byte is read, as the docstring of `load_items` promises."""
     model = nn.Linear(2, 2)
