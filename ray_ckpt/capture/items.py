@@ -168,10 +168,14 @@ PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside the wrappers PARALLEL, an engine of DeepSpeed or torch.compile."""
+    """Return the module inside PARALLEL, an engine of DeepSpeed, torch.compile or Lightning's Fabric."""
     while True:
-        has_inner = isinstance(module, PARALLEL) or is_deepspeed_engine(module)
-        inner = module.module if has_inner else compiled_module(module)
+        if isinstance(module, PARALLEL) or is_deepspeed_engine(module):
+            inner: object = module.module
+        elif _is_a(module, "fabric.wrappers", "_FabricModule"):
+            inner = getattr(module, "_forward_module", None)
+        else:
+            inner = compiled_module(module)
         if not isinstance(inner, nn.Module):
             return module
         module = inner
@@ -179,8 +183,12 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def is_deepspeed_engine(obj: object) -> bool:
     """Return whether an object is an engine of DeepSpeed, without importing DeepSpeed."""
+    return _is_a(obj, "deepspeed.runtime.engine", "DeepSpeedEngine")
+
+
+def _is_a(obj: object, module: str, name: str) -> bool:
     kinds = ((kind.__module__, kind.__name__) for kind in type(obj).__mro__)
-    return ("deepspeed.runtime.engine", "DeepSpeedEngine") in kinds
+    return any(kind == name and where.endswith(module) for where, kind in kinds)
 
 
 class ModuleItem(Item):
@@ -197,6 +205,8 @@ class ModuleItem(Item):
             self._clean = names_in(self._module)
             self._names = names, tuple(map(self._clean, names))
             self._copies = frozenset(map(self._clean, _copies(self._module, state)))
+            ids = set(map(id, self._module.parameters()))  # a hook of the module may name them otherwise
+            self._parameters |= {self._clean(name) for name in names if id(state[name]) in ids}
         return dict(zip(self._names[1], state.values(), strict=True))
 
     def load(self, tree: Any) -> None:

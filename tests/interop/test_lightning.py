@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ray_ckpt
+from ray_ckpt.capture.adapt import adapt
+from ray_ckpt.capture.items import unwrap
 from ray_ckpt.capture.shared_copy import SharedCopy
 from ray_ckpt.config import RunOptions
 from ray_ckpt.trainer.connection import Connection, set_connection
@@ -280,3 +283,18 @@ def test_hooks_get_the_state_dict_of_the_model_which_is_saved_once(tmp_path: Pat
     ]
     resumed, _ = fit(first.resumed(tmp_path, EPOCH), max_epochs=2, kind=Prunes)
     assert isinstance(resumed, Prunes) and resumed.loaded == (3, ["net.bias", "net.weight"])
+
+
+def test_a_module_of_fabric_is_unwrapped() -> None:
+    inner = nn.Linear(2, 2)
+    model = Fabric(accelerator="cpu", devices=1).setup_module(inner)
+    assert unwrap(model) is inner
+    optimizer = torch.optim.SGD(model.parameters())
+    (group,) = adapt("o", optimizer, {"m": model}).tree()["param_groups"]
+    assert group["params"] == list(adapt("m", model, {}).tree()) == ["weight", "bias"]
+
+
+def test_parameters_are_shared_under_the_names_that_the_module_saves() -> None:
+    item = adapt("m", nn.Sequential(Fabric(accelerator="cpu", devices=1).setup_module(nn.Linear(2, 2))), {})
+    shared = [name for name in item.tree() if item.is_shared((name,))]
+    assert shared == ["0.weight", "0.bias"]
