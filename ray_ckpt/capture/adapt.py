@@ -20,11 +20,11 @@ from ray_ckpt.capture.items import (
     SchedulerItem,
     StatefulItem,
     TensorItem,
-    unwrap,
 )
 from ray_ckpt.capture.rng import generator_item
 from ray_ckpt.capture.torch_private import is_iterated
 from ray_ckpt.capture.trees import TreeItem
+from ray_ckpt.capture.wrappers import unwrap
 from ray_ckpt.errors import UnsupportedItem
 
 

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ray_ckpt.capture.flat import BoxMemo, Entry, FlatName, FlatOptimizerItem, FlatUnit, flat_boxes
-from ray_ckpt.capture.items import BoxedTensor, ModuleItem, clean_name, parameter_names, unwrap
+from ray_ckpt.capture.items import BoxedTensor, ModuleItem, parameter_names
 from ray_ckpt.capture.torch_private import EXTRA_STATE_SUFFIX, own_parameters, persistent_buffers
+from ray_ckpt.capture.wrappers import clean_name, unwrap
 from ray_ckpt.errors import UnsupportedItem
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"

@@ -17,7 +17,7 @@ from torch import nn
 
 from ray_ckpt.capture.dtensors import is_dtensor
 from ray_ckpt.capture.fsdp1 import fsdp1_modules
-from ray_ckpt.capture.items import Item, is_deepspeed_engine, local_tensor, parameter_names
+from ray_ckpt.capture.items import Item, local_tensor, parameter_names
 from ray_ckpt.capture.overlap_guard import runs_hooks
 from ray_ckpt.capture.torch_private import (
     has_hidden_gradients,
@@ -25,6 +25,7 @@ from ray_ckpt.capture.torch_private import (
     local_part,
     version,
 )
+from ray_ckpt.capture.wrappers import is_deepspeed_engine
 from ray_ckpt.errors import UnsupportedItem
 
 Versions: TypeAlias = tuple[int, int]

@@ -23,8 +23,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DistributedSampler
 
-from ray_ckpt.capture.items import unwrap
 from ray_ckpt.capture.torch_private import is_map_style, iterator_class, num_batches_read
+from ray_ckpt.capture.wrappers import unwrap
 
 MAX_NAMED = 20  # objects per call; after these are registered the next call finds the others
 MAX_INSIDE = 10_000  # objects whose references are followed: milliseconds

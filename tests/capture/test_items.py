@@ -24,13 +24,12 @@ from ray_ckpt.capture.items import (
     SchedulerItem,
     StatefulItem,
     TensorItem,
-    clean_name,
     parameter_names,
-    unwrap,
 )
 from ray_ckpt.capture.predict import predicted_state
 from ray_ckpt.capture.trees import TreeItem
 from ray_ckpt.capture.walk import walk
+from ray_ckpt.capture.wrappers import clean_name, unwrap
 from ray_ckpt.errors import UnsupportedItem, UnsupportedLeaf
 from ray_ckpt.format.tree import decode_tree, encode_tree
 from tests.capture.local import resolve_leaves

@@ -19,8 +19,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ray_ckpt
 from ray_ckpt.capture.adapt import adapt
-from ray_ckpt.capture.items import unwrap
 from ray_ckpt.capture.shared_copy import SharedCopy
+from ray_ckpt.capture.wrappers import unwrap
 from ray_ckpt.config import RunOptions
 from ray_ckpt.trainer.connection import Connection, set_connection
 from tests.capture.local import LocalLink

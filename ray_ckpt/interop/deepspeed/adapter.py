@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ray_ckpt.capture.items import Item, is_deepspeed_engine
+from ray_ckpt.capture.items import Item
+from ray_ckpt.capture.wrappers import is_deepspeed_engine
 from ray_ckpt.errors import UnsupportedItem
 from ray_ckpt.interop.deepspeed import position
 from ray_ckpt.interop.deepspeed.items import EngineModelItem, EngineOptimizerItem

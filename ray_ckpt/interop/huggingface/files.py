@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ray_ckpt.capture.items import Item, unwrap
+from ray_ckpt.capture.items import Item
+from ray_ckpt.capture.wrappers import unwrap
 
 log = logging.getLogger("ray_ckpt")
 

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ray_ckpt.capture.items import clean_name
+from ray_ckpt.capture.wrappers import clean_name
 from ray_ckpt.errors import ConfigError, CorruptionError, UnsupportedLeaf
 from ray_ckpt.format import jsontext
 from ray_ckpt.format.manifest import MAX_ROWS

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ray_ckpt.capture.items import Item, ModuleItem, OptimizerItem, clean_name
+from ray_ckpt.capture.items import Item, ModuleItem, OptimizerItem
 from ray_ckpt.capture.torch_private import own_parameters, persistent_buffers
+from ray_ckpt.capture.wrappers import clean_name
 from ray_ckpt.errors import CheckpointError, UnsupportedItem
 from ray_ckpt.interop.importers.unpickler import kind_of, unpickle
 
