@@ -17,7 +17,7 @@ from torch import nn
 
 from ray_ckpt.capture.dtensors import is_dtensor
 from ray_ckpt.capture.fsdp1 import fsdp1_modules
-from ray_ckpt.capture.items import Item, local_tensor, parameter_names
+from ray_ckpt.capture.items import Item, local_tensor, names_by_clean_name, parameter_names
 from ray_ckpt.capture.overlap_guard import runs_hooks
 from ray_ckpt.capture.torch_private import (
     has_hidden_gradients,
@@ -25,7 +25,7 @@ from ray_ckpt.capture.torch_private import (
     local_part,
     version,
 )
-from ray_ckpt.capture.wrappers import is_deepspeed_engine
+from ray_ckpt.capture.wrappers import is_deepspeed_engine, plain_names
 from ray_ckpt.errors import UnsupportedItem
 
 Versions: TypeAlias = tuple[int, int]
@@ -210,6 +210,7 @@ class GradientsItem(Item):
         names = parameter_names(modules)
         found = (o.parameters() if isinstance(o, nn.Module) else (o,) for o in modules.values())
         self._params = {names[id(param)]: param for params in found for param in params}
+        self._here = names_by_clean_name(modules, self._params)
         self._window = window
         self._world_size = world_size
 
@@ -227,6 +228,14 @@ class GradientsItem(Item):
         for name, param in self._params.items():
             grad, layout = tree["gradients"].get(name), tree["layouts"].get(name)
             param.grad = grad if layout is None else _dtensor(grad, layout, param)
+
+    def renamed(self, saved: Any) -> Any:
+        """Return the gradients under the names of the parameters here, as OptimizerItem does."""
+        names = plain_names(saved["gradients"], self._here)
+        if len(set(names.values())) < len(names):
+            return saved
+        parts = ("gradients", "layouts")
+        return {**saved, **{part: {names[k]: v for k, v in saved[part].items()} for part in parts}}
 
     def problems(self, saved: Any) -> list[str]:
         saved_by, grads, layouts = saved["world_size"], saved["gradients"], saved["layouts"]

@@ -8,7 +8,7 @@ sets only the rest of the tree.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, TypeAlias
@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DistributedSampler
 
 from ray_ckpt.capture.torch_private import EXTRA_STATE_SUFFIX
-from ray_ckpt.capture.wrappers import names_in, plain_names, unwrap
+from ray_ckpt.capture.wrappers import clean_name, names_in, plain_names, unwrap
 from ray_ckpt.data import load_loader_state, loader_problems, loader_state
 from ray_ckpt.errors import UnsupportedItem
 from ray_ckpt.format.tree import TensorRef
@@ -152,10 +152,12 @@ class ModuleItem(Item):
             self._module.load_state_dict({names[k]: v for k, v in extra.items()}, strict=False)
 
     def renamed(self, saved: Any) -> Any:
-        """Return the saved state under the names here, also if an import has those of a wrapped model."""
+        """Return the saved state under the names here, also if it has those of a wrapped model."""
         if not isinstance(saved, Mapping) or not all(isinstance(name, str) for name in saved):
             return saved
-        names = plain_names(saved, self.tree())
+        here = {name: name for name in self.tree()}
+        full, clean = self._names
+        names = plain_names(saved, here | dict(zip(map(clean_name, full), clean, strict=True)))
         plain = {names[name]: value for name, value in saved.items()}
         return plain if len(plain) == len(saved) else saved
 
@@ -426,7 +428,7 @@ class OptimizerItem(BaseOptimizerItem):
         numbers = [group["params"] for group in groups]
         are_numbers = {type(number) for each in numbers for number in each} == {int}
         if not are_numbers:
-            names = plain_names(map(str, chain(*numbers)), self._params)
+            names = plain_names(map(str, chain(*numbers)), names_by_clean_name(self._owners, self._params))
             if len(set(names.values())) < len(names):
                 return saved
             here = [[names[str(name)] for name in each] for each in numbers]
@@ -460,7 +462,10 @@ def is_optimizer_state(saved: Any) -> bool:
     return isinstance(saved, Mapping) and {"state", "param_groups"} <= saved.keys()
 
 
-def parameter_names(owners: Mapping[str, nn.Module | nn.Parameter]) -> dict[int, str]:
+def parameter_names(
+    owners: Mapping[str, nn.Module | nn.Parameter],
+    names_in: Callable[[nn.Module], Callable[[str], str]] = names_in,
+) -> dict[int, str]:
     """Return parameter names by id: the FQN, preceded by the item's name if there are several owners."""
     several = len(owners) > 1
     names: dict[int, str] = {}
@@ -473,6 +478,14 @@ def parameter_names(owners: Mapping[str, nn.Module | nn.Parameter]) -> dict[int,
         for name, param in module.named_parameters():
             names.setdefault(id(param), f"{item}.{clean(name)}" if several else clean(name))
     return names
+
+
+def names_by_clean_name(
+    owners: Mapping[str, nn.Module | nn.Parameter], params: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Return the names in `params` as `plain_names` needs them."""
+    before = parameter_names(owners, lambda module: clean_name)
+    return {before[id(param)]: name for name, param in params.items()}
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 
 from torch import nn
@@ -14,7 +14,7 @@ PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def clean_name(name: str) -> str:
-    """`name` without the segments that DDP, torch.compile, FSDP1 and activation checkpointing add."""
+    """`name` without the segments that torch.compile, FSDP1 and activation checkpointing add."""
     return ".".join(s for s in name.split(".") if s not in WRAPPER_SEGMENTS)
 
 
@@ -36,13 +36,17 @@ def names_in(module: nn.Module) -> Callable[[str], str]:
     return clean
 
 
-def plain_names(saved: Iterable[str], here: Collection[str]) -> dict[str, str]:
+def plain_names(saved: Iterable[str], here: Mapping[str, str]) -> dict[str, str]:
     """Return saved names of parameters as this process has them, by the saved ones.
 
-    Other tools save the segments that wrappers add, and the `module.` of DistributedDataParallel.
+    Other tools save the segments that wrappers add, and the `module.` of DistributedDataParallel. `here` has
+    the names in this process by their `clean_name`, which keeps that of PARALLEL inside a module, as earlier
+    checkpoints do.
     """
     found = {name: clean_name(name) for name in saved}
-    if all(map(_is_wrapped, found.values())) and not any(map(_is_wrapped, here)):
+    if not set(found.values()) <= set(here.values()):
+        found = {name: here.get(clean, clean) for name, clean in found.items()}
+    if all(map(_is_wrapped, found.values())) and not any(map(_is_wrapped, here.values())):
         found = {name: clean.removeprefix("module.") for name, clean in found.items()}
     return found
 

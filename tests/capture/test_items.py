@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from ray_ckpt.capture.adapt import adapt
+from ray_ckpt.capture.gradients import GradientsItem, Window
 from ray_ckpt.capture.items import (
     Item,
     ModuleItem,
@@ -112,6 +113,42 @@ def test_wrappers_for_data_parallel_training_leave_no_trace(wrap: Callable[[nn.M
         assert adapt("o", optimizer, {"m": outer}).tree()["param_groups"][0]["params"] == [
             name for name, _ in bare.named_parameters()
         ]
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("wrap", [nn.DataParallel, nn.parallel.DistributedDataParallel])
+@pytest.mark.parametrize("is_average", [False, True])
+def test_names_that_were_saved_with_a_wrapper_inside_a_module_become_those_of_here(
+    wrap: Callable[[nn.Module], nn.Module], is_average: bool
+) -> None:
+    wrapped = wrap(nn.Linear(2, 2))
+    model = AveragedModel(wrapped) if is_average else nn.ModuleDict({"a": wrapped, "b": nn.Linear(2, 2)})
+    optimizer = sgd(list(model.parameters()))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    owners = {"m": model}
+    items = [adapt("m", model, {}), adapt("o", optimizer, owners)]
+    here = [item.tree() for item in items]
+    group = here[1]["param_groups"][0]
+    saved_names = dict(zip(map(clean_name, here[0]), model.state_dict(), strict=True))
+    saved = [
+        {saved_names[name]: value for name, value in here[0].items()},
+        {
+            "state": {saved_names[name]: value for name, value in here[1]["state"].items()},
+            "param_groups": [{**group, "params": [saved_names[name] for name in group["params"]]}],
+        },
+    ]
+    assert saved != here
+    assert [item.renamed(tree) for item, tree in zip(items, saved, strict=True)] == here
+    assert [item.renamed(tree) for item, tree in zip(items, here, strict=True)] == here
+    gradients = GradientsItem(owners, window=Window([]), world_size=1)
+    before = {
+        "world_size": 1,
+        "gradients": dict.fromkeys(saved[1]["param_groups"][0]["params"], 1),
+        "layouts": {},
+    }
+    assert gradients.renamed(before) == {**before, "gradients": dict.fromkeys(group["params"], 1)}
 
 
 def test_state_of_an_optimizer_under_the_names_of_a_wrapped_model_is_renamed() -> None:
