@@ -2,7 +2,9 @@
 
 The saved tree counts where training has filled or extended the live one: an empty container, None, more keys,
 a longer list or tensor. A difference that would lose something live, or that shows another program, is a
-problem: a live key that was not saved, or another number of tensors.
+problem: a live key that was not saved, a shorter list, or another number of tensors. Lists of plain values
+may have any length, and a live container without tensors becomes None if None was saved: programs change such
+values as they go.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def _problems(target: Any, saved: Any, path: str) -> list[str]:
         if len(target) == len(saved):
             pairs = zip(target, saved, strict=True)
             return [p for i, (a, b) in enumerate(pairs) for p in _problems(a, b, f"{path}.{i}")]
-        is_alike = not _has_tensors(target)
+        is_plain = all(map(_is_plain, chain(target, saved)))
+        is_alike = not _has_tensors(target) and (len(target) < len(saved) or is_plain)
     elif saved is None:
         is_alike = not (_is_container(target) and _has_tensors(target))
     else:
@@ -68,14 +71,15 @@ def _problems(target: Any, saved: Any, path: str) -> list[str]:
 
 
 def _mapping_problems(target: MutableMapping[Any, Any], saved: Mapping[Any, Any], path: str) -> list[str]:
-    if not target or (isinstance(target, Counter | defaultdict) and target.keys() != saved.keys()):
+    if not target:
         return []
 
     def name(key: Any) -> str:
         return f"{path}.{key_text(key)}".removeprefix(".")
 
-    found = [f"{name(key)}: not in the checkpoint" for key in target if key not in saved]
-    if any(map(_has_tensors, target.values())):  # then one more is of another program
+    has_any_keys = isinstance(target, Counter | defaultdict)  # of what it has met
+    found = [f"{name(key)}: not in the checkpoint" for key in target if not has_any_keys and key not in saved]
+    if not has_any_keys and any(map(_has_tensors, target.values())):  # then one more is of another program
         added = (key for key in saved if key not in target and _has_tensors(saved[key]))
         found += [f"{name(key)}: in the checkpoint, not here" for key in added]
     return found + [p for k in target if k in saved for p in _problems(target[k], saved[k], f".{name(k)}")]

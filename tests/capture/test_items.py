@@ -449,8 +449,23 @@ def test_another_structure_is_named(saved: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("built", "other", "where"),
+    [
+        ([{"loss": 1}, {"loss": 2}], [{"loss": 1}], "found"),
+        ([[1], [2]], [], "found"),
+        (defaultdict(list, a=[1, 2]), {"a": {"x": 1}}, "found.a"),
+        (defaultdict(list, a=[1, 2], b=[]), {"a": {"x": 1}, "c": []}, "found.a"),
+    ],
+)
+def test_what_a_container_would_lose_is_named(built: Any, other: Any, where: str) -> None:
+    problems = adapt("state", {"found": built}, {}).problems(decode_tree(encode_tree({"found": other})))
+    assert problems == [f"{where}: has another structure in the checkpoint"]
+
+
+@pytest.mark.parametrize(
     ("built", "grown"),
     [
+        ([0.5, (1, 2)], [0.5]),
         ([], [(1, 0.5), (2, 0.25)]),
         ([], [{"loss": 0.5}, {"loss": 0.25}]),
         ([], [np.float32(0.5), [1, [2]]]),
@@ -461,6 +476,7 @@ def test_another_structure_is_named(saved: Any) -> None:
         ({}, {"a": 1, "b": {"c": [2]}}),
         (Counter(x=1), Counter(x=3, y=2)),
         (defaultdict(list, x=[1]), defaultdict(list, y=[(2, 3)])),
+        (defaultdict(list, x=[1], z=[2]), defaultdict(list, x=[3], y=[(2, 3)])),
     ],
 )
 def test_a_container_that_fills_in_training_may_have_grown(built: Any, grown: Any) -> None:
