@@ -68,8 +68,8 @@ class Item(ABC):
         """Return whether `load` needs a new tensor for `path`; else the live tensor is filled."""
         return self.per_rank
 
-    def has_grown(self, leaf: Leaf, shape: tuple[int, ...]) -> bool:
-        """Return whether a saved tensor of `shape` replaces a live leaf that training has made larger."""
+    def has_grown(self, leaf: Leaf, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Return whether a saved tensor of that kind replaces a live leaf that training has made larger."""
         return False
 
     def changes_in_step(self, path: tuple[str, ...]) -> bool:

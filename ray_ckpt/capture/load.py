@@ -352,7 +352,8 @@ class _Wanted:
 
 
 def _has_grown(item: Item, leaf: Leaf, row: ManifestRow) -> bool:
-    return row.slice is not None and item.has_grown(leaf, row.slice.global_shape)
+    part = row.slice
+    return part is not None and item.has_grown(leaf, part.global_shape, DTYPES[part.dtype])
 
 
 def _is_filled(item: Item, path: Path, leaf: Leaf) -> bool:

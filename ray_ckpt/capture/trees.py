@@ -40,13 +40,13 @@ class TreeItem(Item):
             return _problems(self._tree, saved, "")
         return [f"is a {type(self._tree).__name__} here, and none in the checkpoint"]
 
-    def has_grown(self, leaf: Leaf, shape: tuple[int, ...]) -> bool:
-        """Return whether the live tensor is empty, or has fewer rows than the saved one."""
+    def has_grown(self, leaf: Leaf, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Return whether the live tensor is empty, or has fewer rows of the same dtype than the saved one."""
         if type(leaf) is not torch.Tensor or leaf.requires_grad or leaf.shape == shape:
             return False
         rows, saved_rows = (tuple(each[1:]) for each in (leaf.shape, shape))
         is_longer = leaf.dim() == len(shape) and rows == saved_rows and len(leaf) < shape[0]
-        return not leaf.numel() or is_longer
+        return not leaf.numel() or (is_longer and leaf.dtype == dtype)
 
 
 def _problems(target: Any, saved: Any, path: str) -> list[str]:

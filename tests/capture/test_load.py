@@ -442,6 +442,7 @@ GROWN = [
     (torch.zeros(2), torch.ones(5)),
     (torch.zeros(2, 3), torch.ones(4, 3)),
     (torch.zeros(0), torch.ones(4, 3)),
+    (torch.zeros(0), torch.ones(2, dtype=torch.int64)),
     ([torch.zeros(1), None], [torch.ones(2), [torch.ones(3)]]),
 ]
 
@@ -460,6 +461,7 @@ OTHERS = [
     ({"a": torch.zeros(2), "b": 1}, {"b": 1}, "x.a: not in the checkpoint"),
     ({"a": torch.zeros(2)}, None, "x: has another structure"),
     ([torch.zeros(2)], [torch.ones(2)] * 2, "x: has another structure"),
+    (torch.zeros(2), torch.ones(5, dtype=torch.int64), "x: "),
     (torch.zeros(3), torch.ones(2), r"x: shape \(2,\) in the checkpoint"),
     (torch.zeros(2, 3), torch.ones(4, 2), r"x: shape \(4, 2\) in the checkpoint"),
     (torch.zeros(2), torch.ones(2, 2), r"x: shape \(2, 2\) in the checkpoint"),
