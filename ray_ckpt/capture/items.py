@@ -278,6 +278,10 @@ IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Entries of a group that choose an implementation, for the devices of this process: they stay as built."""
 
 
+AS_BUILT = IMPLEMENTATION | {"params", "param_names"}
+"""Entries of a group that a restore leaves; the live parameters may have another order."""
+
+
 class BaseOptimizerItem(Item):
     """An optimizer with state by parameter name: {"state": {name: {...}}, "param_groups": [...]}.
 

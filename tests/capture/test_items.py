@@ -349,6 +349,18 @@ def test_what_chooses_an_implementation_stays_as_built() -> None:
     fresh.step()
 
 
+def test_names_in_a_group_stay_those_of_its_parameters() -> None:
+    model = mlp()
+    named = list(model.named_parameters())
+    saved = adapt("o", torch.optim.SGD(named, lr=0.1), {"m": model}).tree()
+    fresh = torch.optim.SGD(named[::-1], lr=0.2)
+    item = adapt("o", fresh, {"m": model})
+    assert not item.problems(saved)
+    item.load(saved)
+    (group,) = fresh.param_groups
+    assert (group["param_names"], group["lr"]) == ([name for name, _ in named[::-1]], 0.1)
+
+
 def test_missing_state_is_made_as_the_optimizer_would() -> None:
     model = mlp().to("meta")
     for fused, device in ((None, "cpu"), (True, "meta")):
