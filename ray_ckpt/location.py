@@ -54,7 +54,7 @@ class Location:
     @classmethod
     def parse(cls, text: str | os.PathLike[str]) -> Location:
         """Parse a storage path; ConfigError if `text` is relative, holds a secret, or is no storage path."""
-        text = os.fspath(text)
+        text = _text(text)
         found = _URL.match(text)
         if found is None or found[1].lower() == "file":
             return cls("file", _folder(found[2] if found else text, text))
@@ -189,6 +189,12 @@ def without_tilde(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
+def _text(path: object) -> str:
+    if isinstance(path, str | os.PathLike) and isinstance(text := os.fspath(path), str):
+        return text
+    raise ConfigError(f"The path is of type {type(path).__name__}.", hint="Give a str or a pathlib.Path.")
+
+
 def _folder(path: str, text: str) -> str:
     if not _is_file_name(path):
         raise ConfigError(
@@ -271,11 +277,11 @@ StoragePath: TypeAlias = str | os.PathLike[str] | Location
 def locate(path: StoragePath) -> Location:
     """Return the location of `path`; a relative path starts at the working directory.
 
-    ConfigError if `path` is empty, as an unset variable of a shell is, or is no storage path.
+    ConfigError if `path` is empty, as an unset variable of a shell is, or is no text or no storage path.
     """
     if isinstance(path, Location):
         return path
-    text = os.fspath(path)
+    text = _text(path)
     if not text:
         raise ConfigError("The path is empty.", hint="Give a folder or a URL, or '.' for this folder.")
     return Location.parse(text if "://" in text else without_tilde(text).absolute())

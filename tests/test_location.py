@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ray_ckpt
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.location import Location, locate, resolve_options, storage_options
@@ -184,3 +186,11 @@ def test_an_empty_path_is_not_the_working_directory() -> None:
     assert locate(".") == locate(Path.cwd())
     with pytest.raises(ConfigError, match="The path is empty"):
         locate("")
+
+
+@pytest.mark.parametrize("path", [None, 5, b"/tmp", ["/tmp"]])
+def test_a_path_that_is_no_text_is_refused(path: Any) -> None:
+    for use in (locate, Location.parse, ray_ckpt.open):
+        with pytest.raises(ConfigError, match=f"The path is of type {type(path).__name__}") as caught:
+            use(path)
+        assert "pathlib.Path" in str(caught.value.hint)
