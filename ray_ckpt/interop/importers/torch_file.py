@@ -24,6 +24,8 @@ def read_file(source: Path) -> Imported:
     """
     if source.is_dir():
         raise ConfigError(f"{source} is a folder.", hint="Give a file of torch.save.")
+    if not source.exists():
+        raise ConfigError(f"{source} does not exist.", hint="Give a file of torch.save.")
     archive = TorchArchive(source, form="pt")
     imported = Imported(format="pt", source=source)
     values = Values(imported)
