@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,3 +124,41 @@ def test_early_stopping_ends_at_the_same_step(tmp_path: Path) -> None:
     ends: dict[str, Any] = {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # which falls
     whole, resumed = resume(tmp_path, prepare, eval_strategy="steps", eval_steps=1, max_steps=99, **ends)
     assert resumed.state.global_step == whole.state.global_step < TOTAL
+
+
+class Number(float):
+    """A logged number that may be read, and not copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("a save blocks for each entry of the log")
+
+
+def test_a_save_writes_each_entry_of_the_log_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect()
+    trainer = ray_ckpt.huggingface.prepare_trainer(build(tmp_path))
+    item, state = trainer._ray_ckpt._state, trainer.state
+    written: list[Any] = []
+    dumps = json.dumps
+
+    def note(value: Any, **args: Any) -> str:
+        written.append(value)
+        return dumps(value, **args)
+
+    monkeypatch.setattr(json, "dumps", note)
+    logged: list[dict[str, Any]] = []
+    for entry in [{"loss": Number(0.5), "step": 1}, {"loss": float("nan"), "step": 2}]:
+        state.log_history.append(entry)
+        logged.append(entry)
+        for _ in range(2):
+            text = item.tree()["state"]
+        assert dumps(json.loads(text)["log_history"]) == dumps(logged)
+        assert (
+            json.loads(text)["global_step"] == 0
+            and "TrainerControl" in json.loads(text)["stateful_callbacks"]
+        )
+    assert [each for each in written if each in logged] == logged
+    state.log_history = [{"step": 3}]  # as of another training
+    assert json.loads(item.tree()["state"])["log_history"] == [{"step": 3}]
+    state.log_history = [{"step": 4}, {"step": 5}]
+    assert json.loads(item.tree()["state"])["log_history"] == [{"step": 4}, {"step": 5}]
+    assert dataclasses.asdict(state).keys() == json.loads(item.tree()["state"]).keys()

@@ -302,6 +302,8 @@ class _StateItem(Item):
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._log: list[Any] = []  # the entries of log_history that are written already
+        self._log_text = ""  # their JSON
         self.epoch = RngItem().tree()
         self.restored: Any = None  # that of the restored epoch, until it goes on
 
@@ -309,7 +311,19 @@ class _StateItem(Item):
         callbacks = [*self._trainer.callback_handler.callbacks, self._trainer.control]
         exportable = [callback for callback in callbacks if isinstance(callback, ExportableState)]
         state: TrainerState = dataclasses.replace(self._trainer.state, stateful_callbacks=exportable)
-        return {"state": json.dumps(dataclasses.asdict(state), sort_keys=True), "epoch": self.epoch}
+        fields = {name: value for name, value in vars(state).items() if name != "log_history"}
+        text = json.dumps(fields, sort_keys=True)[:-1]
+        return {"state": f'{text}, "log_history": [{self._log_of(state)}]}}', "epoch": self.epoch}
+
+    def _log_of(self, state: TrainerState) -> str:
+        """Return the JSON of the log's entries: they stay as they are, so each is written once."""
+        num = len(self._log)
+        if num > len(state.log_history) or (num and state.log_history[num - 1] is not self._log[-1]):
+            self._log, self._log_text, num = [], "", 0
+        added = [json.dumps(entry, sort_keys=True) for entry in state.log_history[num:]]
+        self._log_text = ", ".join([self._log_text] * bool(num) + added)
+        self._log += state.log_history[num:]
+        return self._log_text
 
     def load(self, tree: Any) -> None:
         self.restored = tree.get("epoch")
