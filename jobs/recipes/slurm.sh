@@ -43,23 +43,24 @@ RAY_ADDRESS="$(address_of "${nodes[0]}"):$PORT"
 export RAY_ADDRESS
 
 newest() { # prints the step of the newest checkpoint, or durable one, from which the run may resume, or 0
-    ray-ckpt ls "$RUN" --json 2>/dev/null | python -c '
+    timeout 10 ray-ckpt ls "$RUN" --json 2>/dev/null | python -c '
 import json, sys
 known = [each for each in json.load(sys.stdin)["checkpoints"] if each["on_lineage"]]
 print(max((each["step"] for each in known if sys.argv[1:] in ([], [each["level"]])), default=0))' "$@" 2>/dev/null
 }
 
 save() { # announce the end to Ray, and wait until a checkpoint from after that is durable
-    local before end=$((SECONDS + SAVE_S))
+    local before start=$SECONDS end=$((SECONDS + SAVE_S))
     for _ in {1..5}; do # a checkpoint from before may still be uploading
         before=$(newest) && break
         before=999999999999 # the largest step: without an answer, wait for SAVE_S
+        ((SECONDS - start < 15)) || break # the save needs the rest
         sleep 1
     done
     python -c 'import ray; ray.init(log_to_driver=False); print(*(n["NodeID"] for n in ray.nodes() if n["Alive"]))' |
         tr ' ' '\n' | while read -r id; do
         ray drain-node --node-id "$id" --reason DRAIN_NODE_REASON_PREEMPTION \
-            --reason-message "the job's time is over" --deadline-remaining-seconds "$SAVE_S"
+            --reason-message "the job's time is over" --deadline-remaining-seconds "$((end - SECONDS))"
     done
     while ((SECONDS < end)) && kill -0 "$driver" 2>/dev/null && (($(newest durable || echo 0) <= before)); do
         sleep 1
