@@ -128,18 +128,25 @@ def own_resume(resume: str, run: Location, storage_options: Mapping[str, str] | 
     if not is_uri(resume):
         return resume
     uri = CheckpointUri.parse(resume)
-    if not _is_same(uri.run, run):
+    if not _is_same(uri.run, run, (storage_options or {}).get("endpoint_url")):
         return resume
     if uri.directory is not None:
         _check_lineage(open_run(run, storage_options), uri)
     return "must" if uri.step is None else f"step:{uri.step}"
 
 
-def _is_same(one: Location, other: Location) -> bool:
-    """Return whether two locations are one; a region or endpoint that only one of them names is ignored."""
-    paths = [os.path.realpath(each.path) if each.is_posix else each.path for each in (one, other)]
-    endpoints = {each.endpoint for each in (one, other)} - {None}
-    return one.scheme == other.scheme and paths[0] == paths[1] and len(endpoints) < 2
+def _is_same(named: Location, run: Location, endpoint: str | None) -> bool:
+    """Return whether two locations are one.
+
+    `endpoint` is the run's if its path names none, and that of a `named` location without one. A region that
+    only one of them names is ignored.
+    """
+    if named.scheme != run.scheme or named.name != run.name:  # a path of a file system that hangs waits
+        return False
+    is_path = named.path == run.path
+    if named.is_posix:
+        return is_path or os.path.realpath(named.path) == os.path.realpath(run.path)
+    return is_path and named.endpoint in (None, run.endpoint or endpoint)
 
 
 def _check_lineage(run: OpenedRun, uri: CheckpointUri) -> None:

@@ -67,9 +67,20 @@ def test_a_run_s_own_checkpoint_is_known_by_another_spelling_of_its_place(tmp_pa
     )
     one, other = (f"s3://bucket/runs/gpt@7?endpoint_override={host}:9000" for host in ("a", "b"))
     assert own_resume(one, CheckpointUri.parse(other).run) == one
+    plain = Location.parse("s3://bucket/runs/gpt")
+    assert own_resume(one, plain) == one
+    assert own_resume(one, plain, {"endpoint_url": "https://b:9000"}) == one
+    assert own_resume(one, plain, {"endpoint_url": "https://a:9000"}) == "step:7"
+    assert own_resume("s3://bucket/runs/gpt@7", plain, {"endpoint_url": "https://a:9000"}) == "step:7"
     (tmp_path / "runs").mkdir()
     (tmp_path / "link").symlink_to("runs")
     assert own_resume(f"{tmp_path}/link/gpt@7", Location.parse(tmp_path / "runs/gpt")) == "step:7"
+
+
+def test_the_folder_of_a_run_with_another_name_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.realpath", None)  # a mount may hang
+    assert own_resume("/other/gpt-2@7", Location.parse("/runs/gpt")) == "/other/gpt-2@7"
+    assert own_resume("/runs/gpt@7", Location.parse("/runs/gpt")) == "step:7"
 
 
 def test_a_folder_of_a_run_s_own_checkpoint_has_to_be_on_the_lineage(tmp_path: Path) -> None:
