@@ -60,11 +60,10 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
     def __getitem__(self, name: str) -> LazyTensor:
         if not isinstance(name, str) or name not in self._names:
             raise unknown_tensor(str(name), sorted(self._names))
-        if name not in self._rows:
-            self._make_rows(name)
-        return LazyTensor(self, name, self._rows[name])
+        rows = self._rows.get(name)
+        return LazyTensor(self, name, self._make_rows(name)[name] if rows is None else rows)
 
-    def _make_rows(self, name: str) -> None:
+    def _make_rows(self, name: str) -> Mapping[str, list[ManifestRow]]:
         """Make the rows of a tensor; once MAX_SEARCHES tensors were wanted, those of all tensors."""
         is_one = len(self._rows) < MAX_SEARCHES
         rows = self._manifest.of_key(name) if is_one else self._manifest.rows()
@@ -72,7 +71,8 @@ class SavedTensors(Mapping[str, "LazyTensor"]):
         for row in sorted((r for r in rows if r.slice is not None), key=lambda r: (r.file, r.byte_offset)):
             assert row.slice is not None
             found.setdefault(row.slice.key, []).append(row)
-        self._rows = {**self._rows, **found}  # another thread may read it
+        self._rows = {**self._rows, **found}  # another thread may read it, or replace it with its own
+        return found
 
     def get(self, name: str, default: Any = None, /) -> Any:
         if name not in self:

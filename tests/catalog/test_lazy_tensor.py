@@ -308,11 +308,10 @@ def test_of_many_tensors_the_largest_are_shown(tmp_path: Path) -> None:
 def test_the_manifest_is_read_once(run: SampleRun, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = Catalog(run.folder)
     catalog[30][WEIGHT]
-    monkeypatch.setattr("ray_ckpt.catalog.checkpoint.decode_fragment", None)
+    monkeypatch.setattr(checkpoint, "decode_places", None)
     catalog[30]["model.head"]
 
 
-@pytest.mark.slow  # a process that loads torch, and 128 MiB
 def test_only_the_rows_of_wanted_tensors_are_made(run: SampleRun, monkeypatch: pytest.MonkeyPatch) -> None:
     every = [row for fragment in Catalog(run.folder)[30].fragments() for row in fragment.rows]
     made: list[ManifestRow] = []
@@ -340,6 +339,22 @@ def test_only_the_rows_of_wanted_tensors_are_made(run: SampleRun, monkeypatch: p
         assert view[name].num_slices == len(rows)
 
 
+def test_another_thread_may_want_another_tensor_at_the_same_time(
+    run: SampleRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = Catalog(run.folder)[30].tensors()
+    make = tensors._make_rows
+
+    def overtaken(name: str) -> Any:
+        found = make(name)
+        tensors._rows = {}  # another thread had read it before, and sets it now
+        return found
+
+    monkeypatch.setattr(tensors, "_make_rows", overtaken)
+    assert tensors[WEIGHT].num_slices > 0
+
+
+@pytest.mark.slow  # a process that loads torch, and 128 MiB
 def test_memory_does_not_grow_with_what_is_not_wanted(tmp_path: Path) -> None:
     """Some columns of 128 MiB are read, and all of it is written to a file, in blocks of BLOCK_BYTES."""
     write_tensor(tmp_path, torch.ones(1 << 15, 1 << 10), [np.s_[:, :]])
