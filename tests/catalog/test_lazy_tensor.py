@@ -332,7 +332,8 @@ def test_only_the_rows_of_wanted_tensors_are_made(run: SampleRun, monkeypatch: p
     assert made == of_weight
     made.clear()
     open_run(run.folder).load([WEIGHT], step=30)
-    assert set(made) == set(of_weight)
+    assert set(made) >= set(of_weight)
+    assert len({row.file for row in set(made) - set(of_weight)}) <= 1, "others are those of the own file only"
     monkeypatch.setattr(lazy_tensor, "MAX_SEARCHES", 2)
     for name in view:
         rows = [row for row in every if row.slice is not None and row.slice.key == name]
