@@ -248,8 +248,7 @@ def test_memory_of_a_restore_is_freed_in_a_thread(
         assert not restore.prefetched_bytes
         assert len(threads) == 1 and threads.pop().startswith("ray_ckpt-free")
         if end == "released":
-            with pytest.raises(OSError, match="Bad file descriptor"):
-                os.fstat(arena.buffers[0]._file)
+            assert arena.buffers[0]._is_closed, "and released at once, or when it is populated"
         restore.close_shared()
         stage.run.memory.free_arenas()
         await stage.run.memory.freeing.wait()
