@@ -39,6 +39,10 @@ class _Doubt:
     is_read: bool = False  # a computation has failed when all were read
 
 
+# States in which damage is ignored, on a node and on the storage path: on nodes, what is not deleted counts.
+_OVER = ({"collected"}, {"lost", "retired", "collected"})
+
+
 class Maintenance:
     """The maintenance of one run: repair, eviction, scrub and the recording of losses."""
 
@@ -384,7 +388,7 @@ class Maintenance:
         found += [(attempt, node_index, shared) for attempt, node_index in event.shared]
         for attempt, node_index, damage in found:
             known = self._context.history.checkpoints.get(attempt.attempt)
-            if known is not None and known.state != "live":
+            if known is not None and known.state in _OVER[event.place == m.REMOTE]:
                 continue  # its files are being deleted
             files = ", ".join(event.damage[:5])
             yield m.Warn(text=f"Step {attempt.step}: the copy on {where} is damaged: {files}.")
