@@ -64,7 +64,7 @@ class ManifestRef(Protocol):
 
 
 class ListedRows:
-    """Rows as objects: those of a checkpoint that is read without an agent."""
+    """Rows as objects: those of a checkpoint that agents describe to a reader in the cluster."""
 
     def __init__(self, rows: Iterable[ManifestRow]) -> None:
         self._rows = tuple(rows)

@@ -28,6 +28,10 @@ def test_promises_hold_in_random_schedules_with_parity() -> None:
     assert coded > NUM_SEEDS and commits > NUM_SEEDS
 
 
+def test_damage_of_a_checkpoint_that_is_no_longer_live_ends_the_count_of_its_copy() -> None:
+    play(760572, sizes=PARITY_NODES, with_parity=True)
+
+
 def test_a_schedule_without_parity_makes_no_parity_files() -> None:
     assert not any(play(seed).num_coded for seed in range(5))
 

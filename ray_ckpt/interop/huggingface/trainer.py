@@ -3,7 +3,8 @@
 `prepare_trainer` gives the trainer a class in which the methods that write and read checkpoint folders use a
 Checkpointer instead. `train` decides on the position in the data before it wraps the model, and needs the
 saved TrainerState for it: it finds that file alone in a temporary folder. All other state is restored when
-model, optimizer and scheduler are built, and random state where Transformers restores it.
+model, optimizer and scheduler are built, and random state where Transformers restores it. Before it draws the
+order of a restored epoch, that epoch's first random state is set.
 """
 
 from __future__ import annotations
