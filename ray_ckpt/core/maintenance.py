@@ -39,10 +39,6 @@ class _Doubt:
     is_read: bool = False  # a computation has failed when all were read
 
 
-# States in which damage is ignored, on a node and on the storage path: on nodes, what is not deleted counts.
-_OVER = ({"collected"}, {"lost", "retired", "collected"})
-
-
 class Maintenance:
     """The maintenance of one run: repair, eviction, scrub and the recording of losses."""
 
@@ -388,19 +384,22 @@ class Maintenance:
         found += [(attempt, node_index, shared) for attempt, node_index in event.shared]
         for attempt, node_index, damage in found:
             known = self._context.history.checkpoints.get(attempt.attempt)
-            if known is not None and known.state in _OVER[event.place == m.REMOTE]:
-                continue  # its files are being deleted
-            files = ", ".join(event.damage[:5])
-            yield m.Warn(text=f"Step {attempt.step}: the copy on {where} is damaged: {files}.")
-            if event.place == m.REMOTE:
+            is_live = known is None or known.state == "live"
+            if is_live:  # else its files may be being deleted, which is no damage
+                files = ", ".join(event.damage[:5])
+                yield m.Warn(text=f"Step {attempt.step}: the copy on {where} is damaged: {files}.")
+            if event.place != m.REMOTE:
+                self._found_on_node(attempt, node_index, event.place, damage, is_live)
+            elif is_live:
                 self._found_remote(event, was_suspect)
-            else:
-                self._found_on_node(attempt, node_index, event.place, damage)
         self._context.holders.suspect_remote = set(self._scrubs.suspect_remote)
 
-    def _found_on_node(self, attempt: AttemptId, node_index: int, node: str, damage: Sequence[str]) -> None:
-        """Stop to count a damaged fragment, or parity file, on a node."""
-        self._context.measure(telemetry.CORRUPT, place="node")
+    def _found_on_node(
+        self, attempt: AttemptId, node_index: int, node: str, damage: Sequence[str], is_live: bool
+    ) -> None:
+        """Do not count a damaged fragment, or parity file, on a node any more."""
+        if is_live:
+            self._context.measure(telemetry.CORRUPT, place="node")
         coded = [file for file in damage if file.startswith(PARITY_PREFIX)]
         if coded:
             self._context.holders.parity.remove(attempt.attempt, node_index, node)
