@@ -48,14 +48,12 @@ NUM_SEEDS = 400
 MAX_SALVAGE_SEED = 20_000  # one seed in ten has salvages
 SILENT_SEEDS = range(60)  # of `silences`
 FIRST_SEEDS = {  # before which no schedule shows the bug; a change of the schedules moves them
-    "a_group_is_not_found_by_its_reports": 1005841,
     "a_late_start_replaces_a_newer_session": 44,
     "a_node_comes_to_a_barrier_with_its_first_rank": 174,
     "a_relay_that_dies_takes_orders_along": 155,
     "a_salvage_ignores_classes": 439,
     "a_session_ends_with_its_job": 59,
     "a_session_ends_with_its_launcher": 30,
-    "agents_exit_under_an_unknown_group": 1967,
     "commit_before_fsync": 90,
     "an_end_recorded_twice": 23,
     "never_use_another_holder": 25,
@@ -377,17 +375,7 @@ def a_part_keeps_the_nodes_of_its_first_try(patch: pytest.MonkeyPatch) -> None:
 def nodes_of_a_group_count_as_idle(patch: pytest.MonkeyPatch) -> None:
     """No node is needed, and agents end although a group is at work."""
     patch.setattr(RunHost, "needed_nodes", lambda self: frozenset())
-    agents_exit_under_an_unknown_group(patch)
-
-
-def agents_exit_under_an_unknown_group(patch: pytest.MonkeyPatch) -> None:
-    """An agent ends as ordered, although a group is at work of which the coordinator does not know."""
     patch.setitem(node_machine._HANDLERS, n.ExitOrdered, lambda self, event: ())
-
-
-def a_group_is_not_found_by_its_reports(patch: pytest.MonkeyPatch) -> None:
-    """A coordinator without a group takes reports of saves, and does not look for their group."""
-    patch.setattr(OpenedNodes, "find_group", lambda self, node: None)
 
 
 def ranks_do_not_report_their_group(patch: pytest.MonkeyPatch) -> None:
@@ -632,8 +620,6 @@ BUGS: tuple[tuple[Plant, str], ...] = (
     (parts_in_the_order_in_which_they_come, "P7"),
     (a_part_keeps_the_nodes_of_its_first_try, "P7"),
     (nodes_of_a_group_count_as_idle, "P7"),
-    (agents_exit_under_an_unknown_group, "P7"),
-    (a_group_is_not_found_by_its_reports, "P7"),
     (ranks_do_not_report_their_group, "P7"),
     (a_new_agent_gets_no_session, "P7"),
     (a_service_stops_while_a_group_is_opened, "P7"),
