@@ -35,6 +35,7 @@ from tests.cluster.ranks import CALL_S
 from tests.fault.ranks import FaultRank
 from tests.fault.rig import wait_for
 
+STEP_S = 0.3  # the longest mean of a step on a busy machine
 WIDTH = 32
 WIDE = 512  # of a model whose shards are too large to be sent after each step
 
@@ -161,10 +162,11 @@ class Trainers:
         joins = [rank.join.remote(k, len(nodes), meeting) for k, rank in enumerate(self._actors)]
         self.pids: list[int] = ray.get(joins, timeout=CALL_S)
         self.calls = [rank.run.remote(train, task) for rank in self._actors]
+        self._steps_s = task.total * (task.pace_s + STEP_S)
 
     def wait(self) -> list[Any]:
         """Wait until all ranks have ended; return their last steps, or the errors of those that failed."""
-        ray.wait(self.calls, num_returns=len(self.calls), timeout=CALL_S)
+        ray.wait(self.calls, num_returns=len(self.calls), timeout=CALL_S + self._steps_s)
         found: list[Any] = []
         for call in self.calls:
             try:
