@@ -194,6 +194,7 @@ class CheckpointView:
             ("took", _phases_text(info)),
             ("verified at", to_datetime(info.verified_at_s) or ""),
             ("drill", info.drill),
+            *((("damaged fragments", info.damaged),) if info.damaged else ()),
             *((("uploaded alone", info.exported),) if info.exported else ()),
             *((("drifted apart", info.suspect),) if info.suspect else ()),
             ("metrics", metrics_text(info.metrics, most=MAX_HTML_METRICS)),

@@ -80,6 +80,7 @@ def checkpoints_table(
         "verified_at": _times([c.verified_at_s for c in known]),
         "drilled_at": _times([c.drilled_at_s for c in known]),
         "drill": pa.array([c.drill or None for c in known], pa.string()),
+        "damaged": pa.array([c.damaged or None for c in known], pa.string()),
         "suspect": pa.array([c.suspect or None for c in known], pa.string()),
         "stall_s": pa.array([c.stall_s for c in known], pa.float64()),
         "capture_s": pa.array([c.capture_s for c in known], pa.float64()),
@@ -210,6 +211,8 @@ def _event_text(op: records.Op, history: RunHistory) -> str:
             return f"{size} bytes, {protection}" + (f"; differing: {suspect}" if suspect else "")
         case records.Promote(replicas=copies, parity=parity):
             return _protection_text(copies, parity)
+        case records.Damaged(fragments=fragments):
+            return f"fragments {fragments}" if fragments else "none any more"
         case records.Exported(items=items, size_bytes=size):
             return f"{items}, {size} bytes"
         case records.Epoch(service=service):

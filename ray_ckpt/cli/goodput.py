@@ -17,10 +17,10 @@ from ray_ckpt.analysis.goodput import (
     Seconds,
     measure_goodput,
 )
+from ray_ckpt.analysis.report.document import goodput_json
 from ray_ckpt.analysis.report.facts import (
     clocks_text,
     estimate_text,
-    goodput_json,
     measured_percent,
     phase_text,
     range_text,

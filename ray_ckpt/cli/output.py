@@ -59,6 +59,7 @@ def info_json(view: CheckpointView) -> dict[str, Any]:
         "verified_at_s": info.verified_at_s,
         "drilled_at_s": info.drilled_at_s,
         "drill": info.drill or None,
+        "damaged": info.damaged or None,
         "suspect": info.suspect or None,
         "stall_s": info.stall_s,
         "capture_s": info.capture_s,
@@ -70,11 +71,13 @@ def info_json(view: CheckpointView) -> dict[str, Any]:
 
 
 def remarks(info: CheckpointInfo, groups: Iterable[ParityGroup] = ()) -> Iterator[str]:
-    """Yield what no verdict tells of a checkpoint: shared files, parity groups, replicas that differ."""
+    """Yield what no verdict tells of a checkpoint: shared files, parity groups, damage, drift."""
     if info.shared_bytes:
         yield f"{decimal(info.shared_bytes)} were linked to an earlier checkpoint on the nodes, not written"
     if parity := parity_text(groups):
         yield f"its files are in parity groups ({parity})"
+    if info.damaged:
+        yield f"a scrub has found damage on the storage path, in fragments {info.damaged}"
     if info.suspect:
         yield f"data-parallel replicas had drifted apart, {info.suspect}"
 
@@ -84,6 +87,7 @@ def remarks_json(info: CheckpointInfo | None, groups: Iterable[ParityGroup] = ()
     return {
         "shared_bytes": info.shared_bytes if info is not None else None,
         "parity": parity_text(groups) or None,
+        "damaged": info.damaged or None if info is not None else None,
         "suspect": info.suspect or None if info is not None else None,
     }
 

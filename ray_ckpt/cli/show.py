@@ -78,6 +78,7 @@ def show(
         "last drill": "none"
         if info.drilled_at_s is None
         else f"{info.drill}, {when_text(info.drilled_at_s)}",
+        **({"damaged": f"fragments {info.damaged} on the storage path"} if info.damaged else {}),
         **({"drifted apart": info.suspect} if info.suspect else {}),
         "path": view.where or "none: it has no files on the storage path",
     }

@@ -14,6 +14,7 @@ from ray_ckpt.format.records import (
     Collected,
     Commit,
     Create,
+    Damaged,
     Drilled,
     Ended,
     Epoch,
@@ -129,8 +130,8 @@ class RunHistory:
     def apply(self, record: LogRecord, record_digest: str) -> None:
         """Add the next record; if it does not continue the log, raise FormatError and change nothing (P3).
 
-        A `promote`, `exported`, `verified`, `annotated`, `drilled` or `lost` record may have waited in the
-        queue behind the record that retired the same checkpoint; such a record changes no checkpoint.
+        A record that changes a live checkpoint, such as `promote` or `damaged`, may have waited in the queue
+        behind the one that retired this checkpoint; then it changes nothing.
         """
         self._check(record)
         match record.op:
@@ -253,7 +254,9 @@ def has_room(checkpoint: CheckpointInfo, metrics: Mapping[str, float]) -> bool:
     return len(old.keys() | metrics.keys()) <= max(MAX_METRICS, len(old))
 
 
-_Change = Promote | Exported | Lost | Retired | Collected | Pin | Unpin | Verified | Annotated | Drilled
+_Change: TypeAlias = (
+    Promote | Exported | Lost | Retired | Collected | Pin | Unpin | Verified | Damaged | Annotated | Drilled
+)
 _STATES_BEFORE: dict[type[_Change], tuple[str, ...]] = {
     Retired: ("live", "lost"),
     Collected: ("retired",),
@@ -296,6 +299,8 @@ def _changed(old: CheckpointInfo, op: _Change, time_s: float) -> CheckpointInfo:
             return replace(old, pins={**old.pins, owner: expires_at_s})
         case Verified():
             return replace(old, verified_at_s=time_s)
+        case Damaged(fragments=fragments):
+            return replace(old, damaged=fragments)
         case Annotated(metrics=metrics):
             return replace(old, metrics={**old.metrics, **metrics})
         case Drilled(scenario=scenario, passed=passed):

@@ -57,6 +57,9 @@ class Maintenance:
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
         self._doubts: dict[tuple[str, int, bool], _Doubt] = {}  # by file that was to be computed
         self._bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
+        self._unread: dict[str, set[int]] = {}  # the same, found by earlier coordinators and not read since
+        self._recorded: dict[str, str] = {}  # attempt -> damaged fragments in the log; without those of none
+        self.has_news = False  # what is damaged on the storage path may differ from `_recorded`
         self.found_crowded = False  # a reading that the last `decide` used is of a crowded disk
         self.is_stranded = False  # part of the newest checkpoint is only on nodes that leave, and not copied
 
@@ -84,6 +87,34 @@ class Maintenance:
     def mending(self) -> set[str]:
         """Attempts of which a scrub may write files anew on the storage path, also one that is late."""
         return self._scrubs.read_remote | self._context.holders.unsafe_remote
+
+    def opened(self) -> None:
+        """Let what an earlier coordinator has found damaged on the storage path be read again, at once.
+
+        Until then it is not known to be intact, so that retention keeps older checkpoints that are.
+        """
+        for checkpoint in (c for c in self._context.history.live() if c.damaged):
+            name = checkpoint.id.attempt
+            self._recorded[name] = checkpoint.damaged
+            self._unread[name] = {int(index) for index in checkpoint.damaged.split(",")}
+            for index in sorted(self._unread[name] & set(range(checkpoint.num_nodes))):
+                self._scrubs.suspect(m.Scrub(attempt=checkpoint.id, node_index=index, place=m.REMOTE))
+        self._context.holders.suspect_remote = set(self._scrubs.suspect_remote)
+
+    def record_damage(self) -> Iterable[m.Effect]:
+        """Append what has changed of the fragments that are damaged on the storage path."""
+        self.has_news = False
+        for name in sorted({*self._bad_remote, *self._unread, *self._recorded}):
+            checkpoint = self._context.history.checkpoints.get(name)
+            is_live = checkpoint is not None and checkpoint.state == "live"
+            found = self._bad_remote.get(name, set()) | self._unread.get(name, set()) if is_live else set()
+            text = ",".join(map(str, sorted(found)[: r.MAX_DAMAGED]))
+            if text != self._recorded.get(name, "") and is_live:
+                self._context.ledger.append(r.Damaged(attempt=name, fragments=text))
+            self._recorded[name] = text
+            if not text:
+                del self._recorded[name]
+        return ()
 
     def decide(self, *, busy: Collection[str], is_training: bool) -> Iterator[m.Effect]:
         """Yield the work that is due; call while no record is pending and a group has the run.
@@ -375,6 +406,9 @@ class Maintenance:
             for metric in (telemetry.CORRUPT, telemetry.REPAIRED):
                 self._context.measure(metric, place=m.REMOTE)
             self._suspect_sharers(event, was_suspect)
+        if event.place == m.REMOTE and event.error is None:
+            self._unread.get(event.attempt.attempt, set()).discard(event.node_index)
+            self.has_news = True
         if event.place == m.REMOTE and event.error is None and not event.damage:
             self._found_intact(event)
         if self._scrubs.ended(event):
@@ -451,6 +485,8 @@ class Maintenance:
         One that was durable before shares no file there now, and is no suspect any more.
         """
         attempt = checkpoint.id.attempt
+        self._unread.pop(attempt, None)
+        self.has_news = True
         self._context.holders.bad_remote.discard(attempt)
         if checkpoint.level >= Level.DURABLE:
             self._scrubs.renewed(checkpoint.id)

@@ -250,6 +250,7 @@ class RunMachine:
         """Begin after the fence is in the log, and handle the events that came before the fence."""
         for checkpoint in self.history.checkpoints.values():
             self._drain_schedule.recount(checkpoint)
+        self._maintenance.opened()
         ended = self.history.session.ended if self.history.session is not None else None
         if ended is not None and ended.cause == "finished":
             self._finishing.ended("finished")
@@ -535,6 +536,7 @@ class _Decision(NamedTuple):
 _DECISIONS = (  # taken in this order, after each event, while no record is pending
     _Decision(lambda run: run._sessions.is_choosing, lambda run: run._sessions.decide()),
     _Decision(lambda run: run._requests, lambda run: run._requests.decide(run._attempts)),
+    _Decision(lambda run: run._maintenance.has_news, lambda run: run._maintenance.record_damage()),
     _Decision(lambda run: run._retirement.is_due, lambda run: run._retirement.decide()),
     _Decision(lambda run: run._maintenance.is_due, RunMachine._maintain),
     _Decision(

@@ -24,10 +24,12 @@ MAX_SEQ = 10**20 - 1  # the limit of 20 digits in file names
 MAX_STEP = 10**12 - 1  # the limit of 12 digits in directory names
 MAX_TIME_S = 253_402_300_800.0  # Unix time of the year 10000, the limit of calendars; also for time spans
 MAX_COMMITTED_METRICS = 10_000  # metrics of one commit; readers show each metric
+MAX_DAMAGED = 100  # fragments in a `damaged` record: enough to know that a copy is not safe
 MAX_METRICS = 100  # metrics added to a checkpoint later; readers show each as a column
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}\Z")
 _NOT_EMPTY = re.compile(r".", re.DOTALL)
+_INDICES = re.compile(r"(?:(?:0|[1-9][0-9]{0,8})(?:,(?!\Z)|\Z))*\Z")
 T = TypeVar("T")
 
 
@@ -178,6 +180,17 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Damaged:
+    """These fragments of a checkpoint are damaged on the storage path: their indices, joined by commas.
+
+    Empty if none is damaged any more; the latest such record of a checkpoint counts. See MAX_DAMAGED.
+    """
+
+    attempt: str
+    fragments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Annotated:
     """Metrics are added to a checkpoint; for each name the latest value counts. See MAX_METRICS."""
 
@@ -249,6 +262,7 @@ Op: TypeAlias = (
     | Pin
     | Unpin
     | Verified
+    | Damaged
     | Annotated
     | Restored
     | Ended
@@ -414,6 +428,14 @@ def _items(value: object, name: str) -> str:
     return check_items(jsontext.text(value, name))
 
 
+def read_fragments(value: object, name: str) -> str:
+    """Return indices of at most MAX_DAMAGED fragments, joined by commas. Raise FormatError."""
+    text = jsontext.text(value, name, pattern=_INDICES)
+    if text.count(",") >= MAX_DAMAGED:
+        raise FormatError(f"{name} has {text.count(',') + 1} indices; the format allows {MAX_DAMAGED}.")
+    return text
+
+
 _level = _one_of({level.label: level for level in Level})
 _cause: Callable[[object, str], EndCause] = _one_of({cause: cause for cause in END_CAUSES})
 FIELDS: Mapping[str, Callable[[object, str], Any]] = {
@@ -434,6 +456,7 @@ FIELDS: Mapping[str, Callable[[object, str], Any]] = {
     "origin_step": optional(_step),
     "attempt": _attempt,
     "items": _items,
+    "fragments": read_fragments,
     "level": _level,
     "replicas": _copies,
     "size_bytes": jsontext.integer,

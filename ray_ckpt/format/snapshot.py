@@ -24,7 +24,7 @@ from ray_ckpt.errors import FormatError, NewerFormat
 from ray_ckpt.format import jsontext, parquet
 from ray_ckpt.format.digest import Digester
 from ray_ckpt.format.names import MAX_RANKS, check_items
-from ray_ckpt.format.records import FIELDS, MAX_STEP, MAX_TIME_S, optional, read_time
+from ray_ckpt.format.records import FIELDS, MAX_STEP, MAX_TIME_S, optional, read_fragments, read_time
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level, RootOf, SessionEnd, SessionInfo
 
 MAX_CHECKPOINTS = 1_000_000  # in one log: one checkpoint a minute for two years
@@ -60,6 +60,7 @@ COLUMNS = pa.schema(
         pa.field("drill", pa.string()),
         pa.field("suspect", pa.string()),
         pa.field("shared_bytes", pa.int64()),
+        pa.field("damaged", pa.string()),
         pa.field("exported", pa.string()),
         pa.field("exported_root", pa.string()),
         pa.field("exported_bytes", pa.int64()),
@@ -87,6 +88,7 @@ _LATER: Mapping[str, float | str | None] = {
     "drill": "",
     "suspect": "",
     "shared_bytes": 0,
+    "damaged": "",
     "exported": "",
     "exported_root": "",
     "exported_bytes": 0,
@@ -224,6 +226,8 @@ def _checkpoints(columns: Columns, run_uid: str, epochs: Mapping[int, int]) -> t
     _check_hex([root for root in columns["exported_root"] if root], "exported_root", 32)
     for items in set(columns["exported"]) - {""}:
         check_items(items)
+    for fragments in set(columns["damaged"]) - {""}:
+        read_fragments(fragments, "damaged")
     roots = zip(columns["exported"], columns["exported_root"], strict=True)
     _check_all((bool(items) == bool(root) for items, root in roots), "exported_root")
     _check_all(map(_STATES.__contains__, set(columns["state"])), "state")

@@ -139,6 +139,20 @@ def test_replicas_that_differed_are_in_every_view(tmp_path: Path, capsys: pytest
     )
 
 
+def test_tables_and_pages_name_the_damage_that_a_scrub_has_found(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10, 20), durable=(10, 20))
+    attempts = [run.checkpoints[step].attempt.attempt for step in (10, 20)]
+    for attempt, fragments in ((attempts[0], "0"), (attempts[1], "1"), (attempts[0], "")):
+        run.log.append(records.Damaged(attempt=attempt, fragments=fragments))
+    catalog = Catalog(run.folder)
+    assert rows(catalog.to_arrow(), "step", "damaged") == [(10, None), (20, "1")]
+    assert catalog.events()["text"].to_pylist()[-2:] == ["fragments 1", "none any more"]
+    assert "damaged" in catalog[20]._repr_html_() and "damaged" not in catalog[10]._repr_html_()
+    verdict = next(v for v in to_json(read_report(catalog, START_S))["verdicts"] if v["title"] == "Damage")
+    assert (verdict["tone"], verdict["head"]) == ("bad", "1 checkpoint")
+    assert verdict["text"] == "Found by a scrub on the storage path; the newest is step 20."
+
+
 def test_tables_and_pages_name_parity_groups(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=(10,), durable=(10,))
     later = make_checkpoint(run.log.attempt(1, 20))

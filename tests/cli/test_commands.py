@@ -475,6 +475,18 @@ def test_show_and_ls_name_the_parity_groups_of_the_log(tmp_path: Path) -> None:
     assert [found["parity"] for found in as_json("ls", run.folder)["checkpoints"]] == [None, "6+2"]
 
 
+def test_show_and_verify_name_the_damage_that_a_scrub_has_found(run: SampleRun) -> None:
+    attempt = run.checkpoints[50].attempt.attempt
+    assert "damaged" not in ray_ckpt_cli("show", run.folder, 50)
+    run.log.append(records.Damaged(attempt=attempt, fragments="0,1"))
+    assert "damaged        fragments 0,1 on the storage path" in ray_ckpt_cli("show", run.folder, 50)
+    assert as_json("show", run.folder, 50)["damaged"] == "0,1"
+    remark = "a scrub has found damage on the storage path, in fragments 0,1"
+    assert remark in ray_ckpt_cli("verify", run.folder, "--step", 50)
+    run.log.append(records.Damaged(attempt=attempt, fragments=""))
+    assert as_json("show", run.folder, 50)["damaged"] is None
+
+
 def test_show_names_pins_and_the_last_verification(run: SampleRun) -> None:
     assert (as_json("show", run.folder, 50)["pins"], as_json("show", run.folder, 50)["verified_at_s"]) == (
         {},

@@ -102,6 +102,8 @@ def test_round_trip() -> None:
     begun = changed((), sessions=(), seq=0)
     assert decode_snapshot(encode_snapshot(begun)) == begun
     assert encode_snapshot(SNAPSHOT) == encode_snapshot(SNAPSHOT)
+    damaged = changed(tuple(replace(each, damaged="0,11") for each in SNAPSHOT.checkpoints))
+    assert decode_snapshot(encode_snapshot(damaged)) == damaged
 
 
 def test_only_a_session_that_began_with_another_run_has_its_step() -> None:
@@ -212,6 +214,7 @@ def test_any_bytes_are_a_format_error(data: bytes) -> None:
         changed((checkpoint(3, step=10**12),)),
         changed((checkpoint(3, state="asleep"),)),
         changed((checkpoint(3, root_of="file"),)),
+        changed((checkpoint(3, damaged="0,"),)),
         changed((checkpoint(3, root_digest="x" * 32),)),
         changed((checkpoint(3, root_digest="A" * 32),)),
         changed((checkpoint(3, root_digest="a" * 31 + "\n"),)),

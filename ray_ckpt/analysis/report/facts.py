@@ -6,14 +6,13 @@ recorded in the log. `now_s` is the time by the reader's clock.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,8 +20,6 @@ import pyarrow.compute as pc
 from ray_ckpt.analysis.goodput import Goodput, Seconds, measure_goodput
 from ray_ckpt.analysis.session_history import CLOCK_SLACK_S, save_s
 from ray_ckpt.catalog.catalog import Catalog
-from ray_ckpt.core.retention import pinned_by
-from ray_ckpt.format import jsontext
 from ray_ckpt.texts import count_text, duration_text, short_text, tiers_text, utc_text
 from ray_ckpt.types import FAILURES, CheckpointInfo, EndCause, Level, SessionInfo
 
@@ -314,6 +311,7 @@ def verdicts(report: RunReport) -> Sequence[Verdict]:
     """Return the answers to the first questions about a run, in order of importance."""
     found = (
         _protection(report),
+        _damage(report),
         _replicas(report),
         _training(report),
         _last_trouble(report),
@@ -464,6 +462,15 @@ def _checks(report: RunReport) -> Verdict:
     return Verdict(tone="good" if passed else "bad", title=title, head=head, text=text)
 
 
+def _damage(report: RunReport) -> Verdict | None:
+    """Return the live checkpoints that are damaged on the storage path; None without one."""
+    steps = [info.step for info in report.checkpoints if info.damaged and info.state == "live"]
+    if not steps:
+        return None
+    text = f"Found by a scrub on the storage path; the newest is step {steps[-1]}."
+    return Verdict(tone="bad", title="Damage", head=count_text(len(steps), "checkpoint"), text=text)
+
+
 def _replicas(report: RunReport) -> Verdict | None:
     """Return the newest finding of the replica watch; None without one."""
     found = [info for info in report.checkpoints if info.suspect]
@@ -515,84 +522,3 @@ def range_text(time: Seconds) -> str:
 
 def phase_text(phase: str) -> str:
     return phase.replace("_", " ")
-
-
-# JSON
-
-
-def to_json(report: RunReport) -> dict[str, Any]:
-    """Return the content of the page as plain values; lists are as long as on the page."""
-    found = report.goodput
-    return {
-        "run_name": report.run_name,
-        "run_uid": report.run_uid,
-        "where": report.where,
-        "time_s": report.now_s,
-        "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts(report)],
-        "num_sessions": len(report.sessions),
-        "num_checkpoints": len(report.checkpoints),
-        "num_live": len(report.live),
-        "num_in_cluster": len(report.in_cluster),
-        "goodput": {
-            "ratio": None if found.ratios is None else dataclasses.asdict(found.ratios),
-            **goodput_json(found),
-        },
-        "interruptions": [dataclasses.asdict(each) for each in report.problems[-MAX_TROUBLES:]],
-        "phases": [dataclasses.asdict(phase) for phase in report.phases],
-        "checkpoints": [_checkpoint_json(info, report) for info in report.checkpoints[-MAX_CHECKPOINTS:]],
-        "in_cluster_steps": [info.step for info in report.in_cluster[-MAX_IN_CLUSTER:]],
-        "sessions": [_session_json(info, report) for info in report.sessions[-MAX_SESSIONS:]],
-    }
-
-
-def goodput_json(found: Goodput) -> dict[str, Any]:
-    return {
-        "wall_s": found.wall_s,
-        "measured_s": found.measured_s,
-        "not_counted_s": found.not_counted_s,
-        "clock_back_s": found.clock_back_s,
-        "productive_s": dataclasses.asdict(found.productive),
-        "badput_s": {cause: dataclasses.asdict(time) for cause, time in found.badput.items()},
-    }
-
-
-def _checkpoint_json(info: CheckpointInfo, report: RunReport) -> dict[str, Any]:
-    return {
-        "step": info.step,
-        "attempt": info.id.attempt,
-        "session": info.id.session,
-        "state": info.state,
-        "level": info.level.label,
-        "replicas": info.replicas,
-        "parity": info.parity or None,
-        "size_bytes": info.size_bytes,
-        "shared_bytes": info.shared_bytes,
-        "exported": info.exported or None,
-        "committed_at_s": info.committed_at_s,
-        "stall_s": info.stall_s,
-        "save_s": save_s(info),
-        "drain_s": info.drain_s,
-        "verified_at_s": info.verified_at_s,
-        "drilled_at_s": info.drilled_at_s,
-        "drill": info.drill,
-        "suspect": info.suspect or None,
-        "pins": list(pinned_by(info, report.now_s)),
-        "metrics": jsontext.metrics_json(info.metrics),
-    }
-
-
-def _session_json(info: SessionInfo, report: RunReport) -> dict[str, Any]:
-    source = report.by_attempt.get(info.resumed_from or "")
-    return {
-        "session": info.session,
-        "resumed_from_session": source.id.session if source else None,
-        "resumed_from_step": source.step if source else None,
-        "origin_step": info.origin_step,
-        "world_size": info.world_size,
-        "num_nodes": info.num_nodes,
-        "opened_at_s": info.opened_at_s,
-        "restored_at_s": info.restored_at_s,
-        "restore_s": info.restore_s,
-        "read_bytes": dict(info.read_bytes),
-        "ended": None if info.ended is None else dataclasses.asdict(info.ended),
-    }

@@ -1,0 +1,125 @@
+"""What a scrub has found damaged on the storage path is in the log, so that a restart does not forget it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.maintenance import MAINTENANCE_S
+from ray_ckpt.errors import FormatError
+from ray_ckpt.format import records as r
+from ray_ckpt.format.names import shard_file
+from ray_ckpt.types import AttemptId, Level
+from tests.core.driver import Harness, of
+
+SHARD = shard_file(0, 1)
+
+
+def run_with(*steps: int, **options: Any) -> Harness:
+    run = Harness("ab", inventory_wait_s=0.0, **{"remote_every": 1, "keep_last": 1, **options})
+    run.open("ab")
+    for step in steps:
+        run.drain_all(run.save(step))
+        assert run.checkpoint(run.attempt(step)).level is Level.DURABLE
+    return run
+
+
+def read(run: Harness, attempt: AttemptId, index: int, *damage: str) -> tuple[m.Effect, ...]:
+    """Return what follows from a read of a fragment on the storage path."""
+    event = m.ScrubEnded(attempt=attempt, node_index=index, place=m.REMOTE, damage=damage, error=None)
+    return run.feed(event, run.ticked)
+
+
+def damaged(run: Harness) -> list[str]:
+    """Return the fragments of the `damaged` records in the log, oldest first."""
+    return [op.fragments for op in run.records if isinstance(op, r.Damaged)]
+
+
+def states(run: Harness) -> dict[int, str]:
+    return {c.step: c.state for c in run.machine.history.checkpoints.values()}
+
+
+def restarted(run: Harness) -> tuple[m.Effect, ...]:
+    """Restart the coordinator, and let the group open again."""
+    known = len(run.transcript)
+    run.start_coordinator()
+    run.open("ab")
+    run.tick(MAINTENANCE_S)
+    return tuple(run.transcript[known:])
+
+
+def test_damage_is_recorded_until_an_upload_has_replaced_it() -> None:
+    run = run_with(10)
+    effects = (*read(run, run.attempt(10), 1, SHARD), *read(run, run.attempt(10), 0, SHARD))
+    assert damaged(run) == ["1", "0,1"] and run.checkpoint(run.attempt(10)).damaged == "0,1"
+    run.drain_all(effects)
+    run.tick()
+    assert damaged(run) == ["1", "0,1", ""] and run.checkpoint(run.attempt(10)).damaged == ""
+
+
+def test_what_is_found_again_is_recorded_once() -> None:
+    run = run_with(10)
+    for _ in range(3):
+        read(run, run.attempt(10), 0, SHARD)
+    assert damaged(run) == ["0"]
+
+
+def test_a_restart_keeps_the_older_intact_checkpoint_until_there_is_another() -> None:
+    run = run_with(10, 20, keep_last=2)
+    bad = run.attempt(20)
+    read(run, bad, 0, SHARD)
+    run.save(30)  # its upload, and the new one of step 20, take long
+    effects = restarted(run)
+    scrubs = {(scrub.attempt, scrub.node_index, scrub.place) for scrub in of(effects, m.Scrub)}
+    assert scrubs == {(bad, 0, m.REMOTE)}, "what was damaged is read again, and nothing else"
+    assert states(run) == {10: "live", 20: "live", 30: "live"}
+    read(run, bad, 0)
+    run.save(40)
+    assert damaged(run) == ["0", ""] and states(run)[10] != "live"
+
+
+def test_what_is_still_damaged_after_a_restart_is_uploaded_again() -> None:
+    run = run_with(10)
+    bad = run.attempt(10)
+    read(run, bad, 1, SHARD)
+    restarted(run)
+    effects = (*read(run, bad, 1, SHARD), *run.tick(MAINTENANCE_S))
+    assert damaged(run) == ["1"]
+    assert {drain.attempt for drain in of(effects, m.Drain)} == {bad}
+    run.drain_all(effects)
+    run.tick()
+    assert damaged(run) == ["1", ""]
+
+
+def test_damage_found_after_a_restart_adds_to_what_was_not_read_again_yet() -> None:
+    run = run_with(10)
+    bad = run.attempt(10)
+    read(run, bad, 1, SHARD)
+    restarted(run)
+    read(run, bad, 0, SHARD)
+    assert damaged(run) == ["1", "0,1"]
+
+
+def test_nothing_is_recorded_of_a_checkpoint_that_is_retired() -> None:
+    run = run_with(10, 20)
+    assert states(run)[10] != "live"
+    read(run, run.attempt(10), 0, SHARD)
+    assert damaged(run) == []
+
+
+@pytest.mark.parametrize("num_bad", [r.MAX_DAMAGED, r.MAX_DAMAGED + 1])
+def test_a_record_names_a_bounded_number_of_fragments(num_bad: int) -> None:
+    fragments = ",".join(map(str, range(num_bad)))
+    if num_bad <= r.MAX_DAMAGED:
+        r.check_op(r.Damaged(attempt="0" * 16, fragments=fragments))
+    else:
+        with pytest.raises(FormatError, match="the format allows 100"):
+            r.check_op(r.Damaged(attempt="0" * 16, fragments=fragments))
+
+
+@pytest.mark.parametrize("fragments", ["1,", ",1", "01", "-1", "1 2", "a", "1,,2", "9999999999"])
+def test_other_texts_are_refused(fragments: str) -> None:
+    with pytest.raises(FormatError):
+        r.check_op(r.Damaged(attempt="0" * 16, fragments=fragments))
