@@ -64,6 +64,7 @@ class OpenRun:
     run_uid: str
     nonce: str
     epoch: int  # of the coordinator that sends the order
+    known: SessionKey = (0, 0)  # the answer has the plan of a newer session only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

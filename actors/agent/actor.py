@@ -127,7 +127,7 @@ class NodeAgent(RankEndpoints, RelayEndpoints):
         if order.spec.options.compress is not None:
             zstd.check_installed()
         await run.check_threads.run(run.check_storage, order.nonce, self._node.node_id)
-        return await self.inventory(order.run_uid)
+        return await self.inventory(order.run_uid, order.known)
 
     async def put_away(self, order: PutAwayRun) -> bool:
         """Delete all files of a finished run except `order.kept`, and close the run.
@@ -139,8 +139,8 @@ class NodeAgent(RankEndpoints, RelayEndpoints):
             await run.obey(n.RunPutAway(kept=order.kept, epoch=order.epoch))
         return True
 
-    async def inventory(self, run_uid: str) -> Inventory:
-        return await self._node.inventory_io.run(inventory, self._runs.get(run_uid))
+    async def inventory(self, run_uid: str, known: SessionKey = (0, 0)) -> Inventory:
+        return await self._node.inventory_io.run(inventory, self._runs.get(run_uid), known)
 
     async def disk(self, run_uid: str) -> DiskSpace:
         """Return the space of the file systems of the run's staging folders."""

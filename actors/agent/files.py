@@ -19,7 +19,7 @@ from ray_ckpt.actors.agent.priority import ActiveCopies, DrainRateLimiter
 from ray_ckpt.actors.agent.run import NodeRun, require
 from ray_ckpt.actors.agent.still_files import has_remotely, same_here, store_still
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.values import Inventory, ScrubResult, StoredFragment, StoredParity
+from ray_ckpt.core.values import Inventory, ScrubResult, SessionKey, StoredFragment, StoredParity
 from ray_ckpt.errors import LOST_BYTES, CorruptionError, Unavailable
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import encode_fragment
@@ -309,8 +309,11 @@ def holding(run: NodeRun, attempt: AttemptId, node_index: int) -> Holding:
     raise Unavailable(text) if run.machine.is_deleted(attempt.attempt) else CorruptionError(text)
 
 
-def inventory(run: NodeRun) -> Inventory:
-    """Return the files of a run on this node, except those that are being deleted."""
+def inventory(run: NodeRun, known: SessionKey) -> Inventory:
+    """Return the files of a run on this node, except those that are being deleted.
+
+    It has the plan of the group at work only if its session is newer than the one that is known.
+    """
     held = tuple(run.staging.holdings(run.run_uid))
     directories = run.staging.directories(run.run_uid)
     kept = [each for each in held if not run.machine.is_deleted(each.fragment.attempt.attempt)]
@@ -321,11 +324,13 @@ def inventory(run: NodeRun) -> Inventory:
         for header in run.staging.parities(run.run_uid)
         if not run.machine.is_deleted(header.attempt.attempt)
     )
+    plan = run.host.plan
     return Inventory(
         parities=parities,
         fragments=tuple(map(held_fragment, kept)),
         directories=directories,
-        plan=run.host.plan,
+        session_key=plan.session_key if plan is not None else None,
+        plan=plan if plan is not None and plan.session_key > known else None,
         disk=run.staging.disk,
     )
 

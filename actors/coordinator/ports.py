@@ -147,8 +147,9 @@ class RayPorts:
         run, cards, uid = self._run, self._engine.agents.cards, self._run.run_uid
         epoch = run.host.machine.epoch
         match call.order:
-            case OpenOnNode(epoch=epoch):
-                return "open_run", (OpenRun(spec=run.spec, run_uid=uid, nonce=run.nonce, epoch=epoch),)
+            case OpenOnNode(epoch=epoch, known=known):
+                order = OpenRun(spec=run.spec, run_uid=uid, nonce=run.nonce, epoch=epoch, known=known)
+                return "open_run", (order,)
             case n.RunPutAway(kept=kept, epoch=epoch):
                 return "put_away", (PutAwayRun(spec=run.spec, run_uid=uid, kept=kept, epoch=epoch),)
             case n.SessionStarted(plan=plan, epoch=epoch):

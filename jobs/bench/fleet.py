@@ -151,7 +151,14 @@ class Crowd:
             for node in nodes
             if plan is not None
         )
-        return Inventory(fragments=fragments, directories=tuple(member.held), disk=member.node_id)
+        key = plan.session_key if plan is not None else None
+        return Inventory(
+            fragments=fragments,
+            directories=tuple(member.held),
+            session_key=key,
+            plan=plan if key is not None and key > order.known else None,
+            disk=member.node_id,
+        )
 
     def _start_session(self, member: _Member, start: SessionStart) -> None:
         member.relay = start.relay

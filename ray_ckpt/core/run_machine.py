@@ -413,16 +413,17 @@ class RunMachine:
         yield from self._saves.count_inventory(event.inventories)
 
     def _on_nodes_joined(self, event: m.NodesJoined) -> Iterator[m.Effect]:
-        plans = {node: found.plan for node, found in event.inventories.items() if found.plan is not None}
-        renewed = frozenset(event.inventories) - frozenset(plans)
+        inventories = event.inventories.items()
+        keys = {node: found.session_key for node, found in inventories if found.session_key is not None}
+        renewed = frozenset(event.inventories) - frozenset(keys)
         died = renewed & self._context.holders.live  # the other nodes have only just joined
         self._context.measure(telemetry.FAILURES, len(died), cause="agent")
         self._context.holders.learn(event.inventories, self.history.run_uid)
         self._maintenance.nodes_changed(frozenset())
-        for node, plan in plans.items():
-            if self.plan is not None and plan.session_key < self.plan.session_key:
+        for node, session_key in keys.items():
+            if self.plan is not None and session_key < self.plan.session_key:
                 error = RunSuperseded("A newer training group has opened this run.")
-                yield m.Supersede(nodes=(node,), session_key=plan.session_key, error=error)
+                yield m.Supersede(nodes=(node,), session_key=session_key, error=error)
         yield from self._saves.count_inventory(event.inventories)
         yield from self._saves.agents_lost(renewed)
         yield from delete_retired(event.inventories, self.history.checkpoints, self._context.holders)

@@ -84,13 +84,15 @@ class DiskSpace:
 class Inventory:
     """The inventory of one node: its complete fragments, and all its checkpoint folders of a run.
 
-    Folders that are being deleted are left out. `plan` is the plan of the group at work on the node, if any.
+    Folders that are being deleted are left out. `session_key` is that of the group at work on the node, if
+    any. `plan` is its plan, if the coordinator that asks does not know that session: plans are large.
     `disk` identifies the staging folder: a machine that returns has a new node id, but its copies must count
     only once.
     """
 
     fragments: tuple[StoredFragment, ...]
     directories: tuple[str, ...]
+    session_key: SessionKey | None = None
     plan: SessionPlan | None = None
     disk: str = ""
     parities: tuple[StoredParity, ...] = ()

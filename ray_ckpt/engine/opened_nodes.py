@@ -181,14 +181,14 @@ class OpenedNodes:
         self.skipped |= nodes & self.opened
         self.opened -= nodes
 
-    def has_session(self, node: str, plan: SessionPlan | None) -> None:
+    def has_session(self, node: str, session_key: SessionKey | None) -> None:
         """Record the session that the agent of a node has."""
         for key, nodes in list(self._in_session.items()):
             nodes.discard(node)
             if not nodes:
                 del self._in_session[key]
-        if plan is not None:
-            self._in_session.setdefault(plan.session_key, set()).add(node)
+        if session_key is not None:
+            self._in_session.setdefault(session_key, set()).add(node)
 
     def renew(self) -> None:
         """Send the session at work to new agents of its nodes.
@@ -215,7 +215,7 @@ class OpenedNodes:
             self._renewing.discard(call.node)
             is_refused = answer.failure is not None and isinstance(answer.failure.error, CheckpointError)
             if answer.failure is None or is_refused:
-                self.has_session(call.node, call.order.plan)
+                self.has_session(call.node, call.order.plan.session_key)
         if not isinstance(call, Call) or not isinstance(call.order, OpenOnNode):
             return
         inventory = answer.value if isinstance(answer.value, Inventory) else None
@@ -231,7 +231,7 @@ class OpenedNodes:
             opening.inventories[call.node] = inventory
             self._late.discard(call.node)
             if call.node not in opening.renewed:  # otherwise the inventory is that of the previous agent
-                self.has_session(call.node, inventory.plan)
+                self.has_session(call.node, inventory.session_key)
         elif error is not None and self._may_leave_out(call.node, error, opening.event):
             log.warning("node %s is left out for now: %s", call.node[:12], error)
         else:
@@ -333,7 +333,8 @@ class OpenedNodes:
                 return False
 
     def _open(self, node: str, number: int) -> None:
-        order = OpenOnNode(epoch=self._host.machine.history.epoch, number=number)
+        epoch = self._host.machine.history.epoch
+        order = OpenOnNode(epoch=epoch, number=number, known=self._host.known_session_key)
         self._host.ports.call(Call(node=node, order=order, bound_s=OPEN_S))
 
     def _join(self, node: str) -> None:
@@ -344,21 +345,26 @@ class OpenedNodes:
     def _joined(self, node: str, inventory: Inventory | None, failure: Failure | None) -> None:
         """Add a node that joined, or got a new agent, in the middle of a session."""
         self._joining.discard(node)
-        if not self.is_ready and (inventory is None or inventory.plan is None):
+        if not self.is_ready and (inventory is None or inventory.session_key is None):
             return  # the run is opened on all nodes together, for a group
         if inventory is not None:
+            is_new = node not in self.opened | self.skipped
             self.skipped.discard(node)
             self._failed.pop(node, None)
             self._late.discard(node)
             self.opened |= {node}
-            self.has_session(node, inventory.plan)
+            self.has_session(node, inventory.session_key)
             for opening in self._rounds.values():
                 opening.renewed.add(node)
-            if inventory.plan is not None and self._host.is_without_group:
-                self._host.handle(GroupFound(plan=inventory.plan))
+            if inventory.session_key is not None and self._host.is_without_group:
+                if inventory.plan is not None:
+                    self._host.handle(GroupFound(plan=inventory.plan))
+                else:  # a group was known when the inventory was requested
+                    self._join(node)
             else:
                 self._host.apply(m.NodesJoined(inventories={node: inventory}))
-            self._update_peers(node)
+            if not is_new:  # orders and plans bring the addresses of new nodes
+                self._update_peers(node)
             self.renew()
         elif failure is not None and failure.error is not None and failure.epoch is None:
             name = self._host.machine.history.run_name

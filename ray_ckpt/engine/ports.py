@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 from ray_ckpt.config import Resume
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
-from ray_ckpt.core.values import GroupNode, SessionPlan, Token
+from ray_ckpt.core.values import GroupNode, SessionKey, SessionPlan, Token
 from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.telemetry import Sample
 from ray_ckpt.types import UNKNOWN_LAUNCH, GroupPart, LaunchTimes
@@ -32,6 +32,7 @@ class OpenOnNode:
 
     epoch: int
     number: int  # of the round in which all nodes are opened; 0: a node that joined
+    known: SessionKey = (0, 0)  # the inventory has the plan of a newer session only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

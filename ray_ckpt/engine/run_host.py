@@ -38,6 +38,7 @@ from ray_ckpt.engine.ports import (
     InventoryDue,
     LauncherSeen,
     LogAwaited,
+    OpenOnNode,
     OwnerChecked,
     PartRequested,
     Ports,
@@ -98,6 +99,13 @@ class RunHost:
         """The newest session that this coordinator knows, logged or not."""
         last = self.machine.history.session
         return max(self._begun, (last.opened_by, last.session) if last is not None else (0, 0))
+
+    @property
+    def known_session_key(self) -> SessionKey:
+        """The session of the group at work or the one that is being looked for; (0, 0) if there is none."""
+        if self._found is not None:
+            return self._found.plan.session_key
+        return (0, 0) if self.is_without_group else self.last_session_key
 
     @property
     def is_without_group(self) -> bool:
@@ -304,6 +312,8 @@ class RunHost:
         to, failure = event.to, event.failure
         if failure is not None and failure.epoch is not None:
             self.apply(m.OrderRefused(epoch=failure.epoch))
+        if failure is not None and failure.is_dead and isinstance(to, Call):
+            self._check_agent(to)
         match to.work if isinstance(to, Call) else to:
             case None:
                 self.nodes.answered(event)
@@ -315,11 +325,13 @@ class RunHost:
                 self._was_put_away(to.node, failure)
             case NodeDeletes() as work:
                 self._deleted(work, event)
-            case m.Drain(node_id=node) if failure is not None and failure.is_dead:
-                self.ports.revive(node)  # perhaps no rank has noticed the death
-                self._end(event)
             case _:
                 self._end(event)
+
+    def _check_agent(self, call: Call) -> None:
+        """Look whether an agent is dead: perhaps no rank runs on its node that has noticed it."""
+        if call.node in self.nodes.opened and not isinstance(call.order, OpenOnNode | n.RunPutAway):
+            self.ports.revive(call.node)
 
     def _deleted(self, work: NodeDeletes, answer: Answered) -> None:
         """End each deletion of an order; evicted folders that are left are orphans for the next group."""
@@ -340,7 +352,7 @@ class RunHost:
             return
         missing.discard(node)
         if failure is None:
-            self.nodes.has_session(node, effect.plan)
+            self.nodes.has_session(node, effect.plan.session_key)
             if missing:
                 return
         del self._starting[effect.tokens]

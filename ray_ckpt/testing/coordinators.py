@@ -10,7 +10,7 @@ from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.ownership import RunMark, check_log
 from ray_ckpt.core.run_machine import RunMachine
-from ray_ckpt.core.values import Inventory, ScrubResult, SessionPlan, Token
+from ray_ckpt.core.values import Inventory, ScrubResult, SessionKey, SessionPlan, Token
 from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.groups import group_nodes
 from ray_ckpt.engine.node_ports import OrderReceived
@@ -359,7 +359,7 @@ class Coordinators(StorageWork):
         elif error is not None or done.fate == "unanswered":
             answer = Answered(to=call, failure=NO_ANSWER)
         elif isinstance(order, OpenOnNode):
-            answer = Answered(to=call, value=self._inventory(node.name))
+            answer = Answered(to=call, value=self._inventory(node.name, order.known))
         if error is None and not isinstance(order, OpenOnNode | n.RunPutAway):
             assert not isinstance(order, m.Code | m.Drain | m.Scrub | UpdatePeer)
             text = f"{node.name} has obeyed epoch {order.epoch}, and has {node.disk.epoch} on its disk"
@@ -396,17 +396,18 @@ class Coordinators(StorageWork):
             left = {(name, directory) for name, directory in left if directory in awaited}
             process.left = (process.left | left) - process.deleted
 
-    def _inventory(self, name: str) -> Inventory:
+    def _inventory(self, name: str, known: SessionKey) -> Inventory:
         node = self.nodes[name]
         assert node.agent is not None
         machine = node.agent.machine
         leaving = frozenset(held[0] for held in node.disk.fragments if machine.is_deleted(held[0]))
         self.oracle.copies.inventory_taken(node.disk, leaving)
-        held = node.disk.inventory(leaving=leaving)
+        held, plan = node.disk.inventory(leaving=leaving), node.agent.host.plan
         return TakenInventory(
             fragments=held.fragments,
             directories=held.directories,
-            plan=node.agent.host.plan,
+            session_key=plan.session_key if plan is not None else None,
+            plan=plan if plan is not None and plan.session_key > known else None,
             disk=held.disk,
             parities=held.parities,
             at=self.clock,

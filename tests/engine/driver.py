@@ -56,7 +56,10 @@ class Ports:
         failure = story.failures.get(call.node)
         value: object = None
         if isinstance(call.order, OpenOnNode) and failure is None:
-            value = replace(EMPTY, plan=story.plans.get(call.node))
+            plan = story.plans.get(call.node)
+            key = plan.session_key if plan is not None else None
+            is_new = key is not None and key > call.order.known
+            value = replace(EMPTY, session_key=key, plan=plan if is_new else None)
         if isinstance(call.order, DeleteOrdered) and failure is None:
             value = dict.fromkeys(story.stuck.intersection(call.order.directories), "the disk failed")
         story.host.handle(Answered(to=call, value=value, failure=failure))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.values import SessionPlan
+from ray_ckpt.core.values import Inventory, SessionPlan
 from ray_ckpt.engine.opened_nodes import MAX_FINDS, SLOW_NODE_S
 from ray_ckpt.engine.ports import (
     AgentDied,
@@ -35,6 +35,12 @@ def planned(story: Story) -> SessionPlan:
     return plan
 
 
+def inventories(story: Story, plan: SessionPlan) -> dict[str, Inventory]:
+    """Return those of nodes on which the group with this plan is at work, for a coordinator that knows it."""
+    disks = story.harness.disks
+    return {node: replace(disks[node].inventory(), session_key=plan.session_key) for node in "ab"}
+
+
 def test_the_calls_of_a_group_wait_until_the_group_is_found() -> None:
     story = trained()
     key = planned(story).session_key
@@ -56,7 +62,9 @@ def test_a_finish_waits_for_the_save_that_only_the_nodes_know() -> None:
     plan, attempt = planned(story), story.harness.attempt(6)
     for node in "ab":  # their reports do not arrive
         story.harness.stored(attempt, node)
-    held = {node: replace(story.harness.disks[node].inventory(), plan=plan) for node in "ab"}
+    held = {
+        node: replace(story.harness.disks[node].inventory(), session_key=plan.session_key) for node in "ab"
+    }
     story.silent = {"a", "b"}
     story.recover(plan)
     story.host.handle(m.FinishRequested(token="finish", ends_group=True))
@@ -76,7 +84,9 @@ def test_a_rank_that_waits_for_the_storage_path_waits_until_it_is_known_who_has_
     story = trained()
     story.commit(3)
     plan, attempt = planned(story), story.harness.attempt(3).attempt
-    held = {node: replace(story.harness.disks[node].inventory(), plan=plan) for node in "ab"}
+    held = {
+        node: replace(story.harness.disks[node].inventory(), session_key=plan.session_key) for node in "ab"
+    }
     story.silent = {"a", "b"}
     story.recover(plan)
     story.host.handle(m.DrainRequested(token="durable", attempt=attempt, within_s=60.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from ray_ckpt.engine.idle_agents import IdleAgents
 from ray_ckpt.engine.opened_nodes import FAILED_AGAIN_S, SLOW_NODE_S
 from ray_ckpt.engine.ports import (
     AgentDied,
+    Answered,
     ExitRefused,
     Failure,
     GroupFound,
@@ -25,7 +27,7 @@ from ray_ckpt.engine.ports import (
 from ray_ckpt.engine.run_host import INVENTORY_AGAIN_S, TAKE_OVER_AGAIN_S
 from ray_ckpt.errors import ConfigError, StoragePathError, Unavailable
 from ray_ckpt.types import AttemptId, ParityGroup
-from tests.engine.driver import NO_ANSWER, Story, trained
+from tests.engine.driver import EMPTY, NO_ANSWER, Story, trained
 
 IDLE_S = RunOptions().agent_idle_s
 
@@ -103,8 +105,7 @@ def test_a_restart_waits_only_a_while_for_nodes_that_are_not_of_the_group() -> N
     story.tick(SLOW_NODE_S)
     assert "again" not in story.ports.replies, "b is of the group"
     story.silent = set()
-    number = max(call.order.number for call in story.calls(OpenOnNode) if isinstance(call.order, OpenOnNode))
-    late = [call for call in story.calls(OpenOnNode) if call.order == OpenOnNode(epoch=1, number=number)]
+    late = story.calls(OpenOnNode)[-4:]
     story.answer(next(call for call in late if call.node == "b"))
     assert "again" not in story.ports.replies
     story.tick()
@@ -341,6 +342,54 @@ def test_an_order_to_a_node_without_an_agent_fails_at_once() -> None:
     delete = m.Delete(attempt="x", directory="x", place="gone")
     story.harness_effect(delete)  # its folder is an orphan for the next group
     assert not story.sent(n.DeleteOrdered)
+
+
+def test_the_death_of_an_agent_on_a_node_without_ranks_is_noticed() -> None:
+    """Such as a node that holds copies only: no rank there reports it."""
+    story = trained("abc")
+    story.failures = {"c": Failure(text="dead", is_dead=True)}
+    story.ports.calls.clear()
+    story.harness_effect(m.Delete(attempt="x", directory="x", place="c"))
+    assert story.ports.revived == ["c"]
+    story.host.handle(AgentDied(node="c"))
+    assert [node for node, _ in story.sent(OpenOnNode)] == ["c"]
+    assert story.ports.revived == ["c"], "the order to open the run starts an agent by itself"
+
+
+def test_a_group_that_starts_again_gets_no_plans_that_the_coordinator_knows() -> None:
+    """A plan grows with the group, so those of all nodes would grow with its square."""
+    story = trained()
+    plan = story.host.machine.plan
+    assert plan is not None
+    story.plans = dict.fromkeys("ab", plan)
+    story.ports.calls.clear()
+    story.request("again")
+    orders = [call.order for call in story.calls(OpenOnNode)]
+    assert [order.known for order in orders if isinstance(order, OpenOnNode)] == [plan.session_key] * 2
+    assert story.host.machine.plan is not plan
+
+
+def test_a_plan_that_was_known_when_the_inventory_was_requested_is_requested_again() -> None:
+    story = trained()
+    plan = story.host.machine.plan
+    assert plan is not None
+    story.restart()
+    story.silent = {"b"}
+    story.host.handle(AgentDied(node="b"))
+    joins = story.calls(OpenOnNode)[-1]
+    story.silent, story.plans = set(), {"b": plan}
+    story.host.handle(Answered(to=joins, value=replace(EMPTY, session_key=plan.session_key)))
+    assert story.host.machine.plan == plan
+
+
+def test_the_group_is_not_told_of_the_address_of_a_new_node() -> None:
+    story = trained()
+    story.ports.calls.clear()
+    story.nodes |= {"c"}
+    story.tick(1.0)
+    assert "c" in story.host.nodes.opened and not story.sent(UpdatePeer)
+    story.host.handle(AgentDied(node="c"))
+    assert {node for node, _ in story.sent(UpdatePeer)} == {"a", "b"}
 
 
 def test_the_death_of_an_agent_that_drains_is_noticed() -> None:
