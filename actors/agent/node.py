@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -35,6 +35,8 @@ STREAM_THREADS = 64  # one per rank of a node, since a stream occupies its threa
 PEER_THREADS = 4  # concurrent copies to peers
 CODE_THREADS = 2  # concurrent computations for parity groups; each reads from a whole group
 PROBE_THREADS = 2  # concurrent probes of silent peers; few, since a copy has few holders
+
+REPORT_AGAIN_S = (1.0, 3.0, 10.0)  # pauses; a connection breaks for seconds, a new coordinator asks itself
 
 REPORTS = frozenset({"node_stored", "replica_ended", "save_refused", "ranks_progressed", "ranks_restored"})
 WAITING = frozenset({"ranks_met", "node_restored"})  # reports whose answer depends on other nodes
@@ -154,12 +156,21 @@ class Node:
                 self._coordinator = None
         raise Unavailable(f"The coordinator did not answer {method}.", reached=False)
 
-    async def report(self, method: str, *args: Any) -> None:
-        """Call the coordinator; log a failure, which may cost a save but must not end the agent."""
-        try:
-            await self.request(method, *args)
-        except CheckpointError as error:
-            log.warning("the coordinator did not take %s: %s", method, error)
+    async def report(self, method: str, *args: Any, is_wanted: Callable[[], bool] = lambda: False) -> None:
+        """Call the coordinator; log a failure, which may cost a save but must not end the agent.
+
+        If the coordinator is not reached, call again after REPORT_AGAIN_S while the report `is_wanted`.
+        """
+        for pause_s in (*REPORT_AGAIN_S, None):
+            try:
+                await self.request(method, *args)
+                return
+            except CheckpointError as error:
+                is_over = error.fields.get("reached", True) or not is_wanted()
+                if pause_s is None or is_over:
+                    log.warning("the coordinator did not take %s: %s", method, error)
+                    return
+            await asyncio.sleep(pause_s)
 
     def watch_cloud(self) -> None:
         """Begin to poll the cloud's metadata service for notices, unless polling has begun.

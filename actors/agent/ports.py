@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -202,10 +203,10 @@ class RayNodePorts:
         answer: Any = None
         try:
             match event:
-                case m.NodeStored():
-                    await node.report("node_stored", event)
-                case m.ReplicaEnded():
-                    await node.report("replica_ended", event)
+                case m.NodeStored() | m.ReplicaEnded():
+                    method = "node_stored" if isinstance(event, m.NodeStored) else "replica_ended"
+                    is_wanted = partial(self._run.machine.is_saving, event.attempt)
+                    await node.report(method, event, is_wanted=is_wanted)
                 case m.SaveRefused():
                     await node.report("save_refused", event)
                 case m.SurvivorsReported():

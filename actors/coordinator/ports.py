@@ -12,6 +12,7 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Iterator, Set
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ray_ckpt.coordinator")
 
+SEND_AGAIN_S = (2.0, 8.0, 30.0)  # pauses before an order is sent again: a connection breaks for seconds
 STORE_TIMEOUT_S = 30.0  # to create a log record; a longer create has the outcome "unknown"
 
 
@@ -224,6 +226,21 @@ class RayPorts:
         if value and isinstance(call.order, n.DeleteOrdered):
             log.warning("node %s did not delete %s", call.node[:12], value)
         self._run.host.handle(Answered(to=call, value=value, failure=failure))
+        if failure is not None and isinstance(call.order, n.OutcomeNotified | n.RunReleased):
+            self._send_again(call, failure)
+
+    def _send_again(self, call: Call, failure: Failure) -> None:
+        """Send what an agent waits for again after a pause, at most once for each of SEND_AGAIN_S."""
+        number = call.num_tries
+        if number < len(SEND_AGAIN_S) and failure.epoch is None and not failure.is_dead:
+            again = replace(call, num_tries=number + 1)
+            asyncio.get_running_loop().call_later(SEND_AGAIN_S[number], self._call_again, again)
+
+    def _call_again(self, call: Call) -> None:
+        order, run = call.order, self._run
+        assert isinstance(order, n.OutcomeNotified | n.RunReleased)
+        if order.epoch == run.host.machine.epoch and call.node in self.agents():
+            self.call(call)
 
     # -- storage -------------------------------------------------------------------------------------
 

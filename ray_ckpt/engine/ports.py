@@ -53,6 +53,7 @@ class Call:
     order: AgentOrder
     work: m.Effect | NodeDeletes | None = None
     bound_s: float = AGENT_CALL_S  # a call without an answer for this time has failed
+    num_tries: int = 0  # that came before, for an order that is sent again
 
     @property
     def is_awaited(self) -> bool:

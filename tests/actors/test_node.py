@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from ray_ckpt.actors.agent import node as module
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.rank_endpoints import RankEndpoints
-from ray_ckpt.errors import ConfigError
+from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.preemption.cloud import METADATA_ENV
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.transport.credentials import ServiceKeys
@@ -31,6 +32,33 @@ def test_a_wrong_name_of_a_cloud_is_an_error_of_each_run_that_opens(monkeypatch:
         return node._watches_cloud
 
     assert asyncio.run(corrected())
+
+
+class Away(Node):
+    """Resources of an agent that reaches its coordinator only after some calls."""
+
+    def __init__(self, num_failures: int, **fields: Any) -> None:
+        super().__init__("n", ServiceKeys.make(datetime.now(UTC)))
+        self.num_failures, self.fields, self.num_calls = num_failures, fields, 0
+
+    async def request(self, method: str, *args: Any, may_wait_s: float = 0.0) -> Any:
+        self.num_calls += 1
+        if self.num_calls <= self.num_failures:
+            raise Unavailable("It does not answer.", **self.fields)
+
+
+@pytest.mark.parametrize(
+    ("num_failures", "is_wanted", "is_reached", "num_calls"),
+    [(2, True, False, 3), (99, True, False, 4), (99, False, False, 1), (99, True, True, 1)],
+)
+def test_a_report_that_does_not_arrive_is_repeated_while_its_save_is_under_way(
+    num_failures: int, is_wanted: bool, is_reached: bool, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection may break for a moment; an error of the coordinator itself is final."""
+    monkeypatch.setattr(module, "REPORT_AGAIN_S", (0.0, 0.0, 0.0))
+    node = Away(num_failures, reached=is_reached)
+    asyncio.run(node.report("node_stored", None, is_wanted=lambda: is_wanted))
+    assert node.num_calls == num_calls
 
 
 def test_a_signal_to_a_rank_is_reported_for_the_run_of_the_rank() -> None:

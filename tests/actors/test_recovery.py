@@ -17,6 +17,7 @@ import ray
 from ray_ckpt.actors import names
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.relay import OtherAgents
+from ray_ckpt.actors.coordinator import ports as ports_module
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.opening import RunOpener, _has_begun
 from ray_ckpt.actors.coordinator.ports import RayPorts
@@ -32,11 +33,11 @@ from ray_ckpt.actors.messages import (
 )
 from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.node_messages import DeleteOrdered
+from ray_ckpt.core.node_messages import DeleteOrdered, RunReleased
 from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.core.values import SessionPlan
 from ray_ckpt.engine.deletes import NodeDeletes
-from ray_ckpt.engine.ports import AgentDied, Answered, Call, GroupFound, OpenOnNode
+from ray_ckpt.engine.ports import AgentDied, Answered, Call, Failure, GroupFound, OpenOnNode
 from ray_ckpt.errors import StagingError, StoragePathError, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.trainer import waiting
@@ -105,6 +106,42 @@ def test_a_node_that_does_not_answer_in_time_is_left_out_of_an_opening(
     (answer,) = asyncio.run(wait())
     assert isinstance(answer, Answered) and answer.failure is not None
     assert answer.failure.error is None and "0.01 s" in answer.failure.text
+
+
+@pytest.mark.parametrize(
+    ("failure", "num_calls"),
+    [
+        (Failure(text="the connection broke"), len(ports_module.SEND_AGAIN_S)),
+        (Failure(text="dead", is_dead=True), 0),
+        (Failure(text="stale", epoch=9), 0),
+    ],
+)
+def test_the_end_of_a_run_is_sent_again_if_it_does_not_arrive(
+    failure: Failure, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that misses it keeps the memory of the run's saves."""
+    monkeypatch.setattr(ports_module, "SEND_AGAIN_S", (0.0,) * len(ports_module.SEND_AGAIN_S))
+    sent: list[Call] = []
+
+    async def fail() -> None:
+        engine = make_engine()
+        run = training(engine)
+        record_events(engine, monkeypatch)
+        ports = RayPorts(engine, run)
+        monkeypatch.setattr(ports, "call", sent.append)
+        monkeypatch.setattr(ports, "agents", lambda: {"a"})
+        epoch = run.host.machine.epoch
+        order = RunReleased(session_key=(1, 1), is_finished=False, epoch=epoch)
+        ports._end(Call(node="a", order=order), None, failure)
+        num_failed = 0
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+            if sent[num_failed:]:
+                num_failed = len(sent)
+                ports._end(sent[-1], None, failure)
+
+    asyncio.run(fail())
+    assert [call.num_tries for call in sent] == list(range(1, num_calls + 1))
 
 
 def test_equal_deletions_on_many_nodes_are_one_order_of_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
