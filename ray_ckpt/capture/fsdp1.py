@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -194,7 +195,13 @@ class Fsdp1ModuleItem(ModuleItem):
 
     def _piece_of(self, name: str, flat: FlatName) -> BoxedTensor:
         local = flat.unit.local
-        return self._memo.get((name,), local, lambda: flat.unit.pieces(flat.index, local, is_shard=True))
+
+        def pieces() -> BoxedTensor:
+            # `local` was made through `.data`, which gives it a version counter of its own.
+            counted = flat.unit.optimized(flat.index).detach()
+            return replace(flat.unit.pieces(flat.index, local, is_shard=True), counted=counted)
+
+        return self._memo.get((name,), local, pieces)
 
     def _whole_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters that are not flattened: ignored by FSDP1, or outside of it."""

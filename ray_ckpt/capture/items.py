@@ -91,7 +91,8 @@ class BoxedTensor:
 
     A part is the offset of a box, and the box's live memory in the box's shape: views of `base`, a tensor
     that the owner keeps. Without parts other ranks hold the whole tensor. `ranks` hold the same boxes, and
-    one of them saves; without ranks, others save. If the memory moves, a new BoxedTensor is made.
+    one of them saves; without ranks, others save. If the memory moves, a new BoxedTensor is made. `counted`
+    has the version counter that counts changes of the boxes, if the counters of the parts do not.
     """
 
     shape: tuple[int, ...]
@@ -99,6 +100,7 @@ class BoxedTensor:
     base: torch.Tensor | None = None
     parts: tuple[tuple[tuple[int, ...], torch.Tensor], ...] = ()
     ranks: tuple[int, ...] = ()
+    counted: torch.Tensor | None = None
 
 
 Leaf: TypeAlias = torch.Tensor | BoxedTensor

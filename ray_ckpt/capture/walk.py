@@ -60,8 +60,8 @@ class LiveSlice:
     path: tuple[str, ...]
     ranks: tuple[int, ...]
     leaf: torch.Tensor
-    """The leaf in the item: `tensor` itself, or the DTensor around `tensor`. The leaf's version counts
-    changes."""
+    """The leaf in the item: `tensor` itself, the DTensor around `tensor`, or `counted` of a BoxedTensor. The
+    leaf's version counts changes."""
     changes_in_step: bool = False
     """True if only an optimizer's step is expected to change it."""
 
@@ -75,7 +75,7 @@ class LiveSlice:
 
     @property
     def versions(self) -> tuple[int, int]:
-        """The counts of changes in place, of a DTensor and of its local part, without those through `.data`.
+        """The counts of changes in place, of the leaf and of `tensor`, without those through `.data`.
 
         Raises RuntimeError for an inference tensor.
         """
@@ -456,7 +456,7 @@ def slices_of(
     if isinstance(leaf, BoxedTensor):
         ranks = tuple(first + rank for rank in leaf.ranks)
         for offset, tensor in leaf.parts:
-            yield live(tensor, offset, tensor)
+            yield live(tensor, offset, tensor if leaf.counted is None else leaf.counted)
     elif is_dtensor(leaf):
         ranks = tuple(first + rank for rank in holders(leaf))
         local = local_tensor(leaf)

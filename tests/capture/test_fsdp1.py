@@ -153,6 +153,52 @@ def test_state_that_has_moved_is_seen(kind: str) -> None:
     on_ranks(2, look)
 
 
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", ["orig", "flat"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"])
+def test_changes_of_parameters_are_counted(strategy: str, kind: str) -> None:
+    """FSDP1 makes its shards through `.data`, so they have version counters that nothing changes."""
+
+    def look(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2)) if strategy == "HYBRID_SHARD" else None
+        model = FSDP(
+            Net(),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            use_orig_params=kind == "orig",
+            sharding_strategy=ShardingStrategy[strategy],
+            device_mesh=mesh,
+            device_id=CPU,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, 1)
+        items = items_of(model=model)
+        walked = walk(items, rank=rank, world_size=4)
+        slices = [live for live in walked.slices if live.slice.key.endswith((".weight", ".bias"))]
+        assert slices
+        before = [live.versions for live in slices]
+
+        def changed() -> set[bool]:
+            nonlocal before
+            earlier, before = before, [live.versions for live in slices]
+            assert walk(items, rank=rank, world_size=4, before=walked).slices is walked.slices
+            return {now != then for now, then in zip(before, earlier, strict=True)}
+
+        model(torch.ones(3, 4)).sum().backward()
+        assert changed() == {False}
+        optimizer.step()
+        assert changed() == {True}
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(2.0)
+        assert changed() == {True}
+        with FSDP.summon_full_params(model), torch.no_grad():
+            for param in model.parameters():
+                param.mul_(2.0)
+        assert changed() == {True}
+
+    on_ranks(4, look)
+
+
 def test_names_are_those_without_wrappers_and_no_flat_ones() -> None:
     def look(rank: int) -> tuple[set[str], set[str]]:
         model = build("flat")
