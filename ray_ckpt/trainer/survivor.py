@@ -49,6 +49,7 @@ WHOLE_S = 1.0  # wait for an optimizer step that is running to come to the end o
 UNSAVED_S = 10.0  # wait for a save that training is making, which uses the same memory
 DECIDED_S = 10.0  # wait for the decision, which is made GATHER_S = 2 s after the first report
 FREE_S = 10.0  # wait for the save before, whose memory the salvage needs
+MAX_PAUSE_STEPS = 1024  # from one attempt to the next to keep a state that is too large: each encodes it
 SAVED_S = 30.0  # wait for the commit; then the process ends, and nodes may still commit
 LEAVE_S = WHOLE_S + UNSAVED_S + DECIDED_S + FREE_S + SAVED_S  # for which training is held up, at most
 
@@ -136,6 +137,8 @@ class Survivor:
         self._ends_s = 0.0  # when training waits no longer for the thread (monotonic)
         self._is_closed = False
         self._has_warned = False
+        self._pause_steps = 1  # after the last state that was too large; 1 if the last one was not
+        self._skips = 0  # steps that are left of the pause
         self._is_off = False  # an error has shown that states cannot be kept
         self._pid = os.getpid()
         hook = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
@@ -265,23 +268,18 @@ class Survivor:
                 raise UnsupportedItem(f"The steps of {type(optimizer).__name__} run no hooks.")
 
     def _keep(self, step: int, count: str) -> None:
+        if self._skips:
+            self._skips -= 1
+            return
         walked = self._items.walk()
         own = [live for live in walked.slices if live.ranks == (self._link.identity.rank,)]
         common = tuple(live for live in walked.slices if len(live.ranks) > 1)
-        data = self._items.encode_state(step, walked)
-        size = len(data) + sum(live.nbytes for live in own)
-        if size > MAX_STEP_STATE_BYTES:
-            if not self._has_warned:
-                self._has_warned = True
-                log.warning(
-                    "step %d cannot be salvaged: rank %d alone holds %s bytes of it, more than %s; "
-                    "a restart continues from the last save",
-                    step,
-                    self._link.identity.rank,
-                    f"{size:,}",
-                    f"{MAX_STEP_STATE_BYTES:,}",
-                )
+        size = sum(live.nbytes for live in own)
+        data = self._items.encode_state(step, walked) if size <= MAX_STEP_STATE_BYTES else b""
+        if (size := size + len(data)) > MAX_STEP_STATE_BYTES:
+            self._pause(step, size)
             return
+        self._pause_steps = 1
         copies = tuple(_copy(live) for live in own)
         layout = build_layout(live.slice for live in copies)
         by_key = {live.slice_key: live for live in copies}
@@ -309,6 +307,21 @@ class Survivor:
             self._kept, self._stream = kept, _stream()
             self._state.notify_all()
         self._link.keep(self._session_key, state)
+
+    def _pause(self, step: int, size: int) -> None:
+        """Keep no state of the next steps, as the state of this one is too large."""
+        self._pause_steps = min(2 * self._pause_steps, MAX_PAUSE_STEPS)
+        self._skips = self._pause_steps - 1
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "step %d cannot be salvaged: rank %d alone holds %s bytes of it, more than %s; "
+                "a restart continues from the last save",
+                step,
+                self._link.identity.rank,
+                f"{size:,}",
+                f"{MAX_STEP_STATE_BYTES:,}",
+            )
 
     def _class_of(self, common: tuple[LiveSlice, ...]) -> str:
         """Return a digest of names, boxes and holders of the tensors held in common with others."""

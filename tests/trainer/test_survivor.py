@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from ray_ckpt.capture.walk import Walked
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.step_states import SALVAGE_TRY
 from ray_ckpt.core.values import Salvage
@@ -515,6 +516,34 @@ def test_too_much_state_of_one_rank_is_not_sent(
         assert not training.link.kept and not training.link.offers
     (warning,) = (r.getMessage() for r in caplog.records if "cannot be salvaged" in r.getMessage())
     assert "rank 0 alone holds" in warning
+
+
+@pytest.mark.parametrize(("limit_bytes", "encoded_after"), [(1000, [11, 12]), (6000, [1, 3, 7, 11, 12])])
+def test_too_much_state_is_looked_at_again_after_longer_and_longer_pauses(
+    limit_bytes: int, encoded_after: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No state file is made if the tensors alone are too much, such as the 5 KB of the random state."""
+    monkeypatch.setattr(survivor, "MAX_STEP_STATE_BYTES", limit_bytes)
+    monkeypatch.setattr(survivor, "MAX_PAUSE_STEPS", 4)
+    with loop() as training:
+        training.ckpt.restore()
+        items = vars(training.ckpt)["_items"]
+        encode, encoded = items.encode_state, []
+
+        def encode_state(step: int, walked: Walked) -> bytes:
+            encoded.append(step)
+            data: bytes = encode(step, walked)
+            return data
+
+        monkeypatch.setattr(items, "encode_state", encode_state)
+        for step in range(1, 13):
+            if step == 8:
+                monkeypatch.setattr(survivor, "MAX_STEP_STATE_BYTES", 1 << 20)
+            training.forward()
+            training.optimizer.step()
+            training.ckpt.step(step)
+        assert encoded == encoded_after
+        assert [state.step for state in training.link.kept] == [11, 12]
 
 
 def test_without_the_option_nothing_is_kept() -> None:
