@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -21,18 +22,31 @@ from ray_ckpt.train import warm
 
 # torch then asks for GPUs without fixing which ones the process sees, which Ray decides later
 CHECK_ENV = "PYTORCH_NVML_BASED_CUDA_CHECK"
-LONGEST_S = 20.0  # of imports; Ray ends a process that has not registered after 60 s, and starts another
+# Ray ends a process that has not registered after 60 s, and starts another. So:
+LONGEST_S = 20.0  # of imports; no other one begins after it
+GIVEN_UP_S = 40.0  # of imports; one that has not ended then is given up, and all others with it
 
 
 def main() -> None:
     script, *arguments = sys.argv[1:]
+    env = dict(os.environ)
+
+    def start_anew(reason: str) -> None:
+        _log(f"{reason}; this worker starts without it")
+        os.execve(sys.executable, [sys.executable, script, *arguments], env)
+
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(script).parent)  # as `python SCRIPT` sets it
+    before = signal.signal(
+        signal.SIGALRM, lambda *_: start_anew(f"a module is still imported after {GIVEN_UP_S:.0f} s")
+    )
+    signal.setitimer(signal.ITIMER_REAL, GIVEN_UP_S)
     _import_all(os.environ.get(warm.MODULES_ENV, ""))
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        _log("a module has initialized CUDA when it was imported; this worker starts without it")
-        os.execv(sys.executable, [sys.executable, script, *arguments])
+        start_anew("a module has initialized CUDA when it was imported")
     gc.collect()
     gc.freeze()  # what was imported stays: collections, and searches of all live objects, leave it out
     sys.argv = [script, *arguments]

@@ -82,7 +82,9 @@ def test_a_process_imports_what_it_can_and_then_runs_the_script(tmp_path: Path) 
         "print(__name__, sys.argv[1:], sys.path[:2], sorted({'good', 'bad', 'ends'} & sys.modules.keys()))\n"
         "print(sys.modules['good'].check, 'PYTORCH_NVML_BASED_CUDA_CHECK' in os.environ)\n"
         "import gc\n"
-        "print(any(found is sys.modules['good'].__dict__ for found in gc.get_objects()))\n",
+        "print(any(found is sys.modules['good'].__dict__ for found in gc.get_objects()))\n"
+        "import signal\n"
+        "print(signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM).name)\n",
         good="import os, sys\n"
         "check = os.environ['PYTORCH_NVML_BASED_CUDA_CHECK']\n"
         "sys.path.insert(0, 'of the module')\n",
@@ -94,6 +96,7 @@ def test_a_process_imports_what_it_can_and_then_runs_the_script(tmp_path: Path) 
         f"__main__ ['--one', 'two words'] {path} ['good']",
         "1 False",
         "False",  # collections leave out what was imported
+        "(0.0, 0.0) SIG_DFL",
     ]
     assert "no GPU" in done.stderr and "no_such was not imported" in done.stderr
 
@@ -116,6 +119,31 @@ def test_imports_that_take_too_long_are_left_to_the_program(
     monkeypatch.setattr(warm_start, "LONGEST_S", -1.0)
     warm_start._import_all("colorsys")
     assert "colorsys is not imported ahead of time" in capsys.readouterr().err
+
+
+def test_a_process_in_which_a_module_does_not_end_starts_anew(tmp_path: Path) -> None:
+    """Ray would end it before it has registered, and start another one like it, without an end."""
+    done = run_start(
+        tmp_path,
+        "endless,good",
+        "import os, signal, sys\n"
+        "print(sorted({'endless', 'good'} & sys.modules.keys()), sys.argv[1:])\n"
+        "print('PYTORCH_NVML_BASED_CUDA_CHECK' in os.environ, 'OF_MODULE' in os.environ)\n"
+        "print(signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM).name)\n",
+        endless="import os, signal, time\n"
+        "os.environ['OF_MODULE'] = '1'\n"
+        "left_s, _ = signal.getitimer(signal.ITIMER_REAL)\n"
+        f"assert 0 < left_s <= {warm_start.GIVEN_UP_S}\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.1)\n"  # the rest of the time passes
+        "while True:\n"
+        "    try:\n"
+        "        time.sleep(60)\n"
+        "    except BaseException:\n"
+        "        pass\n",
+        good="",
+    )
+    assert done.stdout.splitlines() == ["[] ['--one', 'two words']", "False False", "(0.0, 0.0) SIG_DFL"]
+    assert "a module is still imported after 40 s" in done.stderr
 
 
 @pytest.mark.slow  # 4 s, a process that imports torch
