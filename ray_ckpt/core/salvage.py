@@ -22,6 +22,7 @@ from ray_ckpt.errors import CheckpointError
 GATHER_S = 2.0  # wait for the offers of survivors, whose collective operations fail at almost the same time
 DECIDED_BEFORE = "it was decided before the coordinator was restarted"
 ENDS_S = 20.0  # longest wait of a launcher for a salvage; then the group ends in any case
+MAX_ENDS_S = 90.0  # the same for a large state that nodes are writing; `client.CALL_S` is longer than that
 
 
 class Salvages:
@@ -70,8 +71,22 @@ class Salvages:
             return
         if self._decided is None and now_s - self._since_s >= GATHER_S:
             yield from self._decide(plan)
-        if now_s - self._since_s >= ENDS_S or self._is_over():
+        if self._waiting and (self._is_over() or now_s - self._since_s >= self._longest_wait_s()):
             yield from self._answer()
+
+    def _longest_wait_s(self) -> float:
+        """Return how long a launcher waits at most: ENDS_S, or longer while nodes write a large state.
+
+        It is twice the time that the writing of the newest checkpoint would take on the nodes of the savers.
+        """
+        decided = self._decided
+        attempt = self._attempts.get(decided.attempt.attempt) if decided and decided.attempt else None
+        if decided is None or attempt is None or attempt.is_local:  # the next group commits what is stored
+            return ENDS_S
+        lineage = reversed(self._context.history.lineage())
+        work_s = next((c.local_s * c.num_nodes for c in lineage if c.local_s is not None), 0.0)
+        num_nodes = sum(not set(decided.savers).isdisjoint(node.ranks) for node in decided.nodes)
+        return min(MAX_ENDS_S, max(ENDS_S, 2 * work_s / num_nodes))
 
     def _is_over(self) -> bool:
         decided = self._decided

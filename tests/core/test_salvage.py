@@ -11,11 +11,11 @@ import pytest
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.node_machine import NodeMachine
-from ray_ckpt.core.salvage import ENDS_S, GATHER_S, choose
+from ray_ckpt.core.salvage import ENDS_S, GATHER_S, MAX_ENDS_S, choose
 from ray_ckpt.core.step_states import KEPT_STEPS, keep, salvage_of
 from ray_ckpt.core.values import RankProgress, Salvage, SessionNode, SessionPlan, StoredFragment
 from ray_ckpt.format.digest import digest
-from ray_ckpt.types import AttemptId, FileEntry
+from ray_ckpt.types import AttemptId, FileEntry, SaveFacts
 from tests.core.driver import Harness, of, one
 
 KEY = (1, 1)
@@ -275,6 +275,46 @@ def test_a_launcher_waits_until_a_salvage_has_ended() -> None:
     assert reply.token == "launcher"
     off = training(salvage=False)
     assert of(off.feed(m.SalvageRequested(token="launcher")), m.Reply)
+
+
+@pytest.mark.parametrize(
+    ("local_s", "attempt_timeout_s", "longest_s"),
+    [
+        (None, 60.0, ENDS_S),
+        (1.0, 60.0, ENDS_S),
+        (10.0, 60.0, 2 * 10.0 * 2),
+        (100.0, 60.0, GATHER_S + 60.0),  # the attempt is dropped
+        (100.0, 1000.0, MAX_ENDS_S),
+    ],
+)
+def test_a_launcher_waits_longer_while_a_large_state_is_written(
+    local_s: float | None, attempt_timeout_s: float, longest_s: float
+) -> None:
+    """One node writes what two nodes wrote before."""
+    run = training(replicas=0, attempt_timeout_s=attempt_timeout_s)
+    facts = SaveFacts(local_s=local_s)
+    run.feed(*(replace(run.stored(run.attempt(4), node), facts=facts) for node in "ab"))
+    run.feed(m.SalvageRequested(token="launcher"))
+    salvaged(run)
+    waited_s = GATHER_S + 0.1
+    while not of(run.tick(0.5), m.Reply):
+        waited_s += 0.5
+    assert longest_s - 1.0 < waited_s < longest_s + 1.0
+
+
+def test_a_launcher_waits_no_longer_for_a_large_state_that_is_written() -> None:
+    """The next group commits it, and its copies are made then."""
+    run = training(goal_timeout_s=1000.0)
+    facts = SaveFacts(local_s=100.0)
+    run.feed(*(replace(run.stored(run.attempt(4), node), facts=facts, replicated=()) for node in "ab"))
+    run.feed(*(run.copied(run.attempt(4), node, holder) for node, holder in ("ab", "ba")))
+    run.feed(m.SalvageRequested(token="launcher"))
+    run.feed(of_run(run, "a", {0: 5}, {0: [5], 1: [5]}), of_run(run, "b", {}, {}))
+    order = one(run.tick(GATHER_S + 0.1), m.OrderSalvage)
+    assert order.salvage.attempt is not None
+    assert not of(run.tick(ENDS_S), m.Reply)
+    run.feed(replace(stored_alone(order.salvage.attempt), replicated=()))
+    assert of(run.tick(0.5), m.Reply)
 
 
 def salvaged(run: Harness) -> m.NodeStored:
