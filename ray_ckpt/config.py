@@ -210,7 +210,7 @@ class RunOptions:
     replicate: str = "shared"
     """Ranks that save what several ranks hold, such as the parameters with DDP. shared: one rank saves each
     tensor; full: every rank saves all that it holds, and restores its own bytes at the same world size. Costs
-    memory, disk and bandwidth for all copies."""
+    memory, disk and bandwidth for all copies, by each save also for frozen parameters."""
     replica_watch: bool = True
     """Compare 1/53 of what several ranks hold at each save, all of it in 53 saves at a regular distance, to
     find replicas that have drifted apart. A difference is logged and recorded with the checkpoint; training

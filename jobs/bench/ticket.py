@@ -24,7 +24,7 @@ from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.core.values import ResumePoint, SessionNode, SessionPlan
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import decode_columns
-from ray_ckpt.format.names import fragment_file, shard_file
+from ray_ckpt.format.names import fragment_file, shard_files
 from ray_ckpt.plan.restore import plan_restore
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.storage.local.disks import Disks
@@ -120,8 +120,8 @@ def plan_of_rank(ticket: RestoreTicket, fleet: Fleet, rank: int, world_size: int
     rows = ticket.manifest.open()
     targets = fleet.targets(rank, world_size)
     first = rows.first_of(target.key for target in targets)
-    own_file = shard_file(rank, world_size)
-    plan = plan_restore(targets, rows.meeting(targets, (own_file,)), prefer_file=own_file)
+    own_files = shard_files(rank, world_size)
+    plan = plan_restore(targets, rows.meeting(targets, own_files), own_files=own_files)
     used_s = time.process_time() - started_s
     assert not plan.problems and len(first) == len(targets) and plan.reads
     return RankCost(cpu_s=used_s, memory_bytes=max(0, _anonymous_bytes() - before))

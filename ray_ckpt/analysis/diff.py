@@ -14,7 +14,7 @@ integers exactly.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from itertools import islice, product
@@ -30,7 +30,7 @@ from ray_ckpt.catalog.catalog import CheckpointView
 from ray_ckpt.catalog.lazy_tensor import matching_tensors
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, FormatError
 from ray_ckpt.format.digest import Digester, digest
-from ray_ckpt.format.names import shard_file, state_file
+from ray_ckpt.format.names import shard_files, state_file
 from ray_ckpt.format.shard import ITEMSIZE
 from ray_ckpt.format.tree import decode_state
 from ray_ckpt.plan.regions import Box
@@ -247,7 +247,7 @@ class _Side:
 
     def tensor(self, name: str) -> _Tensor | None:
         rows = self.rows.get(name)
-        return None if rows is None else _Tensor(self, rows, shard_file(0, self._world_size))
+        return None if rows is None else _Tensor(self, rows, shard_files(0, self._world_size))
 
     def state(self) -> Any:
         """Return the items of rank 0, with TensorRef for tensors. Raise CorruptionError if damaged."""
@@ -314,7 +314,7 @@ class _Side:
 class _Tensor:
     """A tensor of one side, with the saved slices that cover it."""
 
-    def __init__(self, side: _Side, rows: Sequence[ManifestRow], prefer_file: str) -> None:
+    def __init__(self, side: _Side, rows: Sequence[ManifestRow], own_files: Collection[str]) -> None:
         first = rows[0].slice
         assert first is not None
         self.side = side
@@ -327,7 +327,7 @@ class _Tensor:
             offset=(0,) * len(first.global_shape),
             shape=first.global_shape,
         )
-        plan = plan_restore([whole], rows, prefer_file=prefer_file) if prod(self.shape) else None
+        plan = plan_restore([whole], rows, own_files=own_files) if prod(self.shape) else None
         self.problem = plan.problems[0] if plan and plan.problems else ""
         self.rows = tuple(read.row for read in plan.reads) if plan else ()
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -34,7 +35,7 @@ from ray_ckpt.capture.walk import (
     walk,
 )
 from ray_ckpt.errors import CheckpointError, InsufficientSpace, MismatchError
-from ray_ckpt.format.names import shard_file, shard_files
+from ray_ckpt.format.names import shard_files
 from ray_ckpt.format.tree import IMPORTED_FROM, TensorRef
 from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import Copy, Read, RestorePlan, RowKey, plan_restore, row_key
@@ -133,7 +134,7 @@ def load_items(
         classes,
         rank=rank,
         everyone=everyone,
-        own_file=shard_file(rank, world_size),
+        own_files=shard_files(rank, world_size),
         near_files=near_files,
     )
     all_items = items
@@ -223,7 +224,7 @@ class _Wanted:
     classes: Classes
     rank: int = field(kw_only=True)
     everyone: tuple[int, ...] = field(kw_only=True)
-    own_file: str = field(kw_only=True)  # the shard with what this rank saves for itself
+    own_files: tuple[str, ...] = field(kw_only=True)  # shards of this rank
     near_files: frozenset[str] = field(kw_only=True)  # shards of the ranks on this node
     targets: list[LiveSlice] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -246,7 +247,7 @@ class _Wanted:
         if is_lacking and self.rows.complete():  # as for data-parallel ranks, which save a part each
             self._saved |= self.rows.first_of(ref.key for ref in refs.values())
         if own := {r.key for path, r in refs.items() if not (item.per_rank or item.is_shared(path))}:
-            here_too = self.rows.of_file(self.own_file)
+            here_too = chain.from_iterable(map(self.rows.of_file, self.own_files))
             self._own |= {row.slice.key: row for row in here_too if row.slice and row.slice.key in own}
         for path, ref in refs.items():
             self._add(name, item, path, ref.key, here.get(path))
@@ -261,9 +262,9 @@ class _Wanted:
     def plan(self) -> RestorePlan:
         """Return the plan of all reads, with all problems."""
         targets = [target.slice for target in self.targets]
-        met = self.rows.meeting(targets, (self.own_file, *self.near_files))
+        met = self.rows.meeting(targets, (*self.own_files, *self.near_files))
         rows = (*self._own.values(), *met)  # also if one of them has another form, and meets no target
-        plan = plan_restore(targets, rows, prefer_file=self.own_file, near_files=self.near_files)
+        plan = plan_restore(targets, rows, own_files=self.own_files, near_files=self.near_files)
         return replace(plan, problems=(*self.problems, *plan.problems, *self._clashes(plan)))
 
     def _clashes(self, plan: RestorePlan) -> Iterator[str]:

@@ -5,8 +5,9 @@ links the file instead of writing it. Nothing depends on the choice made here bu
 digest decides whether a file is shared.
 
 A slice is still if it is of a parameter without gradient that no registered optimizer has, or of an item in
-the option `static_items`. Slices that each rank saves for itself under the same name, such as buffers, are
-not: a reader of format 1 tells them apart by the name of the rank's first shard only.
+the option `static_items`. Slices that each rank saves for itself under the same name are not, such as
+buffers, or with `replicate="full"` all that several ranks hold: a reader of format 1 tells them apart by the
+name of the rank's first shard only.
 """
 
 from __future__ import annotations
@@ -40,10 +41,19 @@ MAX_CHANGES = 3  # saves that found a change in still slices; after it, each lay
 class StillSlices:
     """The choice of a rank's still slices, corrected when a slice turns out to change."""
 
-    def __init__(self, optimizers: Iterable[Stepped], static_items: Collection[str], world_size: int) -> None:
+    def __init__(
+        self,
+        optimizers: Iterable[Stepped],
+        static_items: Collection[str],
+        world_size: int,
+        *,
+        is_full: bool = False,
+    ) -> None:
+        """Choose from slices of which, with `is_full`, each of the ranks that hold it saves its own bytes."""
         self.optimizers: tuple[Stepped, ...] = tuple(optimizers)
         self._static = frozenset(static_items)
         self._world_size = world_size
+        self._is_full = is_full
         self._moved: set[SliceKey] = set()
         self._num_changes = 0
 
@@ -75,6 +85,8 @@ class StillSlices:
         leaf = live.leaf
         is_frozen = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
         is_own = self._world_size > 1 and len(live.ranks) == 1
+        if self._is_full and len(live.ranks) > 1:
+            return False
         if leaf.is_meta or leaf.is_inference() or not live.tensor.is_contiguous():
             return False
         return (is_frozen or live.slice.item in self._static) and (not is_own or is_dtensor(leaf))

@@ -54,17 +54,17 @@ def plan_restore(
     targets: Sequence[Slice],
     rows: Iterable[ManifestRow],
     *,
-    prefer_file: str = "",
+    own_files: Collection[str] = (),
     near_files: Collection[str] = (),
 ) -> RestorePlan:
     """Return the reads that fill `targets` from the saved `rows`.
 
-    A region that several ranks saved is read once, from `prefer_file` if that file has the region. So a rank
-    gets its own copy of regions that may differ between ranks, also in dtype and global shape. Otherwise it
-    is read from one of `near_files`, the files of the ranks on the node, so that these ranks read the same
-    row.
+    A region that several ranks saved is read once, from one of `own_files` if one of them has the region. So
+    a rank gets its own copy of regions that may differ between ranks, also in dtype and global shape.
+    Otherwise it is read from one of `near_files`, the files of the ranks on the node, so that these ranks
+    read the same row.
     """
-    saved = _by_key(rows, prefer_file, near_files)
+    saved = _by_key(rows, own_files, near_files)
     copies: dict[RowKey, list[Copy]] = {}
     chosen: dict[RowKey, ManifestRow] = {}
     problems: list[str] = []
@@ -99,10 +99,10 @@ def plan_restore(
 
 
 def _by_key(
-    rows: Iterable[ManifestRow], prefer_file: str, near_files: Collection[str]
+    rows: Iterable[ManifestRow], own_files: Collection[str], near_files: Collection[str]
 ) -> Mapping[str, dict[tuple[object, ...], ManifestRow]]:
     def near(row: ManifestRow) -> int:
-        return 2 if row.file == prefer_file else int(row.file in near_files)
+        return 2 if row.file in own_files else int(row.file in near_files)
 
     saved: dict[str, list[ManifestRow]] = {}
     for row in rows:

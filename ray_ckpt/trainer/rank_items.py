@@ -62,7 +62,9 @@ class RankItems:
         if not identity.parts:  # else the item may belong to another part
             _check_names("static_items", options.static_items, objects)
             _check_names("remote_items", options.remote_items, self.items)
-        self.still = StillSlices(self.stepped, options.static_items, identity.world_size)
+        self.still = StillSlices(
+            self.stepped, options.static_items, identity.world_size, is_full=self._is_full
+        )
         if options.partial_grads:
             self.items["gradients"] = GradientsItem(
                 owners, window=self.window, world_size=identity.world_size

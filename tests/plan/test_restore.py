@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ckpt.format.digest import digest
+from ray_ckpt.format.names import STILL, shard_file, shard_files
 from ray_ckpt.plan.restore import RestorePlan, plan_restore
 from ray_ckpt.types import ManifestRow, Slice
 from tests.support.examples import examples
@@ -181,9 +182,28 @@ def test_a_region_is_read_near_the_rank() -> None:
     ]
 
     def source(own: str, *near: str) -> str:
-        (read,) = plan_restore([part], rows, prefer_file=own, near_files=near).reads
+        (read,) = plan_restore([part], rows, own_files=(own,), near_files=near).reads
         return read.row.file
 
     assert source("own", "near", "own") == "own"
     assert source("none", "near", "near too") == "near"
     assert source("none") == "first"
+
+
+def test_each_rank_of_a_node_reads_a_region_from_any_shard_of_its_own() -> None:
+    part = Slice(item="m", name="w", dtype="F32", global_shape=(4,), offset=(0,), shape=(4,))
+    rows = [
+        ManifestRow(
+            kind="slice",
+            file=shard_file(rank, 2, STILL),
+            byte_offset=8,
+            nbytes=16,
+            digest="0" * 32,
+            slice=part,
+        )
+        for rank in range(2)
+    ]
+    near = [file for rank in range(2) for file in shard_files(rank, 2)]
+    for rank in range(2):
+        (read,) = plan_restore([part], rows, own_files=shard_files(rank, 2), near_files=near).reads
+        assert read.row.file == shard_file(rank, 2, STILL)

@@ -107,11 +107,11 @@ def test_columns_give_the_plan_of_all_rows(
     fragments: list[list[ManifestRow]], targets: list[Slice], rank: int, near: set[int]
 ) -> None:
     every_row = [row for rows in fragments for row in rows]
-    prefer_file = shard_file(rank, RANKS) if rank < RANKS else ""
+    own_files = (shard_file(rank, RANKS),) if rank < RANKS else ()
     rows = row_columns(fragments)
     near_files = [shard_file(k, RANKS) for k in near if k < RANKS]
-    plan_of = partial(plan_restore, targets, prefer_file=prefer_file, near_files=near_files)
-    assert plan_of(rows.meeting(targets, (prefer_file, *near_files))) == plan_of(every_row)
+    plan_of = partial(plan_restore, targets, own_files=own_files, near_files=near_files)
+    assert plan_of(rows.meeting(targets, (*own_files, *near_files))) == plan_of(every_row)
     listed, keys = ListedRows(every_row), [target.key for target in targets]
     assert rows.first_of(keys) == listed.first_of(keys)
     for key in keys:

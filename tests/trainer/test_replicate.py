@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,23 @@ def model(rank: int) -> torch.nn.Module:
     return made
 
 
-def saved(folder: Path, options: RunOptions) -> list[LocalLink]:
+def frozen(rank: int) -> torch.nn.Module:
+    """Return a model whose weights could be still slices, with bytes of the rank."""
+    made = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.Linear(4, 4))
+    made[0].requires_grad_(False)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(rank + 1.0)
+    return made
+
+
+def saved(
+    folder: Path, options: RunOptions, model_of: Callable[[int], torch.nn.Module] = model
+) -> list[LocalLink]:
     links = []
     for rank in range(RANKS):
         link = LocalLink(options, rank=rank, world_size=RANKS)
-        ckpt = Checkpointer(link=link, model=model(rank))
+        ckpt = Checkpointer(link=link, model=model_of(rank))
         ckpt.restore()
         assert ckpt.save(1)
         ckpt.wait("local")
@@ -57,6 +70,30 @@ def test_with_full_each_rank_saves_all_and_restores_its_own_bytes(tmp_path: Path
             ckpt.close()
             values = {value for p in restored.parameters() for value in p.detach().view(-1).tolist()}
             assert values == {expected[rank]}, (world_size, rank)
+
+
+@pytest.mark.parametrize("static_items", [(), ("model",)])
+def test_with_full_each_rank_restores_its_own_frozen_parameters(
+    tmp_path: Path, static_items: tuple[str, ...]
+) -> None:
+    options = RunOptions(replicate="full", static_items=static_items)
+    links = saved(tmp_path, options, frozen)
+    rows = [row for link in links for row in link.write(tmp_path, 1)]
+    for rank in range(RANKS):
+        restored = frozen(7)
+        link = restored_from(tmp_path, 1, rows, options, saved_ranks=RANKS, rank=rank, world_size=RANKS)
+        ckpt = Checkpointer(link=link, model=restored)
+        ckpt.restore()
+        ckpt.close()
+        values = {value for p in restored.parameters() for value in p.detach().view(-1).tolist()}
+        assert values == {rank + 1.0}
+
+
+def test_with_full_what_ranks_share_stays_in_the_first_shard(tmp_path: Path) -> None:
+    """A reader of format 1 prefers the first shard of its rank only."""
+    assert all(link.still_files for link in saved(tmp_path, RunOptions(), frozen)[:1])
+    links = saved(tmp_path, RunOptions(replicate="full"), frozen)
+    assert not any(link.still_files for link in links)
 
 
 def test_with_shared_each_tensor_is_saved_once(tmp_path: Path) -> None:
