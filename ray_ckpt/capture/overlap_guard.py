@@ -106,7 +106,7 @@ def hooks_in_backward(optimizers: Iterable[Stepped]) -> int:
 
 def _may_wait(live: LiveSlice) -> bool:
     """Return whether the slice changes in steps only, and has version counters that count changes."""
-    return live.changes_in_step and not live.leaf.is_inference() and not live.tensor.is_inference()
+    return live.changes_in_step and not live.is_inference
 
 
 def background_slices(slices: Iterable[LiveSlice], guarded: set[int]) -> set[str]:

@@ -87,7 +87,7 @@ class StillSlices:
         is_own = self._world_size > 1 and len(live.ranks) == 1
         if self._is_full and len(live.ranks) > 1:
             return False
-        if leaf.is_meta or leaf.is_inference() or not live.tensor.is_contiguous():
+        if leaf.is_meta or live.is_inference or not live.tensor.is_contiguous():
             return False
         return (is_frozen or live.slice.item in self._static) and (not is_own or is_dtensor(leaf))
 

@@ -74,6 +74,11 @@ class LiveSlice:
         return self.slice.key, self.slice.offset
 
     @property
+    def is_inference(self) -> bool:
+        """True if torch does not count the changes of the tensor, so that it has no `versions`."""
+        return self.leaf.is_inference() or self.tensor.is_inference()
+
+    @property
     def versions(self) -> tuple[int, int]:
         """The counts of changes in place, of the leaf and of `tensor`, without those through `.data`.
 

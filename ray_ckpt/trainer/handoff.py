@@ -90,7 +90,8 @@ class CopyPlan:
     def _is_alike(self, old: LiveSlice, new: LiveSlice) -> bool:
         in_step = old.changes_in_step or new.changes_in_step
         is_guarded = new.tensor.untyped_storage().data_ptr() in self.guarded
-        return not in_step and not is_guarded and old.slice == new.slice and old.ranks == new.ranks
+        is_alike = (old.slice, old.ranks, old.is_inference) == (new.slice, new.ranks, new.is_inference)
+        return is_alike and not in_step and not is_guarded
 
 
 class SharedDigest:
@@ -160,11 +161,11 @@ class Handoff:
     _is_new_layout: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        if self._taken is None and self._plan.still:
+            self._taken = Taken.of(self._plan.still)
         self._is_new_layout = self._buffer.layout is not self._plan.layout
         self._buffer.released, self._buffer.layout = self.released, None  # set again once it has the layout
         self._buffer.taken = None  # set again once it has the slices
-        if self._taken is None and self._plan.still:
-            self._taken = Taken.of(self._plan.still)
 
     def begin(self) -> bool:
         """Prepare the buffer, and a stream up to its header; return False if the save has failed already."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 import ray_ckpt
 import ray_ckpt.capture.still as still_module
 from ray_ckpt.capture import snapshot as snapshot_module
-from ray_ckpt.capture.still import MAX_CHANGES, StillSlices
+from ray_ckpt.capture.still import MAX_CHANGES, StillSlices, Taken
 from ray_ckpt.capture.torch_private import copy_all
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.config import RunOptions
@@ -226,6 +227,35 @@ def test_a_static_item_whose_tensors_are_new_at_each_save_stays_still(
     training.step(99)
     training.check()
     assert caplog.text.count("extra.table was expected to stay the same") == 1
+    training.ckpt.close()
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_static_item_whose_tensor_becomes_an_inference_tensor_is_saved(is_same: bool) -> None:
+    """Such a tensor has no version: it belongs to what is copied by each save."""
+    extra = {"table": torch.arange(1000.0)}
+    training = loop("single", static=("extra",), extra=extra)
+    for step in range(1, 7):
+        if step == 3:
+            with torch.inference_mode():
+                extra["table"] = extra["table"] + (not is_same)
+        training.step(step)
+    training.check()
+    assert sorted(training.expected) == sorted(training.link.files) == [1, 2, 3, 4, 5, 6]
+    training.ckpt.close()
+
+
+@pytest.mark.usefixtures("any_size")
+def test_an_exception_before_the_capture_costs_no_later_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = loop("single")
+    with monkeypatch.context() as patch:
+        patch.setattr(Taken, "of", Mock(side_effect=RuntimeError("no version")))
+        assert not training.ckpt.save(1)
+    training.step(2)
+    training.step(3)
+    training.check()
+    assert sorted(training.link.files) == [2, 3]
     training.ckpt.close()
 
 
