@@ -93,13 +93,15 @@ class Context:
 
     def place(self, training_nodes: Sequence[str], replicas: int) -> Mapping[str, tuple[str, ...]]:
         """Return the holders of each training node's copies, as the options of the run place them."""
+        copies = self.options.copies
         return place_replicas(
             training_nodes=training_nodes,
             live_nodes=self.holders.live,
             replicas=replicas,
             domains=self.domains,
             draining=self.draining,
-            near=self.options.copies.count("rack"),
+            near=copies.count("rack"),
+            num_outside=copies.count("spread") if copies else 1,
             labelled=self.replica_nodes if self.options.replica_nodes else None,
         )
 

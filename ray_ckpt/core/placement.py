@@ -19,6 +19,7 @@ def place_replicas(
     domains: Mapping[str, str] = {},
     draining: Set[str] = frozenset(),
     near: int = 0,
+    num_outside: int = 1,
     labelled: Set[str] | None = None,
 ) -> Mapping[str, tuple[str, ...]]:
     """Return, for each training node, the other nodes that hold its copies.
@@ -36,8 +37,9 @@ def place_replicas(
     The first `near` holders are of the node's own failure domain, by the same rules within the domain; the
     others are outside of it. If one side has too few nodes, the other side has more holders.
 
-    Some nodes of a failure domain that is larger than the others may get all holders inside it. One of them,
-    with `near` all but these, is then replaced by an outside node that holds few copies; see `_share_out`.
+    Some nodes of a failure domain that is larger than the others may get too many holders inside it. The last
+    ones are then replaced by outside nodes that hold few copies, until `num_outside` holders are outside, or
+    with `near` all but these; see `_share_out`.
     """
     nodes = list(dict.fromkeys(training_nodes))
     able = set(live_nodes) - draining
@@ -47,7 +49,9 @@ def place_replicas(
         placed = _on_labelled(nodes, able & labelled, replicas, domains)
     may_hold = able if labelled is None else able & labelled
     if not near:
-        return _share_out(placed, may_hold, min(replicas, 1), replicas, domains, is_near_first=False)
+        return _share_out(
+            placed, may_hold, min(replicas, num_outside), replicas, domains, is_near_first=False
+        )
     inside: dict[str, tuple[list[str], list[str]]] = {}  # domain -> its training nodes and all its able nodes
     for kind, found in enumerate((nodes, able)):
         for node in found:

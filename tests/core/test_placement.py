@@ -79,7 +79,9 @@ class Fleet:
     domains: dict[str, str]
     replicas: int
 
-    def place(self, near: int = 0, labelled: set[str] | None = None) -> dict[str, tuple[str, ...]]:
+    def place(
+        self, near: int = 0, num_outside: int = 1, labelled: set[str] | None = None
+    ) -> dict[str, tuple[str, ...]]:
         return dict(
             place_replicas(
                 training_nodes=self.training,
@@ -88,6 +90,7 @@ class Fleet:
                 domains=self.domains,
                 draining=self.draining,
                 near=near,
+                num_outside=num_outside,
                 labelled=labelled,
             )
         )
@@ -217,15 +220,15 @@ def test_ten_thousand_nodes_are_placed() -> None:
 # -- options `replica_nodes` and `copies` ------------------------------------------------------------
 
 
-@given(fleets(), st.integers(0, 4), st.data())
+@given(fleets(), st.integers(0, 4), st.integers(1, 4), st.data())
 def test_every_node_gets_the_holders_that_the_options_name(
-    fleet: Fleet, near: int, data: st.DataObject
+    fleet: Fleet, near: int, num_outside: int, data: st.DataObject
 ) -> None:
     """With or without labelled nodes: as many as there can be, and as many of them near as there can be."""
     nodes = sorted(fleet.domains)
     labelled = data.draw(st.none() | st.sets(st.sampled_from(nodes)))
     near = min(near, fleet.replicas)
-    placed = fleet.place(near=near, labelled=labelled)
+    placed = fleet.place(near=near, num_outside=num_outside, labelled=labelled)
     able = fleet.live - fleet.draining
     able = able if labelled is None else able & labelled
     for node in fleet.training:
@@ -237,7 +240,7 @@ def test_every_node_gets_the_holders_that_the_options_name(
         held = Counter(holder for found in placed.values() for holder in found)
         most = max([2 * fleet.replicas, *held.values()])
         outside = {n for n in others - inside if held[n] < most}
-        wanted = fleet.replicas - near if near else min(fleet.replicas, 1)
+        wanted = fleet.replicas - near if near else min(fleet.replicas, num_outside)
         num_outside = len(set(holders) - inside)
         assert num_outside >= wanted or not outside - set(holders), "none is left that could hold more"
 

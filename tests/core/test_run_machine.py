@@ -271,6 +271,17 @@ def test_a_domain_with_too_few_nodes_for_its_copies_causes_one_warning() -> None
     assert not of(run.open("abcd"), m.Warn)
 
 
+@pytest.mark.parametrize("racks", ["1122", "2211", "111222"])
+def test_all_copies_are_outside_of_the_domain_if_the_options_ask_for_that(racks: str) -> None:
+    nodes = "abcdef"[: len(racks)]
+    run = Harness(nodes, replicas=2, copies=("spread", "spread"))
+    seen(run, racks=racks)
+    assert not of(run.open(nodes), m.Warn)
+    rack_of = dict(zip(nodes, racks, strict=True))
+    for node, found in holders(run).items():
+        assert len(found) == 2 and all(rack_of[other] != rack_of[node] for other in found)
+
+
 @pytest.mark.parametrize(
     ("racks", "options", "failed", "expected"),
     [
