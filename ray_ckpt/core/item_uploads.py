@@ -15,7 +15,7 @@ from ray_ckpt.core.context import Context
 from ray_ckpt.core.drain import Drains
 from ray_ckpt.core.drain_policy import DrainPolicy
 from ray_ckpt.format import records as r
-from ray_ckpt.types import AttemptId, CheckpointInfo
+from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
 
 class ItemUploads:
@@ -39,12 +39,21 @@ class ItemUploads:
             self._start(checkpoint)
 
     def start_again(self) -> None:
-        """Start uploads that are due and not under way: displaced, without a source, or of a dead process."""
+        """Start uploads that are due and not under way: displaced, without a source, or of a dead process.
+
+        Items that would not be the newest ones of the lineage on the storage path are left out.
+        """
         if not self._context.options.remote_items:
             return
-        for checkpoint in self._policy.undrained(self._context.history.checkpoints):
-            if self._uploads.has_room and self._context.holders.has_all(checkpoint):
+        history = self._context.history
+        due = {checkpoint.id.attempt for checkpoint in self._policy.undrained(history.checkpoints)}
+        for checkpoint in reversed(history.lineage()):
+            name = checkpoint.id.attempt
+            if name in due and self._uploads.has_room and self._context.holders.has_all(checkpoint):
                 self._start(checkpoint)
+            under_way = self._uploads.attempts | self._drains.attempts
+            if checkpoint.exported or checkpoint.level is Level.DURABLE or name in under_way:
+                return
 
     def _start(self, checkpoint: CheckpointInfo) -> None:
         name = checkpoint.id.attempt

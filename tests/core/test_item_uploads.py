@@ -68,6 +68,11 @@ def export(run: Harness, effects: tuple[m.Effect, ...]) -> r.Exported:
     return found
 
 
+def _described(run: Harness, order: m.Drain) -> r.Exported | None:
+    """Let the only node upload its part; return what is to be described."""
+    return one(uploaded(run, order), m.WriteDescription).exported
+
+
 def test_items_of_each_commit_are_uploaded_by_their_holders_and_recorded() -> None:
     run = run_on()
     effects = run.save(10)
@@ -137,6 +142,35 @@ def test_one_upload_runs_and_newer_ones_displace_older_ones() -> None:
         m.DescriptionWritten(attempt=described.checkpoint.id, error=None, exported=described.exported)
     )
     assert not exports((*done, *run.tick(1.0)))
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_older_items_are_left_out_once_newer_ones_are_there(is_restarted: bool) -> None:
+    run = run_on("a", keep_last=10)
+    (first,) = exports(run.save(10))
+    for step in (20, 30, 40):
+        run.save(step)
+    run.feed(m.DescriptionWritten(attempt=first.attempt, error=None, exported=_described(run, first)))
+    (last,) = [order for order in exports(tuple(run.transcript)) if order.attempt.step == 40]
+    assert not exports((*run.tick(MAINTENANCE_S), *run.tick(MAINTENANCE_S))), "40 is on its way"
+    run.feed(m.DescriptionWritten(attempt=last.attempt, error=None, exported=_described(run, last)))
+    if is_restarted:
+        run.start_coordinator()
+        run.open("a")
+    assert not exports((*run.tick(MAINTENANCE_S), *run.tick(MAINTENANCE_S)))
+    assert {order.attempt.step for order in exports(run.save(50))} == {50}, "it waits for no older one"
+
+
+def test_items_of_what_the_user_went_back_from_are_left_out() -> None:
+    run = run_on("a", keep_last=10)
+    export(run, run.save(10))
+    run.save(20)
+    newer = run.attempt(20)
+    run.open("a", resume="step:10")
+    run.start_coordinator()
+    run.open("a", resume="step:10")
+    assert run.checkpoint(newer).state == "live"
+    assert not exports((*run.tick(MAINTENANCE_S), *run.tick(MAINTENANCE_S)))
 
 
 def test_a_failed_part_is_tried_again_and_a_damaged_one_elsewhere() -> None:
