@@ -235,6 +235,8 @@ class NodeRun:
     def _copied_ratio(self) -> float:
         """Bytes that this node stores for other nodes, for each byte of its own: more in a small group."""
         plan, here = self.machine.plan, self.machine.here
+        if plan is not None and here is not None and self.spec.options.replica_nodes:
+            return sum(here.node_id in node.holders for node in plan.nodes)  # other nodes hold none, ever
         group = plan.group_of(here.node_index) if plan is not None and here is not None else None
         return self.spec.options.copied_ratio if group is None else group.parity / group.num_data
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,15 +27,21 @@ GB = 10**9
 UID = "0" * 32
 
 
-def node_run(root: Path, resume_of: str | None) -> NodeRun:
-    """Return a run on a node with two ranks, whose group restores a checkpoint of the run `resume_of`."""
+def node_run(root: Path, resume_of: str | None, *, others: str = "", **options: Any) -> NodeRun:
+    """Return a run on a node with two ranks, whose group restores a checkpoint of the run `resume_of`.
+
+    Each letter of `others` is the holder of another node's copy; "n" is this node.
+    """
     root.mkdir(mode=0o700)
     resume = SimpleNamespace(checkpoint=SimpleNamespace(id=SimpleNamespace(run_uid=resume_of)))
     resumed = resume if resume_of else None
-    plan = SimpleNamespace(resume=resumed, session_key=(1, 1), group_of=lambda index: None)
     here = SessionNode(node_id="n", node_index=0, ranks=(2, 3), holders=())
+    nodes = [here, *(replace(here, node_id=f"n-{at}", holders=(h,)) for at, h in enumerate(others))]
+    plan = SimpleNamespace(resume=resumed, session_key=(1, 1), nodes=nodes, group_of=lambda index: None)
     machine = cast(Any, SimpleNamespace(plan=plan, here=here))
-    spec = RunSpec(name="full", storage_path=str(root), options=RunOptions(replicas=1, reserve_bytes=0))
+    spec = RunSpec(
+        name="full", storage_path=str(root), options=RunOptions(replicas=1, reserve_bytes=0, **options)
+    )
     host = cast(Any, SimpleNamespace(machine=machine))
     return NodeRun(spec, UID, Disks([root]), lambda run, made: host)
 
@@ -62,6 +69,24 @@ def test_a_group_that_has_trained_starts_again_on_a_disk_that_is_full_of_its_che
     asyncio.run(reserve())
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("saves of this group may not fit on this node: Two checkpoints with copies")
+
+
+@pytest.mark.parametrize(("others", "num_copies"), [("ss", 0), ("sn", 1), ("nnn", 3)])
+def test_with_labelled_holders_a_node_needs_room_for_the_copies_that_it_holds(
+    others: str, num_copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 2 * 2 * 25 * GB * (1 + num_copies)
+    monkeypatch.setattr(files, "free_bytes", lambda root: free)
+
+    async def reserve() -> None:
+        run = node_run(tmp_path / str(free), None, others=others, replica_nodes="role=storage")
+        monkeypatch.setattr(run.memory, "reserve", lambda *arguments, **options: None)
+        run.reserve(2, 25 * GB, named=False)
+
+    asyncio.run(reserve())
+    free -= 1
+    with pytest.raises(InsufficientSpace, match="Two checkpoints with copies"):
+        asyncio.run(reserve())
 
 
 def test_a_rank_reserves_in_the_session_of_its_group() -> None:
