@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -98,11 +98,18 @@ class SharedDigest:
     """The digest that all ranks must agree on; with `content` it includes the bytes of shared tensors.
 
     Bytes that change only in optimizer steps are read during the copy; all other bytes are read at once. So
-    are those of `window`, the digests that a difference of makes a finding only.
+    are those of `window`, the digests that a difference of makes a finding only: after an exception there,
+    which `on_unwatched` gets, the save has none of them.
     """
 
     def __init__(
-        self, walked: Walked, identity: Identity, *, content: bool, window: WindowDigests | None
+        self,
+        walked: Walked,
+        identity: Identity,
+        *,
+        content: bool,
+        window: WindowDigests | None,
+        on_unwatched: Callable[[Exception], None],
     ) -> None:
         self._walked = walked
         self._identity = identity
@@ -110,25 +117,40 @@ class SharedDigest:
         self._contents: dict[str, str] = {}
         self._content = content
         self._window = window
+        self._on_unwatched = on_unwatched
 
     def add_now(self, background: Set[str]) -> None:
         """Read bytes that may change at any time, and bytes on a device; this thread has its stream."""
         for key, live in list(self._left.items()):
             if key not in background or live.tensor.device.type != "cpu":
                 self._contents[key] = bytes_digest(self._left.pop(key).tensor)
-        if self._window is not None:
-            self._window.add_now(background)
+        with self._watching():
+            if self._window is not None:
+                self._window.add_now(background)
 
     def complete(self) -> None:
         while self._left:
             key, live = self._left.popitem()
             self._contents[key] = bytes_digest(live.tensor)
-        if self._window is not None:
-            self._window.complete()
+        with self._watching():
+            if self._window is not None:
+                self._window.complete()
 
     def watched(self) -> tuple[Watched, ...]:
         """Return the digests that are compared between replicas; () without any."""
-        return self._window.reports() if self._window is not None else ()
+        with self._watching():
+            if self._window is not None:
+                return self._window.reports()
+        return ()
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Catch an exception of the window, such as that of a device without memory."""
+        try:
+            yield
+        except Exception as error:
+            self._window = None
+            self._on_unwatched(error)
 
     def text(self) -> str:
         """Return `<part>:<digest>`, or with bytes `<part>/content:<digest>`.

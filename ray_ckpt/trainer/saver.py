@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -66,6 +67,7 @@ class Saver:
         self._pid = os.getpid()
         self._snapshot: Snapshot | None = None
         self._setup_wait_s = 0.0  # time for which a save may still wait for the setup
+        self._was_unwatched = False  # a save whose replicas could not be compared was logged
         self._is_lent = False  # a salvage uses the memory, in a thread of its own
         self.setup_s: float | None = None  # time until memory was prepared in the background
 
@@ -214,7 +216,8 @@ class Saver:
         identity = self._link.identity
         window = plan.watch.digests(walked.slices, parts.attempt.step, identity.rank) if plan.watch else None
         content = parts.compare_content and not self._is_full
-        digest = SharedDigest(walked, identity, content=content, window=window)
+        unwatched = partial(self._warn_unwatched, parts.attempt.step)
+        digest = SharedDigest(walked, identity, content=content, window=window, on_unwatched=unwatched)
         digest.add_now(plan.background)
         handoff = Handoff(
             self._link, buffer, plan, parts, digest, self._stalled_s, buffer.taken if has_still else None
@@ -339,6 +342,12 @@ class Saver:
     def _watch_of(self, slices: Sequence[LiveSlice]) -> ReplicaWatch | None:
         options = self._link.options
         return ReplicaWatch(slices, every_steps=options.every_steps) if options.replica_watch else None
+
+    def _warn_unwatched(self, step: int, error: Exception) -> None:
+        """Log the first save whose replicas could not be compared. Runs also in the thread that copies."""
+        if not self._was_unwatched:
+            self._was_unwatched = True
+            log.warning("replicas are not compared at step %d: %s", step, text_of(error))
 
 
 def _make_ready(buffers: Iterable[SaveBuffer], device: int | None) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from ray_ckpt.capture.replica_watch import WindowDigests
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.manifest import check_coverage
@@ -111,6 +113,26 @@ def test_the_watch_can_be_turned_off() -> None:
     assert ckpt.save(1)
     ckpt.close()
     assert link.sealed[0].watched == ()
+
+
+@pytest.mark.parametrize("method", ["add_now", "complete", "reports"])
+def test_a_failure_of_the_watch_costs_no_save(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = LocalLink(RunOptions(max_block_s=30.0), world_size=RANKS)
+    ckpt = Checkpointer(link=link, model=model(0))
+    ckpt.restore()
+    with monkeypatch.context() as patch:
+        patch.setattr(WindowDigests, method, Mock(side_effect=torch.OutOfMemoryError("no 50 MB")))
+        for step in (1, 2):
+            assert ckpt.save(step)
+            ckpt.flush()
+    assert ckpt.save(3)
+    ckpt.close()
+    assert [shard.attempt.step for shard in link.sealed if shard.watched] == [3]
+    assert sorted(link.files) == [1, 2, 3] and not link.skipped
+    assert caplog.text.count("replicas are not compared at step 1: no 50 MB") == 1
+    assert caplog.text.count("are not compared") == 1
 
 
 def test_another_value_is_refused() -> None:
