@@ -429,7 +429,7 @@ def test_a_node_that_does_not_answer_is_left_out(coded: Group) -> None:
             reader.read_whole(name, max_bytes=MAX_BYTES)
 
 
-def test_a_busy_peer_is_asked_again(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_peer_is_asked_again(coded: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two members are lost, so each source that is left is needed; so is each member for a parity file."""
     seen, read_file = set[tuple[Path, str]](), Folder.read
 
@@ -440,14 +440,15 @@ def test_a_busy_peer_is_asked_again(group: Group, monkeypatch: pytest.MonkeyPatc
         return read_file(folder, name, offset, nbytes)
 
     monkeypatch.setattr(Folder, "read", busy_at_first)
-    for member, node in enumerate(NODES):
-        group.code(member, node)
+    coded.code(0, "spare")
+    assert {root.name for root, _ in seen} == {*NODES}
     seen.clear()
     with ExitStack() as stack:
-        reader = _reader(stack, group, 2, 6)
+        reader = _reader(stack, coded, 2, 6)
         for member in (2, 6):
-            for name in group.files(member):
-                assert reader.read_whole(name, max_bytes=MAX_BYTES) == group.saved.files[name]
+            for name in coded.files(member):
+                assert reader.read_whole(name, max_bytes=MAX_BYTES) == coded.saved.files[name]
+    assert len(seen) > NUM_NODES
 
 
 def test_a_peer_that_is_busy_for_long_is_asked_again_later(
@@ -550,8 +551,7 @@ def test_parity_of_still_shards_is_made_in_each_session(group: Group) -> None:
     """Else bytes that were damaged when they were coded would be in all parity to come."""
     base = np.ones((1 << 8, 1 << 8), np.float32)
     group.saves(_with_base(20, base))
-    for member, node in enumerate(NODES):
-        group.code(member, node)
+    group.code(3, NODES[3])
     group.saves(_with_base(30, base, session=2))
     group.code(3, NODES[3])
     assert (group.folder(NODES[3]) / parity_file(3, NUM_NODES, STILL)).stat().st_nlink == 1
@@ -611,11 +611,10 @@ def test_a_group_of_an_earlier_version_keeps_it(group: Group, monkeypatch: pytes
 
 def test_damage_to_shared_parity_is_found_in_each_checkpoint_that_has_it(group: Group) -> None:
     base = np.ones((1 << 8, 1 << 8), np.float32)
+    node, name = NODES[3], parity_file(3, NUM_NODES, STILL)
     for step in (20, 30):
         group.saves(_with_base(step, base))
-        for member, node in enumerate(NODES):
-            group.code(member, node)
-    node, name = NODES[3], parity_file(3, NUM_NODES, STILL)
+        group.code(3, node)
     data = bytearray((group.folder(node) / name).read_bytes())
     data[100] ^= 1
     (group.folder(node) / name).write_bytes(data)
