@@ -27,7 +27,7 @@ from tests.support.examples import examples
 CLOUDS: tuple[CloudName, ...] = ("aws", "gcp", "azure")
 SLACK_S = 4.0  # the machine has other work
 WELL_REQUEST_S = 10.0  # for the same reason
-ILL_REQUEST_S = 0.5
+ILL_REQUEST_S = 0.25
 
 
 @pytest.fixture(autouse=True)

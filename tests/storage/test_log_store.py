@@ -679,14 +679,14 @@ def test_records_stay_while_the_newest_snapshot_is_damaged() -> None:
 def test_a_damaged_snapshot_does_not_stop_the_trimming_for_ever() -> None:
     store = MemoryLogStore()
     writer = Writer(store)
-    for hour in range(60):
-        writer.write_to(10 * hour + 10)
+    for hour in range(0, 60, 2):
+        writer.write_to(2 * hour + 2)
         seq = writer.snapshot(3600.0 * hour)
         if hour in (0, 30):
             damage(store, snapshot_file(seq))
         trim_all(store, 3600.0 * hour)
     records, snapshots = kept(store)
-    assert len(records) <= 500 and len(snapshots) <= 4
+    assert len(records) <= 100 and len(snapshots) <= 4
     assert same(replayed(store), writer.history)
 
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -54,13 +54,19 @@ def test_variables_that_are_no_mapping_are_refused(variables: Any) -> None:
         WarmWorkers().runtime_env({"env_vars": variables})
 
 
-def run_start(tmp_path: Path, modules: str, program: str, **files: str) -> subprocess.CompletedProcess[str]:
-    """Run a program as Ray runs its worker, with modules made of text."""
-    script = tmp_path / "folder" / "script.py"
+def write(folder: Path, program: str, modules: Mapping[str, str]) -> Path:
+    """Write a program and modules; return the program's file."""
+    script = folder / "folder" / "script.py"
     script.parent.mkdir()
     script.write_text(program)
-    for name, text in files.items():
-        (tmp_path / f"{name}.py").write_text(text)
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text)
+    return script
+
+
+def run_start(tmp_path: Path, modules: str, program: str, **files: str) -> subprocess.CompletedProcess[str]:
+    """Run a program as Ray runs its worker, with modules made of text."""
+    script = write(tmp_path, program, files)
     env = {**os.environ, MODULES_ENV: modules, "PYTHONPATH": f"{tmp_path}:{PROJECT}"}
     env.pop(warm_start.CHECK_ENV, None)  # other libraries set it for good
     done = subprocess.run(
@@ -74,8 +80,34 @@ def run_start(tmp_path: Path, modules: str, program: str, **files: str) -> subpr
     return done
 
 
-def test_a_process_imports_what_it_can_and_then_runs_the_script(tmp_path: Path) -> None:
-    done = run_start(
+def run_start_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., SimpleNamespace]:
+    """Return what runs a program as `run_start` does, in this process, which has imported Ray."""
+
+    def start(tmp_path: Path, modules: str, program: str, **files: str) -> SimpleNamespace:
+        script = write(tmp_path, program, files)
+        monkeypatch.setenv(MODULES_ENV, modules)
+        monkeypatch.delenv(warm_start.CHECK_ENV, raising=False)
+        monkeypatch.setattr(sys, "argv", ["warm_start", str(script), "--one", "two words"])
+        monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+        try:
+            warm_start.main()
+        finally:
+            for name in files:
+                sys.modules.pop(name, None)
+        out, err = capsys.readouterr()
+        return SimpleNamespace(stdout=out, stderr=err)
+
+    return start
+
+
+@pytest.mark.parametrize("is_process", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_process_imports_what_it_can_and_then_runs_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_process: bool
+) -> None:
+    start = run_start if is_process else run_start_here(monkeypatch, capsys)
+    done = start(
         tmp_path,
         "bad,ends,no_such,good",
         "import os, sys\n"

@@ -27,7 +27,8 @@ from tests.transport.peers import KEYS, OURS, UID, Folder, SilentWire, announce,
 from tests.transport.test_sending import outgoing
 
 MIB = 1 << 20
-SILENT_S = 1.0  # in these tests; a beat each tenth of it
+SILENT_S = 1.0  # in tests of what is no silence; a beat each tenth of it
+GIVEN_UP_S = 0.6  # in tests of silence
 LATE_S = 6.0  # a machine with much to do may take that much longer
 
 PEER = """
@@ -92,9 +93,10 @@ def send(endpoint: str, *files: bytes, limiter: Limiter | None = None) -> None:
 @contextlib.contextmanager
 def given_up_soon() -> Iterator[None]:
     started_s = time.monotonic()
-    with pytest.raises(Unavailable, match="no sign of life") as caught:
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Unavailable, match="no sign of life") as caught:
+        patched.setattr(client_module, "SILENT_S", GIVEN_UP_S)
         yield
-    assert SILENT_S <= time.monotonic() - started_s < SILENT_S + LATE_S
+    assert GIVEN_UP_S <= time.monotonic() - started_s < GIVEN_UP_S + LATE_S
     assert caught.value.fields["unreachable"] is True
 
 
@@ -229,10 +231,10 @@ def test_what_was_given_up_takes_no_more_of_the_source(server: PeerServer) -> No
 @pytest.mark.parametrize("where", [pytest.param("a chunk", marks=pytest.mark.slow), "the fsync"])
 def test_a_slow_disk_is_not_silence(server: PeerServer, folder: Slow, where: str) -> None:
     if where == "a chunk":
-        folder.before_chunk = lambda number: time.sleep(3 * SILENT_S * (number == 1))
+        folder.before_chunk = lambda number: time.sleep(2 * SILENT_S * (number == 1))
     else:
-        folder.before_answer = lambda: time.sleep(3 * SILENT_S)
-    data = os.urandom(20 * MIB)
+        folder.before_answer = lambda: time.sleep(2 * SILENT_S)
+    data = os.urandom(5 * MIB)
     send(server.endpoint, data)
     assert folder.path(shard(0)).read_bytes() == data
 
@@ -246,7 +248,7 @@ def test_a_pace_that_was_chosen_is_not_silence(server: PeerServer, folder: Slow)
 def test_a_slow_source_is_not_silence(server: PeerServer, folder: Slow) -> None:
     def chunks() -> Iterator[bytes]:
         yield b"1"
-        time.sleep(2 * SILENT_S)
+        time.sleep(1.5 * SILENT_S)
         yield b"2"
 
     with PeerClient(server.endpoint, credentials=OURS) as peer:
@@ -256,7 +258,7 @@ def test_a_slow_source_is_not_silence(server: PeerServer, folder: Slow) -> None:
 
 def test_a_slow_way_is_not_silence(server: PeerServer, folder: Slow) -> None:
     """A message takes most of the time in which a sign of life is waited for, and the next one as long."""
-    data = os.urandom(10 * MIB)
+    data = os.urandom(6 * MIB)
     with SilentWire(server.port, bytes_per_s=4 * MIB) as proxy:
         send(f"grpc+tls://127.0.0.1:{proxy.port}", data)
     assert folder.path(shard(0)).read_bytes() == data
@@ -304,7 +306,7 @@ def test_only_the_time_in_which_the_peer_is_waited_for_counts() -> None:
 
 def test_calls_that_were_left_behind_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread stays when the peer never comes back."""
-    monkeypatch.setattr(client_module, "CALL_BASE_S", 2.0)
+    monkeypatch.setattr(client_module, "CALL_BASE_S", 1.0)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
