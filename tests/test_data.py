@@ -110,7 +110,7 @@ def test_samples_of_a_huge_data_set_are_in_range_and_distinct(
     assert len(set(share)) == count and all(0 <= index < num_samples for index in share)
 
 
-@pytest.mark.parametrize("num_samples", [2, 3, 4, 5])
+@pytest.mark.parametrize("num_samples", [2, 3, 4, pytest.param(5, marks=pytest.mark.slow)])
 def test_all_permutations_of_few_samples_come_equally_often(num_samples: int) -> None:
     seeds = 15 * math.factorial(num_samples)
     counts = Counter(tuple(order_of(num_samples, seed=seed)) for seed in range(seeds))
@@ -121,7 +121,7 @@ def test_all_permutations_of_few_samples_come_equally_often(num_samples: int) ->
     assert abs(chi_square - (possible - 1)) < 4 * math.sqrt(2 * (possible - 1)), chi_square
 
 
-@pytest.mark.parametrize("num_samples", [10, 17, 100])
+@pytest.mark.parametrize("num_samples", [10, pytest.param(17, marks=pytest.mark.slow), 100])
 def test_places_and_neighbours_are_spread_evenly(num_samples: int) -> None:
     seeds, n = 600, num_samples
     places, steps = np.zeros((n, n)), np.zeros(n)
@@ -239,7 +239,7 @@ def numbers(batches: Iterable[Any], count: int) -> list[list[int]]:
 
 
 @few_cores
-@pytest.mark.parametrize("num_workers", [0, 1, 4])
+@pytest.mark.parametrize("num_workers", [0, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_the_position_is_what_was_handed_out_and_not_what_was_prefetched(num_workers: int) -> None:
     expected = take(indices_of(20, 6), 9)
     first = loaded(sampler_of(20, 6), num_workers=num_workers)
@@ -590,8 +590,10 @@ def test_a_generator_given_to_a_stateful_loader_changes_its_next_epoch() -> None
     assert restarted[2:] != whole[2:]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("in_batch_sampler", [False, True])
+@pytest.mark.parametrize(
+    ("num_workers", "in_batch_sampler"),
+    [(0, False), (0, True), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
+)
 def test_a_stateful_loader_continues_in_the_epoch_of_its_distributed_sampler(
     num_workers: int, in_batch_sampler: bool
 ) -> None:

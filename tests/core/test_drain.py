@@ -180,7 +180,7 @@ def test_a_caller_that_waits_is_answered_when_its_group_has_lost_the_run(end: st
 def test_a_drain_is_tried_for_as_long_as_the_store_is_away() -> None:
     run = run_on("ab")
     drains = of(run.save(10), m.Drain)
-    drains = keep_failing(run, drains, 3 * HOUR_S, tick_s=10.0)
+    drains = keep_failing(run, drains, 3 * HOUR_S, tick_s=30.0)
     for _ in range(int(MAX_RETRY_S)):
         drains += of(run.tick(1.0), m.Drain)
     assert {d.node_index for d in drains} == {0, 1}
@@ -210,7 +210,7 @@ def test_a_store_that_fails_for_a_year_breaks_no_arithmetic() -> None:
 
 def test_a_store_that_is_away_is_reported_once_per_fragment() -> None:
     run = run_on("ab")
-    keep_failing(run, of(run.save(10), m.Drain), HOUR_S)
+    keep_failing(run, of(run.save(10), m.Drain), HOUR_S, tick_s=10.0)
     assert len(of(run.transcript, m.Warn)) == 2
 
 

@@ -147,7 +147,7 @@ def level(run: Harness, step: int) -> Level:
 def test_an_upload_waits_for_a_computation_as_long_as_it_takes() -> None:
     for requests in (False, True):
         run, effects = ended_with_a_loss(requests=requests)
-        (order,) = wait(run, effects, 2 * COMPUTED_S, tick_s=10.0)
+        (order,) = wait(run, effects, 2 * COMPUTED_S, tick_s=30.0)
         assert level(run, 10) is Level.REPLICATED
         assert not of(run.transcript, m.PutAway) and not of(run.transcript, m.Fail)
         wait(run, run.feed(coded(order)), 100.0)

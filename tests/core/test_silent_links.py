@@ -87,7 +87,7 @@ def test_what_nodes_hold_is_counted_before_the_limit_is_looked_at() -> None:
 @pytest.mark.parametrize("store", ["ok", "held", "silent"])
 def test_no_complete_attempt_is_dropped_but_for_a_newer_complete_one(store: StoreMode) -> None:
     """Whatever order they come in, and also while the store does not take records."""
-    for seed in range(30):
+    for seed in range(10):
         chance, run = Random(seed), Harness("ab")
         run.open("ab")
         run.store_mode = store

@@ -24,7 +24,7 @@ def test_readers_of_damaged_runs_name_the_file_or_are_right(tmp_path: Path) -> N
 
 def test_a_few_seeds(tmp_path: Path) -> None:
     player = Player(tmp_path / "at")
-    assert [v for seed in range(1, 5) if seed % 4 for v in player.play(seed, some(seed, 2))] == []
+    assert [v for seed in (1, 2) for v in player.play(seed, some(seed, 2))] == []
 
 
 @pytest.mark.parametrize("kind", sorted(kind for kind in mutations.LIES if kind != "state: many small lists"))

@@ -18,12 +18,12 @@ from ray_ckpt.testing.schedules import NUM_EVENTS, play
 
 SOAK_S = float(os.environ.get("RAY_CKPT_SOAK_S", "60"))
 NUM_SCHEDULES = 300  # more: python -m ray_ckpt.testing --seeds 300:20000
-QUICK_SCHEDULES = 25  # the other seeds are slow tests
-CHUNK = 25  # schedules of one test
+QUICK_SCHEDULES = 15  # the other seeds are slow tests
+CHUNK = 15  # schedules of one test
 LARGE = range(6, 61)  # nodes of a large cluster; more: --nodes 6:61
 NUM_SILENCES = 40  # more: python -m ray_ckpt.testing --silences 40:2000
-QUICK_SILENCES = 10
-CHUNK_OF_SILENCES = 10
+QUICK_SILENCES = 5
+CHUNK_OF_SILENCES = 5
 
 
 def chunks(num_seeds: int, num_quick: int, chunk: int) -> list[Any]:

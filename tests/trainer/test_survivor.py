@@ -354,7 +354,8 @@ def test_after_a_change_under_the_lock_the_live_state_is_not_offered(
             assert torch.equal(training.link.tensors(1)["model.0.weight"], weight)
 
 
-def test_a_step_in_which_no_optimizer_step_was_seen_is_not_offered() -> None:
+def test_a_step_in_which_no_optimizer_step_was_seen_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survivor, "WHOLE_S", 0.01)
     with loop() as training:
         training.ckpt.restore()
         training.forward()
@@ -511,6 +512,7 @@ def test_too_much_state_of_one_rank_is_not_sent(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(survivor, "MAX_STEP_STATE_BYTES", 1000)
+    monkeypatch.setattr(survivor, "WHOLE_S", 0.01)
     with loop() as training:
         fails(training)
         assert not training.link.kept and not training.link.offers
@@ -556,6 +558,7 @@ def test_an_error_while_a_state_is_kept_does_not_stop_training(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(survivor, "versions", lambda _: 1 / 0)
+    monkeypatch.setattr(survivor, "WHOLE_S", 0.01)
     with loop() as training:
         fails(training)
         assert not training.link.kept and not training.link.offers

@@ -93,7 +93,10 @@ def send(endpoint: str, *files: bytes, limiter: Limiter | None = None) -> None:
 @contextlib.contextmanager
 def given_up_soon() -> Iterator[None]:
     started_s = time.monotonic()
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(Unavailable, match="no sign of life") as caught:
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        pytest.raises(Unavailable, match="no sign of life") as caught,
+    ):
         patched.setattr(client_module, "SILENT_S", GIVEN_UP_S)
         yield
     assert GIVEN_UP_S <= time.monotonic() - started_s < GIVEN_UP_S + LATE_S
