@@ -35,6 +35,7 @@ from tests.servers.providers import Tokens
 from tests.servers.stores import bucket_url, fsspec_location
 from tests.servers.strict_store import DropAfter, Fault, Match, Status, Truncate
 from tests.servers.strict_store.server import Server, Settings
+from tests.support.examples import every_few
 
 CANARY = "C4n4ry+Sings/At=Dawn"  # with what URLs and base64 write in another way
 SESSION = f"{CANARY}-session"
@@ -44,6 +45,13 @@ LEAKING = {"botocore.auth", "botocore.endpoint"}
 DIRECTORY = "000000000010-0123456789abcdef"
 SHARD = shard_file(0, 1)
 MIB = 1 << 20
+FAULTS = (
+    Fault(action=Status(503)),
+    Fault(action=Status(403)),
+    Fault(action=Status(400, "InvalidToken")),
+    Fault(action=DropAfter(), every=2),
+    Fault(match=Match(operation="GetObject"), action=Truncate(1)),
+)
 
 
 def spellings(secret: str) -> set[str]:
@@ -226,17 +234,17 @@ def test_a_run_that_goes_well(
         assert not secrets_in(pickle.dumps(value).decode("latin-1"))
 
 
-@pytest.mark.parametrize("kind", ["s3", "gs"])
 @pytest.mark.parametrize(
-    "fault",
+    ("kind", "fault"),
     [
-        Fault(action=Status(403)),
-        Fault(action=Status(503)),
-        Fault(action=Status(400, "InvalidToken")),
-        Fault(action=DropAfter(), every=2),
-        Fault(match=Match(operation="GetObject"), action=Truncate(1)),
+        *(("s3", fault) for fault in FAULTS),
+        *every_few((("gs", fault) for fault in FAULTS), 3),
     ],
-    ids=lambda fault: f"{type(fault.action).__name__}{getattr(fault.action, 'status', '')}",
+    ids=lambda value: (
+        f"{type(value.action).__name__}{getattr(value.action, 'status', '')}"
+        if isinstance(value, Fault)
+        else value
+    ),
 )
 def test_a_store_that_fails(
     kind: str, fault: Fault, server: Server, watch: Watch, tmp_path: Path, capfd: pytest.CaptureFixture[str]

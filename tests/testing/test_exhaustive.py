@@ -14,7 +14,7 @@ NUM_STATES = 200  # of a scene, in the quick tests
 MORE_STATES = 10_000  # of a scene, in the slow ones; all of them: python -m ray_ckpt.testing --exhaustive 12
 
 
-@pytest.mark.parametrize("name", every_few(SCENES, 2))
+@pytest.mark.parametrize("name", every_few(SCENES, 3))
 def test_the_promises_hold_in_every_order(name: str) -> None:
     found = explore(name, depth=DEPTH, max_states=NUM_STATES)
     assert found.num_states > 175

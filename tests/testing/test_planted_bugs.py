@@ -48,14 +48,15 @@ NUM_SEEDS = 400
 MAX_SALVAGE_SEED = 20_000  # one seed in ten has salvages
 SILENT_SEEDS = range(60)  # of `silences`
 FIRST_SEEDS = {  # before which no schedule shows the bug; a change of the schedules moves them
-    "a_late_start_replaces_a_newer_session": 44,
+    "a_late_start_replaces_a_newer_session": 125,
     "a_node_comes_to_a_barrier_with_its_first_rank": 174,
     "a_relay_that_dies_takes_orders_along": 155,
     "a_salvage_ignores_classes": 439,
     "a_session_ends_with_its_job": 59,
     "a_session_ends_with_its_launcher": 30,
+    "acknowledge_before_the_log": 4,
+    "an_end_recorded_twice": 25,
     "commit_before_fsync": 90,
-    "an_end_recorded_twice": 23,
     "never_use_another_holder": 25,
     "ranks_do_not_report_their_group": 1000917,
     "ranks_train_when_those_of_their_node_have_restored": 748,
