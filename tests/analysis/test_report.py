@@ -765,7 +765,7 @@ def test_the_page_of_a_long_run_is_bounded(num_checkpoints: int, num_sessions: i
     assert len(json.dumps(to_json(found))) < 500_000
 
 
-@pytest.mark.parametrize("seed", every_few(range(60)))
+@pytest.mark.parametrize("seed", every_few(range(60), 10))
 def test_every_log_of_chance_has_a_page(seed: int) -> None:
     """Clocks that jump, ends that cannot be, sessions that resume from anywhere."""
     chance, log = random.Random(seed), random_log(seed)

@@ -246,23 +246,26 @@ def test_an_optimizer_of_its_own_class_is_restored_whether_or_not_it_may_begin_a
 
 @pytest.mark.parametrize(
     ("then", "now"),
-    [
-        ("AdamW", "Adam"),
-        ("Adam", "AdamW"),
-        ("Adam", "RAdam"),
-        ("AdamW", "AdamW fused"),
-        ("AdamW", "AdamW foreach"),
-        ("AdamW", "AdamW amsgrad"),  # the setting comes back too
-        ("AdamW amsgrad", "AdamW"),
-        ("SGD", "SGD momentum"),
-        ("SGD momentum", "SGD"),
-        ("SGD", "AdamW"),  # no state at all
-        ("SGD", "Adagrad"),
-        ("AdamW", "ClippedAdamW"),
-        ("ClippedAdamW", "AdamW"),
-        ("wrapped AdamW", "AdamW"),
-        ("AdamW", "wrapped AdamW"),
-    ],
+    every_few(
+        [
+            ("AdamW", "Adam"),
+            ("Adam", "AdamW"),
+            ("Adam", "RAdam"),
+            ("AdamW", "AdamW fused"),
+            ("AdamW", "AdamW foreach"),
+            ("AdamW", "AdamW amsgrad"),  # the setting comes back too
+            ("AdamW amsgrad", "AdamW"),
+            ("SGD", "SGD momentum"),
+            ("SGD momentum", "SGD"),
+            ("SGD", "AdamW"),  # no state at all
+            ("SGD", "Adagrad"),
+            ("AdamW", "ClippedAdamW"),
+            ("ClippedAdamW", "AdamW"),
+            ("wrapped AdamW", "AdamW"),
+            ("AdamW", "wrapped AdamW"),
+        ],
+        2,
+    ),
 )
 def test_state_that_fits_is_restored_whatever_the_class_is_called(
     then: str, now: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -221,10 +222,14 @@ PRIVATE = (
 )
 
 
+@cache
+def _modules() -> dict[Path, str]:
+    """Return the texts of the package's modules."""
+    return {path: path.read_text() for path in Path(torch_private.__file__).parents[1].rglob("*.py")}
+
+
 @pytest.mark.parametrize("name", PRIVATE.split())
 def test_a_private_name_is_used_in_one_module(name: str) -> None:
-    package = Path(torch_private.__file__).parents[1]
-    modules = {path: path.read_text() for path in package.rglob("*.py")}
     use = re.compile(rf"(?<!self)\.{name}\b|getattr\([^)]*\"{name}\"")
-    used_in = {path.name for path, text in modules.items() if use.search(text)}
+    used_in = {path.name for path, text in _modules().items() if use.search(text)}
     assert used_in <= {"torch_private.py"}, f"{name} is private to torch: use it in torch_private.py only"

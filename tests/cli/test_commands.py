@@ -186,7 +186,7 @@ def test_ls_in_a_narrow_terminal_keeps_a_line_per_checkpoint(
     assert all(" ".join(row).count(" d ago") == 1 for row in rows) and max(map(len, lines)) <= columns
 
 
-@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("columns", [60, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "command",
     [

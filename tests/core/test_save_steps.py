@@ -292,7 +292,7 @@ def play(seed: int, *, ranks: int = 4, seconds: float = 240.0) -> tuple[Harness,
     return run, group
 
 
-@pytest.mark.parametrize("seed", every_few(range(40), 8))
+@pytest.mark.parametrize("seed", every_few(range(40), 20))
 def test_every_attempt_of_skewed_ranks_is_complete_or_dropped(seed: int) -> None:
     run, group = play(seed)
     everywhere = set.intersection(*(set(rank.saved) for rank in group))

@@ -8,6 +8,7 @@ import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from tests.support.sample_run import RunLog
 SMALL = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1}
 
 
-def gpt2() -> Any:
-    config = transformers.GPT2Config(**SMALL, n_embd=16, n_layer=12, n_head=2, n_positions=16)
+def gpt2(num_layers: int = 2) -> Any:
+    config = transformers.GPT2Config(**SMALL, n_embd=16, n_layer=num_layers, n_head=2, n_positions=16)
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -71,7 +72,7 @@ def qwen() -> Any:
     return transformers.Qwen3ForCausalLM(config)
 
 
-MODELS = {"tied": gpt2, "untied": untied, "mixture": mixture, "tied, with norms of heads": qwen}
+MODELS = {"tied": partial(gpt2, 12), "untied": untied, "mixture": mixture, "tied, with norms of heads": qwen}
 
 
 @pytest.fixture(autouse=True)
@@ -338,7 +339,7 @@ def test_a_configuration_may_come_from_another_directory(tmp_path: Path) -> None
 
 
 def test_the_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
-    run = saved(tmp_path, gpt2())
+    run = saved(tmp_path, gpt2(12))
     untied().save_pretrained(tmp_path / "like")
     with pytest.raises(
         ConfigError, match=r"LlamaForCausalLM, which has no transformer\.h\.0.* and 14\d more"

@@ -10,7 +10,7 @@ import pytest
 from ray_ckpt.config import RunOptions
 from ray_ckpt.testing import parts, schedules
 
-NUM_SEEDS = 10
+NUM_SEEDS = 6
 SIZES = range(2, 6)  # nodes; half of the live ones have the label, in two racks
 
 
