@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -91,9 +92,13 @@ def run_start_here(
         monkeypatch.delenv(warm_start.CHECK_ENV, raising=False)
         monkeypatch.setattr(sys, "argv", ["warm_start", str(script), "--one", "two words"])
         monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+        left_s, _ = signal.setitimer(signal.ITIMER_REAL, 0.0)  # of this test
+        handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
         try:
             warm_start.main()
         finally:
+            signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, left_s)
             for name in files:
                 sys.modules.pop(name, None)
         out, err = capsys.readouterr()
