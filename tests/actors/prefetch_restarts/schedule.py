@@ -311,8 +311,10 @@ class Schedule:
         await self._let_ask(tasks, gates)
         for _ in range(self.chance.randint(0, 20)):
             await asyncio.sleep(POLL_S)
-        for task in tasks:
-            task.cancel()
+        while left := [task for task in tasks if not task.done()]:
+            for task in left:
+                task.cancel()  # once more, if `asyncio.wait_for` has swallowed it with an answer (Python 3.11)
+            await asyncio.wait(left, timeout=POLL_S)
         await asyncio.gather(*tasks, return_exceptions=True)
         self._end_ranks()
 
