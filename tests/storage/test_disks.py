@@ -308,11 +308,11 @@ def test_a_delete_goes_on_behind_a_disk_that_fails(
 
     def fail(path: Path, missing_ok: bool = False) -> None:
         if path.is_relative_to(three.roots[1]):
-            raise OSError(errno.EROFS, "Read-only file system")
+            raise OSError(errno.EPERM, "Operation not permitted")
         unlink(path, missing_ok=missing_ok)
 
     monkeypatch.setattr(Path, "unlink", fail)
-    with pytest.raises(OSError, match="Read-only"):
+    with pytest.raises(OSError, match="not permitted"):
         three.delete(UID, saved.attempt.directory)
     found = where(three, saved)
     assert found["b"] and not found["a"] and not found["c"]
@@ -320,6 +320,38 @@ def test_a_delete_goes_on_behind_a_disk_that_fails(
     monkeypatch.undo()
     three.delete(UID, saved.attempt.directory)
     assert three.directories(UID) == ()
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_delete_ends_without_a_broken_disk_and_the_disk_comes_back_with_orphans(
+    three: Disks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: int
+) -> None:
+    """The broken disk may have no file of the checkpoint; it would fail in each try all the same."""
+    old, new = sample(5), sample()
+    room = {root.name: k for k, root in enumerate(reversed(three.roots))}
+    monkeypatch.setattr(Disks, "_room", lambda self, stage: room[stage.root.name])
+    put(three, old)
+    with monkeypatch.context() as patch:
+        for call in ("stat", "open", "mkdir", "listdir", "scandir", "unlink", "rmdir"):
+            patch.setattr(os, call, dead(getattr(os, call), three.roots[broken]))
+        for saved in (old, new):
+            three.delete(UID, saved.attempt.directory)
+        three.forget(UID, ())
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    left = (old.attempt.directory,) if broken == 0 else ()
+    assert three.directories(UID) == left, "the next inventory lists what the disk has"
+    three.delete(UID, old.attempt.directory)
+    assert three.directories(UID) == ()
+
+
+def test_a_delete_fails_if_all_disks_are_broken(
+    three: Disks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(three, sample())
+    monkeypatch.setattr(os, "stat", dead(os.stat, tmp_path))
+    for _ in range(2):
+        with pytest.raises(OSError, match="Input/output"):
+            three.delete(UID, sample().attempt.directory)
 
 
 def test_one_disk_is_as_its_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

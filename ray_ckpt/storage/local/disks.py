@@ -176,8 +176,9 @@ class Disks:
     def delete(self, run_uid: str, directory: str) -> None:
         """Delete the files of one checkpoint durably, if there are any; on each disk data before manifests.
 
-        The first disk, which has the fragments, is last. If a disk fails, process the others, then
-        raise OSError.
+        The first disk, which has the fragments, is last. If a disk fails, process the others, then raise
+        OSError, unless the disk is broken and another one works: the files of a disk that comes back are
+        orphans, which the next inventory lists.
         """
         self._call_all(lambda stage: stage.delete(run_uid, directory))
 
@@ -196,7 +197,7 @@ class Disks:
         self._stage_of(run_uid, directory, file).quarantine(run_uid, directory, file)
 
     def forget(self, run_uid: str, kept: Collection[str]) -> None:
-        """Delete a run except the folders `kept`. If a disk fails, process the others, then raise OSError."""
+        """Delete a run except the folders `kept`. A disk that fails is treated as by `delete`."""
         self._call_all(lambda stage: stage.forget(run_uid, kept))
 
     # -- marks ---------------------------------------------------------------------------------------
@@ -282,8 +283,7 @@ class Disks:
         try:
             return stage.path(run_uid, directory, file).exists()
         except OSError as error:
-            is_known = stage.root in self._out and error.errno in BROKEN
-            if not is_known and not self._may_pass_over(stage, error):
+            if not self._may_pass_over(stage, error):
                 raise
             return False
 
@@ -311,27 +311,32 @@ class Disks:
     # -- failures ------------------------------------------------------------------------------------
 
     def _may_pass_over(self, stage: Staging, error: OSError) -> bool:
-        """Log the failure, exclude the disk if it is broken, and return True if another disk can be tried."""
+        """Exclude the disk if it is broken, log what is new, and return True if another disk can be tried."""
         if len(self._stages) == 1 or error.errno not in (*FULL, *BROKEN):
             return False
-        if error.errno in BROKEN and stage.root not in self._out:
+        if error.errno in FULL:
+            log.warning("the disk of %s is passed over: %s", stage.root, error)
+        elif stage.root not in self._out:
             with self._lock:
                 self._out.add(stage.root)
             log.error("the disk of %s takes no new files any more: %s", stage.root, error)
-        else:
-            log.warning("the disk of %s is passed over: %s", stage.root, error)
         return True
 
     def _call_all(self, call: Callable[[Staging], None]) -> None:
-        """Call `call` with each disk, the first disk last. Raise the first OSError when all were called."""
-        failures = []
+        """Call `call` with each disk, the first disk last. Raise an OSError when all were called.
+
+        A broken disk is passed over if another one works: it would fail in each try until a restart.
+        """
+        failures: list[OSError] = []
+        passed: list[OSError] = []
         for stage in reversed(self._stages):
             try:
                 call(stage)
             except OSError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
+                is_broken = error.errno in BROKEN and self._may_pass_over(stage, error)
+                (passed if is_broken else failures).append(error)
+        if failures or len(passed) == len(self._stages):
+            raise (*failures, *passed)[0]
 
     def _call_each(self, stages: Iterable[Staging], call: Callable[[Staging], Result]) -> list[Result]:
         """Return the results of the disks on which `call` succeeds. Raise OSError if it fails on all."""
