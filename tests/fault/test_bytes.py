@@ -101,12 +101,12 @@ def test_a_full_disk_costs_saves_and_no_training(make_rig: MakeRig) -> None:
         rig.cluster.add("small")
         rig.train(["node-a", "small"])
         rig.wait_commits(2)
-        ballast = rig.cluster.nodes["small"].staging / "ballast"
-        _fill(ballast)
+        filler = rig.cluster.nodes["small"].staging / "filler"
+        _fill(filler)
         stuck = rig.commits()[-1].step
         wait_for(lambda: rig.last_step() > stuck + 15, what="training without saves")
         saved = rig.commits()[-1].step
-        ballast.unlink()
+        filler.unlink()
         rig.wait_commits(3)
         assert rig.group is not None and not rig.group.ended()
         assert saved <= stuck + 2, "nothing was committed without its bytes"

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -92,6 +93,55 @@ def test_a_full_disk_opens_with_what_it_has_and_gets_its_space_back(
         assert len(list(stage.holdings(UID))) == len(saved.fragments) and not unfinished.exists()
         stage.delete(UID, saved.attempt.directory)
         assert stage.directories(UID) == ()
+
+
+def test_an_epoch_fits_on_a_full_disk_so_that_its_deletes_are_obeyed(tmp_path: Path) -> None:
+    """As on a real disk: each file fails from the moment on at which other programs have filled it."""
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path], capture_output=True)
+    if done.returncode:
+        pytest.skip("needs root to mount")
+    root, saved, filler = tmp_path / "stage", sample(), tmp_path / "filler"
+    others = ["1" * 32, "2" * 32]
+    try:
+        with contextlib.closing(Staging(root)) as stage:
+            put(stage, saved)
+            for uid in (UID, *others):
+                stage.write_mark(uid, run_name="gpt", storage_path="/s", epoch=3)
+            with pytest.raises(OSError, match="No space"), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            with pytest.raises(OSError, match="No space"):
+                files.write_file(root / "any", [b"x"])
+        for epoch in (4, 5):  # of two coordinators; the agent is started anew between them
+            with contextlib.closing(Staging(root)) as stage:
+                for uid in (UID, *others, "3" * 32):
+                    stage.write_mark(uid, run_name="gpt", storage_path="/s", epoch=epoch)
+                    assert stage.epoch(uid) == epoch
+                assert not (root / staging.BALLAST_FILE).exists()
+                assert len(list(stage.holdings(UID))) == len(saved.fragments)
+        with contextlib.closing(Staging(root)) as stage:
+            stage.delete(UID, saved.attempt.directory)
+            assert (root / staging.BALLAST_FILE).stat().st_size == staging.BALLAST_BYTES
+            assert stage.epoch(UID) == 5 and stage.directories(UID) == ()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_the_ballast_is_used_for_a_full_disk_only(stage: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Path:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(files, "write_temporary", fail)
+    ballast = stage.root / staging.BALLAST_FILE
+    for code, is_left in ((errno.EIO, True), (errno.EDQUOT, False), (errno.ENOSPC, False)):
+        with pytest.raises(OSError, match=os.strerror(code)):
+            stage.write_mark(UID, run_name="gpt", storage_path="/s", epoch=3)
+        assert ballast.exists() == is_left
+    stage.delete(UID, sample().attempt.directory)
+    monkeypatch.undo()
+    assert not ballast.exists() and list(stage._runs()) == [UID]
+    stage.delete(UID, sample().attempt.directory)
+    assert ballast.exists()
 
 
 def test_space_that_a_killed_agent_had_taken_is_free_before_a_new_one_writes(
@@ -217,7 +267,7 @@ def test_a_run_that_is_put_away_leaves_what_it_is_to_keep(stage: Staging) -> Non
     assert stage.directories(UID) == (kept.attempt.directory,)
     assert len([*stage.holdings(UID)]) == len(kept.fragments) and stage.epoch(UID) == 3
     stage.forget(UID, ())
-    assert names_in(stage.root) == ["agent.lock", "disk"] and stage.epoch(UID) == 0
+    assert names_in(stage.root) == ["agent.lock", "ballast", "disk"] and stage.epoch(UID) == 0
     stage.forget(UID, ())
 
 

@@ -33,6 +33,8 @@ from ray_ckpt.types import FileEntry, FragmentMetadata
 
 MARK_FILE = "run.json"  # <staging>/<run uid>/run.json: the names of the run and its highest known epoch
 DISK_FILE = "disk"  # <staging>/disk: the name of this staging folder
+BALLAST_FILE = "ballast"  # <staging>/ballast: deleted for a mark that finds the disk full
+BALLAST_BYTES = 1 << 16  # one block of the largest size that file systems have; a run folder and a mark fit
 MAX_MARK_BYTES = 1 << 16  # size of a mark file; real ones have a few hundred bytes
 _MARK_FIELDS = frozenset(("run_uid", "run_name", "storage_path", "epoch"))
 _DISK_NAME = re.compile(r"[0-9a-f]{32}\Z")
@@ -96,7 +98,7 @@ class Staging:
             try:
                 self._clean_up()
                 self.disk = self._name_disk()
-                self._probe()
+                self._write_ballast()
             except OSError:
                 self._lock.close()
                 raise
@@ -162,6 +164,9 @@ class Staging:
         delete_checkpoint_dir(folder)
         with contextlib.suppress(FileNotFoundError):
             files.fsync_dir(folder.parent)
+        with contextlib.suppress(OSError):  # the delete is done
+            if not (self.root / BALLAST_FILE).exists():
+                self._write_ballast()
 
     def quarantine(self, run_uid: str, directory: str, file: str) -> None:
         """Move a damaged file out of the checkpoint, which is no holding then; keep a few such files."""
@@ -197,13 +202,26 @@ class Staging:
     # -- marks ---------------------------------------------------------------------------------------
 
     def write_mark(self, run_uid: str, *, run_name: str, storage_path: str, epoch: int) -> None:
-        """Store the names of the run and its highest epoch durably."""
-        folder = self.root / names.check_run_uid(run_uid)
-        with self._publishing:
-            files.make_dirs(folder)
+        """Store the names of the run and its highest epoch durably.
+
+        On a full disk the ballast makes room: without the epoch, no delete of its coordinator is carried out.
+        """
+        path = self.root / names.check_run_uid(run_uid) / MARK_FILE
         document = {"run_uid": run_uid, "run_name": run_name, "storage_path": storage_path, "epoch": epoch}
         data = jsontext.dumps_sealed(document, what="The run's mark", max_bytes=MAX_MARK_BYTES)
-        files.write_file(folder / MARK_FILE, [data])
+        try:
+            self._write_mark(path, data)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            (self.root / BALLAST_FILE).unlink(missing_ok=True)  # another run may have used it a moment ago
+            files.fsync_dir(self.root)  # some file systems free the blocks with their journal only
+            self._write_mark(path, data)
+
+    def _write_mark(self, path: Path, data: bytes) -> None:
+        with self._publishing:
+            files.make_dirs(path.parent)
+        files.write_file(path, [data])
 
     def marks(self, run_name: str, storage_path: str) -> tuple[RunMark, ...]:
         """Return the marks of all runs with this name and storage path; normally there is one."""
@@ -281,10 +299,13 @@ class Staging:
         files.write_file(path, [name.encode()])
         return name
 
-    def _probe(self) -> None:
-        """Write a file. Raise OSError, unless the disk is full: its files are read, and deletes make room."""
+    def _write_ballast(self) -> None:
+        """Write the ballast, of bytes that no file system can compress; at the start, this tests the disk.
+
+        Raise OSError, unless the disk is full: its files are read, and deletes make room.
+        """
         try:
-            files.write_temporary(self.root, [b"probe"]).unlink()
+            files.write_file(self.root / BALLAST_FILE, [os.urandom(BALLAST_BYTES)])
         except OSError as error:
             if error.errno not in FULL:
                 raise
