@@ -24,13 +24,14 @@ MAX_AT_A_TICK = 12  # calls in one tick; more nodes are read with one call throu
 
 
 class DiskReadings:
-    """The queue of nodes whose disks are to be read."""
+    """The nodes whose disks are to be read; those of runs without a group get what is left of a tick."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._due: deque[tuple[Run, str]] = deque()
+        self._idle: deque[tuple[Run, str]] = deque()  # of runs without a group
         self._looked_s = -math.inf  # when nodes were last added (monotonic)
-        self._idle_s = -math.inf  # when nodes of idle runs were last added (monotonic)
+        self._idle_s = -math.inf  # when nodes of runs without a group were last added (monotonic)
 
     def begin_due(self, now_s: float) -> None:
         """Begin the readings of one tick: first those of the fullest disks, then those of the next nodes."""
@@ -39,11 +40,14 @@ class DiskReadings:
             if self._due:
                 self._due.extendleft(self._fullest())
             else:
-                self._due.extend(self._all(now_s))
+                self._due.extend(self._all(has_group=True))
+        if now_s - self._idle_s >= IDLE_EVERY_S and not self._idle:
+            self._idle_s = now_s
+            self._idle.extend(self._all(has_group=False))
         engine = self._engine
         by_run: dict[Run, list[str]] = {}
-        for _ in range(min(len(self._due), max(MAX_AT_A_TICK, engine.relay_nodes))):
-            run, node = self._due.popleft()
+        for _ in range(min(len(self._due) + len(self._idle), max(MAX_AT_A_TICK, engine.relay_nodes))):
+            run, node = (self._due or self._idle).popleft()
             if node in run.host.nodes.opened and node in engine.agents.nodes:
                 by_run.setdefault(run, []).append(node)
         for run, nodes in by_run.items():
@@ -53,14 +57,11 @@ class DiskReadings:
                 for node in nodes:
                     engine.spawn(read_disk(engine, run, node, AGENT_CALL_S))
 
-    def _all(self, now_s: float) -> Iterable[tuple[Run, str]]:
-        with_idle = now_s - self._idle_s >= IDLE_EVERY_S
-        if with_idle:
-            self._idle_s = now_s
+    def _all(self, *, has_group: bool) -> Iterable[tuple[Run, str]]:
         agents = self._engine.agents.nodes
         for run in self._engine.runs:
-            run.seen_disks = run.disks_of(agents)
-            if with_idle or not run.machine.view.is_idle:
+            if run.machine.view.has_group == has_group:
+                run.seen_disks = run.disks_of(agents)
                 yield from ((run, node) for node in sorted(run.host.nodes.opened & agents))
 
     def _fullest(self) -> list[tuple[Run, str]]:
@@ -68,7 +69,7 @@ class DiskReadings:
         read = (
             (disk.free_bytes / max(disk.total_bytes, 1), node, run)
             for run in self._engine.runs
-            if not run.machine.view.is_idle
+            if run.machine.view.has_group
             for node, disk in run.seen_disks.items()
         )
         fullest = heapq.nsmallest(MAX_AT_A_TICK, read, key=lambda found: found[:2])

@@ -19,6 +19,7 @@ from ray_ckpt.actors.coordinator.watch import TICK_S
 from ray_ckpt.actors.messages import PassedAnswers, PassedOrder
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.values import DiskSpace
+from ray_ckpt.format import records as r
 from tests.actors.test_overview import trained
 from tests.actors.test_shutdown import SPEC, make_engine, training
 from tests.core.driver import Harness
@@ -134,6 +135,37 @@ def test_disks_of_an_idle_run_are_read_rarely_and_runs_share_the_readings() -> N
         found = await nodes.wait(2 * IDLE_EVERY_S)
         assert {found["quiet", node] for node in nodes.names} == {2}
         assert {found[busy.run_uid, node] for node in nodes.names} == {2 * IDLE_EVERY_S / LOOK_EVERY_S}
+
+    asyncio.run(reads())
+
+
+def unsettled() -> Harness:
+    """Return a run without a group that has a record left to write, as while the storage path is away."""
+    run = idle()
+    run.machine._context.ledger.append(r.Collected(attempt="x"))
+    assert not run.machine.view.has_group and not run.machine.view.is_idle
+    return run
+
+
+@pytest.mark.parametrize("quiet", [idle, unsettled])
+@pytest.mark.parametrize("relay_nodes", [0, 64])
+def test_many_runs_without_a_group_do_not_delay_a_run_at_work(
+    quiet: Callable[[], Harness], relay_nodes: int
+) -> None:
+    async def reads() -> None:
+        engine = make_engine()
+        engine.relay_nodes = relay_nodes
+        harness = quiet()
+        others = [training(engine, harness, replace(SPEC, name=f"quiet{k:03}")) for k in range(300)]
+        busy = training(engine)
+        harness.machine.history.run_uid = "quiet"
+        nodes = Nodes(engine, *others, busy, num_nodes=3)
+        found = await nodes.wait(TICK_S)
+        assert {found[busy.run_uid, node] for node in nodes.names} == {1}, "at once"
+        await nodes.wait(LOOK_EVERY_S - TICK_S)
+        found = await nodes.wait(5 * LOOK_EVERY_S)
+        assert {found[busy.run_uid, node] for node in nodes.names} == {5}
+        assert all(run.seen_disks.keys() == set(nodes.names) for run in others), "each has its turn"
 
     asyncio.run(reads())
 
