@@ -403,7 +403,10 @@ def _same_kind(value: Any, mapped: dict[Any, Any]) -> Any:
 
 
 def replace_refs(tree: Any, found: Callable[[TensorRef, tuple[str, ...]], Any]) -> Any:
-    """Rebuild a saved tree with `found(ref, path)` in place of each TensorRef, and with torch's dtypes."""
+    """Rebuild a saved tree with `found(ref, path)` in place of each TensorRef, and with torch's dtypes.
+
+    Values that are loaded already, such as dtypes of torch, stay as they are.
+    """
     return _replaced(found, tree, ())
 
 
@@ -412,6 +415,8 @@ def _replaced(found: Callable[[TensorRef, tuple[str, ...]], Any], value: Any, pa
         return found(value, path)
     if isinstance(value, TorchDtype):
         return _dtype(value.name)
+    if isinstance(value, torch.dtype):
+        return value
     # An inner function that calls itself would be a cycle, which keeps the tensors of `found` alive.
     return map_leaves(value, partial(_replaced, found), path)
 

@@ -114,6 +114,18 @@ def test_a_tensor_of_another_form_on_another_rank_is_left_out(tmp_path: Path) ->
         assert into["data"]["seen"].tolist() == [0, 1, 2]
 
 
+def test_tensors_in_tuples_are_exported(tmp_path: Path) -> None:
+    """DCP takes a tuple as one value, whatever is in it."""
+    carry = {"hidden": (torch.ones(2), torch.zeros(2)), "seen": [3, (torch.arange(2), torch.bfloat16)]}
+    save(RunLog(folder=tmp_path / "gpt"), [{"carry": adapt("carry", carry, {})}])
+    assert export(tmp_path / "gpt", tmp_path / "out", "--to", "dcp") == 0
+    dcp_to_torch_save(tmp_path / "out", tmp_path / "all.pt")
+    found = torch.load(tmp_path / "all.pt", weights_only=True)["carry"]
+    assert [each.tolist() for each in found["hidden"]] == [[1, 1], [0, 0]]
+    (count, (positions, dtype)) = found["seen"]
+    assert (count, positions.tolist(), dtype) == (3, [0, 1], torch.bfloat16)
+
+
 def test_damage_leaves_no_directory(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     for shard in run.directory(30).glob("*.safetensors"):

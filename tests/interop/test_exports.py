@@ -70,3 +70,24 @@ def test_groups_of_megatron_need_no_parameters(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "step_3.pt")
     imported("pt", tmp_path / "step_3.pt", tmp_path / "runs/gpt")
     assert export(tmp_path / "runs/gpt", tmp_path / "out", "--to", "torch_dist") == 0
+
+
+def test_tensors_in_the_groups_of_an_optimizer_are_exported(tmp_path: Path) -> None:
+    """As of `AdamW(parameters, lr=torch.tensor(0.125))`, whose state is restored by torch alone."""
+    betas = (torch.tensor(0.5), torch.tensor(0.75))
+    group = {"lr": torch.tensor(0.125), "betas": betas, "dtype": torch.bfloat16, "params": ["w"]}
+    state = {"w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}}
+    client = {"carry": (torch.zeros(2),), "dtype": torch.float16}
+    whole = {"model": WEIGHTS, "optimizer": {"state": state, "param_groups": [group]}, "client": client}
+    torch.save(whole, tmp_path / "step_3.pt")
+    imported("pt", tmp_path / "step_3.pt", tmp_path / "runs/gpt")
+    for form in ("universal", "torch_dist"):
+        assert export(tmp_path / "runs/gpt", tmp_path / form, "--to", form) == 0
+    folder = tmp_path / "universal/global_step3"
+    saved = torch.load(folder / "zero/optimizer_state.pt")
+    common = torch.load(tmp_path / "torch_dist/common.pt")
+    groups = (saved["param_groups"], saved["optimizer_state_dict"]["param_groups"])
+    for (found,) in (*groups, common["optimizer"]["optimizer"]["param_groups"]):
+        assert found == {**group, "params": [0]}
+    kept = torch.load(folder / "mp_rank_00_model_states.pt")
+    assert kept["dtype"] is torch.float16 and kept["carry"][0].tolist() == [0, 0]

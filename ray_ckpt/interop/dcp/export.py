@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ray_ckpt.capture.walk import replace_refs
 from ray_ckpt.catalog.export import export_folder
 from ray_ckpt.catalog.lazy_tensor import LazyTensor
 from ray_ckpt.catalog.load import OpenedCheckpoint
@@ -32,6 +31,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.interop.dcp.names import as_bytes, flat
 from ray_ckpt.interop.dcp.state import OWN_ITEMS, WHOLE, is_whole
+from ray_ckpt.interop.exporters.trees import with_tensors
 from ray_ckpt.types import ProgressCallback
 
 METADATA, DATA = ".metadata", "__0_0.distcp"
@@ -49,8 +49,8 @@ def export_dcp(
     """Write a durable checkpoint to the folder `out` and return the files. Memory holds one saved slice.
 
     The state dict has the items by name; with `item`, it is the state of that item. Values that differ
-    between ranks are those of rank 0. Random state, which DCP does not have, is left out. `progress` is
-    called with the bytes of each slice.
+    between ranks are those of rank 0. A tuple is one value for DCP: its tensors are loaded with it. Random
+    state, which DCP does not have, is left out. `progress` is called with the bytes of each slice.
 
     Raises ConfigError if there is no such item or `out` cannot be used, RestoreError or CorruptionError for
     damage, OSError if `out` cannot be written.
@@ -100,7 +100,7 @@ class _Writing:
             return
         self._described[name] = BytesStorageMetadata()
         start = file.tell()
-        file.write(as_bytes(value).getbuffer())
+        file.write(as_bytes(with_tensors(value, self._tensors)).getbuffer())
         self._places[MetadataIndex(name)] = _place(start, file)
 
     def _add_tensor(self, file: IO[bytes], name: str, key: str) -> None:
@@ -142,8 +142,7 @@ def _state(checkpoint: OpenedCheckpoint, item: str | None) -> dict[str, Any]:
         raise ConfigError(
             f"There is no item {item!r} that is a dict.", hint=f"There are {', '.join(sorted(trees))}."
         )
-    state = trees if item is None else trees[item]
-    return dict(replace_refs(state, lambda ref, path: ref))
+    return trees if item is None else dict(trees[item])
 
 
 def _spans(chunk: ChunkStorageMetadata) -> tuple[slice, ...]:

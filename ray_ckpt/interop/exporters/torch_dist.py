@@ -23,6 +23,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.interop.dcp.export import DATA, METADATA, write_entries
 from ray_ckpt.interop.exporters.optimizer_tree import STEP, check_optimizer, common_step
+from ray_ckpt.interop.exporters.trees import with_tensors
 from ray_ckpt.interop.packages import require
 from ray_ckpt.types import ProgressCallback
 
@@ -62,7 +63,7 @@ def export_torch_dist(
             raise ConfigError(f"The item {name!r} is no dict.", hint="Save it under another name.")
     entries = dict(_weights(trees, item or MODEL)) | dict(_optimizer(trees))
     entries |= dict(_objects(checkpoint, trees))
-    common = _common(checkpoint, trees, tensors)
+    common = with_tensors(_common(checkpoint, trees, tensors), tensors)
     with export_folder(out, force=force) as folder:
         write_entries(folder, tensors, entries, None, progress=progress)
         with (folder / COMMON_FILE).open("wb") as file:

@@ -24,6 +24,7 @@ from ray_ckpt.catalog.load import OpenedCheckpoint
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.interop.exporters.optimizer_tree import STEP, check_optimizer, common_step
+from ray_ckpt.interop.exporters.trees import with_tensors
 from ray_ckpt.types import ProgressCallback
 
 LATEST_FILE = "latest_universal"
@@ -62,7 +63,7 @@ def export_universal(
         for name, value in _files(state, checkpoint, progress or (lambda nbytes: None)):
             path = folder / tag / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            _save(value, path)
+            _save(with_tensors(value, tensors), path)
             written.append(out / tag / name)
         (folder / LATEST_FILE).write_text(tag)
     return (*written, out / LATEST_FILE)
