@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.catalog.test_export import export
+from tests.catalog.test_load import items_of, save
 from tests.interop.imports import imported
+from tests.support.sample_run import RunLog
 
 WEIGHTS = {"w": torch.ones(2)}
 GROUP = {"lr": 0.1, "params": ["w"]}
@@ -91,3 +93,29 @@ def test_tensors_in_the_groups_of_an_optimizer_are_exported(tmp_path: Path) -> N
         assert found == {**group, "params": [0]}
     kept = torch.load(folder / "mp_rank_00_model_states.pt")
     assert kept["dtype"] is torch.float16 and kept["carry"][0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("form", "lacking"),
+    [("dcp", 2), ("universal", 1), ("torch_dist", 1), ("dcp --item model", 1), ("dcp --item optimizer", 0)],
+)
+def test_tensors_that_only_other_ranks_have_are_not_left_out(
+    form: str, lacking: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a pipeline; the data of each rank is its own."""
+    ranks = []
+    for rank in range(2):
+        stage = {"critic": {"v": torch.ones(1)}} if rank else {}
+        model = {f"layers.{rank}": torch.ones(2)}
+        optimizer = {"state": {}, "param_groups": [{"lr": 0.1, "params": ["layers.0"]}]}
+        ranks.append(items_of(model=model, optimizer=optimizer, **stage))
+    save(RunLog(folder=tmp_path / "gpt"), ranks)
+    done = export(tmp_path / "gpt", tmp_path / "out", "--to", *form.split())
+    if not lacking:
+        assert done == 0
+        return
+    error = capsys.readouterr().err
+    first = "critic.v" if lacking == 2 else "model.layers.1"
+    assert done == 2 and not (tmp_path / "out").exists()
+    count = "2 tensors, such as" if lacking == 2 else "1 tensor:"
+    assert f"Rank 0 lacks {count} {first}, which" in error and "--to safetensors" in error

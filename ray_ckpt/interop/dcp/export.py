@@ -31,7 +31,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.interop.dcp.names import as_bytes, flat
 from ray_ckpt.interop.dcp.state import OWN_ITEMS, WHOLE, is_whole
-from ray_ckpt.interop.exporters.trees import with_tensors
+from ray_ckpt.interop.exporters.trees import check_whole, with_tensors
 from ray_ckpt.types import ProgressCallback
 
 METADATA, DATA = ".metadata", "__0_0.distcp"
@@ -52,10 +52,10 @@ def export_dcp(
     between ranks are those of rank 0. A tuple is one value for DCP: its tensors are loaded with it. Random
     state, which DCP does not have, is left out. `progress` is called with the bytes of each slice.
 
-    Raises ConfigError if there is no such item or `out` cannot be used, RestoreError or CorruptionError for
-    damage, OSError if `out` cannot be written.
+    Raises ConfigError if there is no such item, if only other ranks have some of its tensors, or if `out`
+    cannot be used; RestoreError or CorruptionError for damage; OSError if `out` cannot be written.
     """
-    entries, paths = flat(_state(checkpoint, item))
+    entries, paths = flat(_state(checkpoint, tensors, item))
     with export_folder(out, force=force) as folder:
         write_entries(folder, tensors, entries, paths, progress=progress)
     return out / DATA, out / METADATA
@@ -133,7 +133,9 @@ class _Writing:
         )
 
 
-def _state(checkpoint: OpenedCheckpoint, item: str | None) -> dict[str, Any]:
+def _state(
+    checkpoint: OpenedCheckpoint, tensors: Mapping[str, LazyTensor], item: str | None
+) -> dict[str, Any]:
     """Return the nested state dict, with TensorRef in place of tensors."""
     trees = {name: tree for name, tree in checkpoint.saved().trees.items() if name not in OWN_ITEMS}
     if item is None and is_whole(trees):
@@ -142,6 +144,7 @@ def _state(checkpoint: OpenedCheckpoint, item: str | None) -> dict[str, Any]:
         raise ConfigError(
             f"There is no item {item!r} that is a dict.", hint=f"There are {', '.join(sorted(trees))}."
         )
+    check_whole(trees, tensors, None if item is None else (item,))
     return trees if item is None else dict(trees[item])
 
 

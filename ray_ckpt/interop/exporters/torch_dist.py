@@ -23,7 +23,7 @@ from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.interop.dcp.export import DATA, METADATA, write_entries
 from ray_ckpt.interop.exporters.optimizer_tree import STEP, check_optimizer, common_step
-from ray_ckpt.interop.exporters.trees import with_tensors
+from ray_ckpt.interop.exporters.trees import check_whole, with_tensors
 from ray_ckpt.interop.packages import require
 from ray_ckpt.types import ProgressCallback
 
@@ -53,14 +53,16 @@ def export_torch_dist(
     there is one, with the groups of the optimizer and the scheduler. Other items are left out. `progress` is
     called with the bytes of each slice.
 
-    Raises ConfigError if there is no such item, if the optimizer, the objects or the common values have a
-    form that Megatron cannot take, or if `out` cannot be used; RestoreError or CorruptionError for damage;
+    Raises ConfigError if there is no such item, if only other ranks have some of its tensors, if the
+    optimizer, the objects or the common values have a form that Megatron cannot take, or if `out` cannot be
+    used; RestoreError or CorruptionError for damage;
     OSError if `out` cannot be written.
     """
     trees = checkpoint.saved().trees
     for name in (OBJECTS, COMMON):
         if not isinstance(trees.get(name, {}), dict):
             raise ConfigError(f"The item {name!r} is no dict.", hint="Save it under another name.")
+    check_whole(trees, tensors, (item or MODEL, OPTIMIZER, "scheduler", OBJECTS, COMMON))
     entries = dict(_weights(trees, item or MODEL)) | dict(_optimizer(trees))
     entries |= dict(_objects(checkpoint, trees))
     common = with_tensors(_common(checkpoint, trees, tensors), tensors)

@@ -24,7 +24,7 @@ from ray_ckpt.catalog.load import OpenedCheckpoint
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.interop.exporters.optimizer_tree import STEP, check_optimizer, common_step
-from ray_ckpt.interop.exporters.trees import with_tensors
+from ray_ckpt.interop.exporters.trees import check_whole, with_tensors
 from ray_ckpt.types import ProgressCallback
 
 LATEST_FILE = "latest_universal"
@@ -51,8 +51,9 @@ def export_universal(
     `scheduler` and `client`, and the counters of `deepspeed`, go along. `progress` is called with the bytes
     of each tensor.
 
-    Raises ConfigError if an item is missing, or has state that DeepSpeed does not load, or `out` cannot be
-    used; RestoreError or CorruptionError for damage; OSError if `out` cannot be written.
+    Raises ConfigError if an item is missing, or has state that DeepSpeed does not load, if only other ranks
+    have some of its tensors, or if `out` cannot be used; RestoreError or CorruptionError for damage; OSError
+    if `out` cannot be written.
     """
     state = _State.of(checkpoint, tensors, item or "model")
     tag = f"global_step{checkpoint.step}"
@@ -84,6 +85,7 @@ class _State:
         trees = checkpoint.saved().trees
         refs = _dict(trees, item)
         optimizer = _dict(trees, "optimizer")
+        check_whole(trees, tensors, (item, "optimizer", "scheduler", "client"))
         check_optimizer(optimizer)
         if not {"state", "param_groups"} <= optimizer.keys():
             raise ConfigError("The item 'optimizer' has no state or no param_groups.")
