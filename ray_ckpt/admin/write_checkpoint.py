@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 from typing_extensions import Buffer
 
 from ray_ckpt.admin.rollback import LogTail, checked, open_log, read_tail, write_ops
+from ray_ckpt.catalog.catalog import find_runs, runs_text
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, Fenced
 from ray_ckpt.format import names
@@ -82,8 +83,8 @@ def open_or_begin(
 ) -> tuple[RemoteTier, LogTail]:
     """Open the run at `path`, `<storage_path>/<run>`; without a run there, return an empty log.
 
-    Writes nothing. Raises the errors of `Catalog`, and ConfigError if a new run cannot have that name or
-    its storage path is a folder that does not exist.
+    Writes nothing. Raises the errors of `Catalog`, and ConfigError if a new run cannot have that name, if
+    its storage path is a folder that does not exist, or if `path` holds runs, which a run there would hide.
     """
     where = locate(path)
     tier = RemoteTier(where / names.SERVICE_DIR, storage_options)
@@ -93,6 +94,12 @@ def open_or_begin(
         return open_log(path, storage_options)
     names.check_run_name(where.name)
     _check_storage_path(where.parent)
+    if runs := find_runs(where, storage_options):
+        raise ConfigError(
+            f"{where} holds the runs {runs_text(runs)}.",
+            hint="Give <storage_path>/<run name>.",
+            path=str(where),
+        )
     return tier, LogTail(history=RunHistory(), last_s=None)
 
 

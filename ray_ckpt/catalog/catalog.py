@@ -505,15 +505,19 @@ def _run_at(location: Location, storage_options: Mapping[str, str] | None) -> Lo
         files = open_store(location, storage_options)[0]
         if (run := _run_in(location, files)) is not None:
             return run
-        found = [run.name for run in _runs_in(location, files)]
-    more = f" and {len(found) - _MAX_NAMED_RUNS} more" if len(found) > _MAX_NAMED_RUNS else ""
+        found = _runs_in(location, files)
     hint = "Give <storage_path>/<run name>, as in the RunConfig of the training."
     if found:
-        listed = ", ".join(found[:_MAX_NAMED_RUNS])
-        hint = f"It holds the runs {listed}{more}; open {location / found[0]}, for example."
+        hint = f"It holds the runs {runs_text(found)}; open {found[0]}, for example."
     elif beside := _names_beside(location, storage_options):
         hint = f"Beside it are other runs. {did_you_mean(location.name, beside)}"
     raise NoRun(f"There is no run at {location}.", hint=hint, path=str(location))
+
+
+def runs_text(runs: Sequence[Location]) -> str:
+    """Return a text such as `bert, gpt and 3 more`."""
+    more = f" and {len(runs) - _MAX_NAMED_RUNS} more" if len(runs) > _MAX_NAMED_RUNS else ""
+    return ", ".join(run.name for run in runs[:_MAX_NAMED_RUNS]) + more
 
 
 def _names_beside(location: Location, storage_options: Mapping[str, str] | None) -> list[str]:

@@ -14,7 +14,7 @@ from ray_ckpt.admin import rollback
 from ray_ckpt.admin.rollback import QUIET_S, plan_rollback, read_tail, roll_back
 from ray_ckpt.admin.write_checkpoint import NewCheckpoint, left_aside, open_or_begin, write_checkpoint
 from ray_ckpt.analysis.goodput import measure_goodput
-from ray_ckpt.catalog.catalog import Catalog, verify_directory
+from ray_ckpt.catalog.catalog import Catalog, find_runs, verify_directory
 from ray_ckpt.cli import app
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.ownership import check_claim
@@ -235,6 +235,18 @@ def test_an_owner_that_the_log_cannot_hold_leaves_nothing(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"The log cannot hold that.*surrogates"):
         write_checkpoint(tier, tail.history, new(), owner="\udcff", now_s=START_S, pause=refuse)
     assert directories(run) == before and len([*(run / "ray_ckpt/log").iterdir()]) == seq
+
+
+def test_a_folder_that_holds_runs_becomes_no_run(tmp_path: Path) -> None:
+    """A run there would hide them: `ls` of the folder would show its checkpoints."""
+    (tmp_path / "runs").mkdir()
+    for name in ("gpt", "bert"):
+        write_run(tmp_path / "runs", name, steps=(10,))
+    with pytest.raises(ConfigError, match=r"runs holds the runs bert, gpt\. Give .*/<run name>"):
+        write(tmp_path / "runs", new())
+    assert [run.name for run in find_runs(tmp_path / "runs")] == ["bert", "gpt"]
+    write(tmp_path / "runs/llama", new())
+    assert len(find_runs(tmp_path / "runs")) == 3
 
 
 @pytest.mark.parametrize("name", ["-x", "a b"])
