@@ -165,6 +165,7 @@ def check_run_name(name: str) -> str:
     if not _RUN_NAME.match(name):
         raise ConfigError(
             f"The run name {name!r} cannot be a folder name.",
-            hint="Use 1 to 200 letters, digits, '_', '-', '.', '=' or '+', and do not start with '.' or '-'.",
+            hint="Use 1 to 200 of A-Z, a-z, 0-9, '_', '-', '.', '=' or '+', and begin with a letter, a digit "
+            "or '_'.",
         )
     return name

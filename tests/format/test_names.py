@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_ckpt.errors import FormatError
+from ray_ckpt.errors import ConfigError, FormatError
 from ray_ckpt.format import names
 
 
@@ -35,3 +35,12 @@ def test_only_ascii_digits_are_numbers_in_names() -> None:
     assert not names.is_directory_name(f"{digit * 12}-0123456789abcdef")
     for name in (names.shard_file(0, 1, 1), names.state_file(0, 1), names.fragment_file(0, 1)):
         assert names.is_file_name(name) and not names.is_file_name(name.replace("1.", f"{digit}."))
+
+
+def test_a_bad_run_name_gets_the_whole_rule() -> None:
+    for name in ("gpt", "_x", "0", "a.b=c+d-e", "x" * 200):
+        assert names.check_run_name(name) == name
+    for name in ("", "a b", "a/b", "x" * 201, *(f"{first}a" for first in ".-=+")):
+        with pytest.raises(ConfigError) as caught:
+            names.check_run_name(name)
+        assert caught.value.hint.endswith("and begin with a letter, a digit or '_'.")
