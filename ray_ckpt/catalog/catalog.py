@@ -144,6 +144,11 @@ class Catalog:
         return self._history.lineage()
 
     @property
+    def lost_exported(self) -> tuple[CheckpointInfo, ...]:
+        """The lost checkpoints of which the storage path still has some items, in log order."""
+        return self._history.lost_exported()
+
+    @property
     def suspect(self) -> CheckpointInfo | None:
         """The newest checkpoint of the last session with replicas that differed; None if there is none.
 
@@ -201,7 +206,7 @@ class Catalog:
         names a newer one with these items that is not of the lineage.
         """
         ends = self._history.branch_points()
-        known = (c for c in (*self.checkpoints, *self._history.lost_exported()) if c.exported)
+        known = (c for c in (*self.checkpoints, *self.lost_exported) if c.exported)
         exported = [c for c in known if set(items) <= set(c.exported_items)]
         found = [*exported, *(c for c in self.checkpoints if c.level is Level.DURABLE)]
         found = [c for c in found if c.seq <= ends.get(c.id.session, -1)]
@@ -247,7 +252,7 @@ class Catalog:
         step = whole_number(step, "step")
         if (view := self.find(step)) is not None:
             return self._durable_instead(view)
-        if lost := [c for c in self._history.lost_exported() if c.step == step]:
+        if lost := [c for c in self.lost_exported if c.step == step]:
             return self.view(lost[-1])
         raise ConfigError(
             f"Run {self.run_name} has no live checkpoint of step {step}.",

@@ -58,7 +58,12 @@ def verify(
         option("--step", "This step instead of the newest durable (with --address: live) one."),
     ] = None,
     all: Annotated[
-        bool, option("--all", "All durable (with --address: live) checkpoints of the run.")
+        bool,
+        option(
+            "--all",
+            "All durable checkpoints of the run, and the items that lost ones have left on the storage path; "
+            "with --address: all live checkpoints.",
+        ),
     ] = False,
     plan: Annotated[
         bool,
@@ -208,6 +213,8 @@ def _show(
             if (info := looked.info) is not None:
                 for remark in remarks(info, looked.groups):
                     stdout().print_line(f"Step {info.step}: {remark}.")
+                if info.state == "lost":
+                    stdout().print_line(f"Step {info.step}: the nodes have lost the other items.")
         if left_out:
             count = count_text(len(left_out), "step")
             stdout().print_line(f"Not verified: {count} in the cluster only ({steps_text(left_out)}).")
@@ -253,7 +260,9 @@ def _targets(
     durable = [view for view in catalog if view.where is not None]
     if step is not None:
         durable = [view for view in (catalog[step],) if view.where is not None]
-    elif not all:
+    elif all:
+        durable += [view for view in map(catalog.view, catalog.lost_exported) if view.where is not None]
+    else:
         durable = [view for view in (catalog.newest(Level.DURABLE),) if view is not None] or durable[-1:]
     if not durable:
         what = "it has no durable checkpoint" if step is None else f"step {step} is in the cluster only"

@@ -364,6 +364,31 @@ def test_items_outlive_a_lost_checkpoint(run: SampleRun, disks: list[Disks], tie
     assert [view.items for view in Catalog(run.folder).views(all=True)] == ["", ""]
 
 
+def test_verify_of_all_reads_the_items_of_lost_checkpoints(
+    run: SampleRun, disks: list[Disks], tier: RemoteTier
+) -> None:
+    """`load("model")` returns them."""
+    exported = export(run, disks, tier)
+    run.log.append(records.Lost(attempt=exported.attempt, reason="all nodes are gone"))
+
+    def verify(*words: str) -> Result:
+        return CliRunner().invoke(app, ["verify", str(run.folder), *words], catch_exceptions=False)
+
+    found = verify("--all")
+    assert found.exit_code == 0 and f"{folder(run)}: ok; it has only model" in found.stdout
+    assert f"Step {STEP}: the nodes have lost the other items." in found.stdout
+    assert found.stdout.count(": ok;") == 2 and str(folder(run)) not in verify().stdout
+    assert f"{folder(run)}: ok" in verify("--all", "--plan").stdout
+    shard = next(folder(run).glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    found = verify("--all")
+    assert found.exit_code == 1 and f"{folder(run)}: DAMAGED" in found.stdout
+    run.log.append(records.Retired(attempt=exported.attempt, reason="newer items"))
+    assert verify("--all").exit_code == 0
+
+
 def test_a_warning_names_newer_items_off_the_lineage(
     run: SampleRun, disks: list[Disks], tier: RemoteTier, caplog: pytest.LogCaptureFixture
 ) -> None:
