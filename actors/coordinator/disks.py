@@ -77,10 +77,17 @@ class DiskReadings:
 
 
 async def read_disk(engine: Engine, run: Run, node: str, wait_s: float) -> None:
-    """Read the space of a node's disks for the run; keep the last reading if the agent does not answer."""
-    with contextlib.suppress(ray.exceptions.RayError, TimeoutError, KeyError):
+    """Read the space of a node's disks for the run; keep the last reading if the agent does not answer.
+
+    An agent that is found dead is replaced: perhaps no rank runs on its node that has noticed it.
+    """
+    try:
         disk = engine.agents.call(node, "disk", run.run_uid)
         run.disks[node] = run.seen_disks[node] = await asyncio.wait_for(disk, wait_s)
+    except ray.exceptions.ActorDiedError:
+        engine.spawn(engine.restart_agent(node))
+    except (ray.exceptions.RayError, TimeoutError, KeyError):
+        return
 
 
 async def _read_through_relay(engine: Engine, run: Run, nodes: Sequence[str]) -> None:

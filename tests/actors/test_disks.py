@@ -10,8 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
-from ray_ckpt.actors.coordinator.disks import IDLE_EVERY_S, LOOK_EVERY_S, MAX_AT_A_TICK, DiskReadings
+from ray_ckpt.actors.coordinator.disks import (
+    IDLE_EVERY_S,
+    LOOK_EVERY_S,
+    MAX_AT_A_TICK,
+    DiskReadings,
+    read_disk,
+)
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.run import Run
 from ray_ckpt.actors.coordinator.status import StatusReader
@@ -25,6 +32,29 @@ from tests.actors.test_shutdown import SPEC, make_engine, training
 from tests.core.driver import Harness
 
 SIZE = 10_000
+
+
+def test_an_agent_that_is_found_dead_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a node without ranks nothing else may notice its death."""
+    restarted: list[str] = []
+
+    async def restart(node: str) -> None:
+        restarted.append(node)
+
+    def died(run_uid: str) -> None:
+        raise ray.exceptions.ActorDiedError
+
+    async def look() -> None:
+        engine = make_engine()
+        run = training(engine)
+        monkeypatch.setattr(engine, "restart_agent", restart)
+        engine.agents._actors["a"] = SimpleNamespace(disk=SimpleNamespace(remote=died))
+        await read_disk(engine, run, "a", 1.0)
+        await read_disk(engine, run, "not here", 1.0)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(look())
+    assert restarted == ["a"]
 
 
 class Nodes:

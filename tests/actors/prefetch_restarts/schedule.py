@@ -313,7 +313,7 @@ class Schedule:
             await asyncio.sleep(POLL_S)
         while left := [task for task in tasks if not task.done()]:
             for task in left:
-                task.cancel()  # once more, if `asyncio.wait_for` has swallowed it with an answer (Python 3.11)
+                task.cancel()  # `asyncio.wait_for` of Python 3.11 may swallow it with an answer
             await asyncio.wait(left, timeout=POLL_S)
         await asyncio.gather(*tasks, return_exceptions=True)
         self._end_ranks()
