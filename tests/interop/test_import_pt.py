@@ -7,6 +7,7 @@ import os
 import pickle
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from ray_ckpt.interop.importers import archive as archives
 from ray_ckpt.interop.importers import unpickler
 from ray_ckpt.interop.importers.torch_file import read_file
 from tests.interop.imports import assert_same, imported, make, restore, trained
+from tests.support.examples import every_few
+
+PREFIXES = ("module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.")
+WRAPPERS = (lambda model: model, nn.DataParallel, torch.compile)
 
 
 def saved(value: object, tmp_path: Path, name: str = "step_3.pt", **options: Any) -> Path:
@@ -48,10 +53,9 @@ def test_state_dicts_are_items_and_restore_through_a_checkpointer(tmp_path: Path
     assert later.state_dict()["step_size"] == 3
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
-@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel, torch.compile])
+@pytest.mark.parametrize(("wrap", "prefix"), every_few(product(WRAPPERS, PREFIXES), 3))
 def test_a_model_that_was_saved_in_a_wrapper_restores_into_any_module(
-    tmp_path: Path, prefix: str, wrap: Any
+    tmp_path: Path, wrap: Any, prefix: str
 ) -> None:
     model, optimizer = trained()
     named = {f"{prefix}{name}": value for name, value in model.state_dict().items()}

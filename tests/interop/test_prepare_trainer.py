@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import ray_ckpt
 from ray_ckpt.trainer.connection import Connection, set_connection
 from tests.capture.local import LocalLink
 from tests.interop.test_trainers import AT, TOTAL, Halt, assert_equal, build, connect
+from tests.support.examples import every_few
 
 Prepare = Callable[[Trainer], Trainer]
 ORDERS: dict[str, Prepare] = {
@@ -87,18 +89,17 @@ def by_weight(trainer: Trainer) -> Trainer:
 
 
 EPOCH = 6  # steps
+PLACES = {"first epoch": AT, "its end": EPOCH, "second epoch": EPOCH + AT}
 SAMPLERS: dict[str, tuple[Prepare, dict[str, Any]]] = {
     "by length": (ray_ckpt.huggingface.prepare_trainer, {"train_sampling_strategy": "group_by_length"}),
     "by weight": (by_weight, {}),
 }
 
 
-@pytest.mark.parametrize("at", [AT, EPOCH, EPOCH + AT], ids=["first epoch", "its end", "second epoch"])
-@pytest.mark.parametrize(("prepare", "args"), SAMPLERS.values(), ids=SAMPLERS)
-def test_a_sampler_without_a_seed_goes_on_in_the_same_order(
-    tmp_path: Path, prepare: Prepare, args: dict[str, Any], at: int
-) -> None:
+@pytest.mark.parametrize(("sampler", "place"), every_few(product(SAMPLERS, PLACES), 2))
+def test_a_sampler_without_a_seed_goes_on_in_the_same_order(tmp_path: Path, sampler: str, place: str) -> None:
     """It draws the order from the global random state at the beginning of each epoch."""
+    (prepare, args), at = SAMPLERS[sampler], PLACES[place]
     orders: list[list[int]] = []
 
     def watch(trainer: Trainer) -> Trainer:

@@ -156,7 +156,7 @@ def test_a_streamed_training_resumes_behind_its_first_pass(tmp_path: Path) -> No
     assert run(second).state.global_step == 10 and list(second.files) == [10]
 
 
-@pytest.mark.parametrize("max_steps", [AT, AT - 1])
+@pytest.mark.parametrize("max_steps", [AT, pytest.param(AT - 1, marks=pytest.mark.slow)])
 def test_a_run_that_is_over_makes_no_step_at_a_restart(tmp_path: Path, max_steps: int) -> None:
     first = connect()
     done = train(tmp_path, first, until=AT)
@@ -382,7 +382,7 @@ def loop(link: LocalLink, *, stateful: bool, until: int = TOTAL) -> State:
     return dict(accelerator.unwrap_model(model).state_dict())
 
 
-@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("stateful", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_loop_with_accelerate_resumes_bit_for_bit(tmp_path: Path, stateful: bool) -> None:
     whole = loop(connect(every_steps=AT), stateful=stateful)
     first = connect(every_steps=AT)
@@ -465,7 +465,11 @@ def fit(link: LocalLink, trainer: pl.Trainer, **kwargs: Any) -> Small:
     return model
 
 
-@pytest.mark.parametrize("batches", [4, 2 * AT, 6], ids=["often", "with the saves", "beside the saves"])
+@pytest.mark.parametrize(
+    "batches",
+    [4, 2 * AT, pytest.param(6, marks=pytest.mark.slow)],
+    ids=["often", "with the saves", "beside the saves"],
+)
 def test_a_fit_of_lightning_resumes_bit_for_bit(tmp_path: Path, batches: int) -> None:
     """`batches` are those between two validations."""
     args = {"val_check_interval": batches}
