@@ -85,7 +85,8 @@ async def read_disk(engine: Engine, run: Run, node: str, wait_s: float) -> None:
         disk = engine.agents.call(node, "disk", run.run_uid)
         run.disks[node] = run.seen_disks[node] = await asyncio.wait_for(disk, wait_s)
     except ray.exceptions.ActorDiedError:
-        engine.spawn(engine.restart_agent(node))
+        if node in run.host.nodes.opened:  # else it was idle, and has ended in the meantime
+            engine.spawn(engine.restart_agent(node))
     except (ray.exceptions.RayError, TimeoutError, KeyError):
         return
 

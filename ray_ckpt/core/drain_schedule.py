@@ -106,7 +106,8 @@ class DrainSchedule:
         displaced from the queue, had no source, or ended with an earlier coordinator.
         """
         holders, checkpoints = self._context.holders, self._context.history.checkpoints
-        bad = [checkpoints[name] for name in sorted(holders.bad_remote & checkpoints.keys())]
+        names = holders.bad_remote | (self._maintenance.unread if is_end else set())  # not scrubbed then
+        bad = [checkpoints[name] for name in sorted(names & checkpoints.keys())]
         bad = [checkpoint for checkpoint in bad if checkpoint.state == "live"]
         holders.bad_remote.intersection_update(checkpoint.id.attempt for checkpoint in bad)
         for checkpoint in (*bad, *self._policy.undrained(checkpoints)):

@@ -96,8 +96,11 @@ class Maintenance:
         for checkpoint in (c for c in self._context.history.live() if c.damaged):
             name = checkpoint.id.attempt
             self._recorded[name] = checkpoint.damaged
-            self._unread[name] = {int(index) for index in checkpoint.damaged.split(",")}
-            for index in sorted(self._unread[name] & set(range(checkpoint.num_nodes))):
+            bad = {int(index) for index in checkpoint.damaged.split(",")}
+            if len(bad) == r.MAX_DAMAGED:  # perhaps there are more
+                bad = set(range(checkpoint.num_nodes))
+            self._unread[name] = bad & set(range(checkpoint.num_nodes))
+            for index in sorted(self._unread[name]):
                 self._scrubs.suspect(m.Scrub(attempt=checkpoint.id, node_index=index, place=m.REMOTE))
         self._context.holders.suspect_remote = set(self._scrubs.suspect_remote)
 
@@ -115,6 +118,11 @@ class Maintenance:
             if not text:
                 del self._recorded[name]
         return ()
+
+    @property
+    def unread(self) -> set[str]:
+        """Attempts that an earlier coordinator found damaged on the storage path, not read since."""
+        return {name for name, fragments in self._unread.items() if fragments}
 
     def decide(self, *, busy: Collection[str], is_training: bool) -> Iterator[m.Effect]:
         """Yield the work that is due; call while no record is pending and a group has the run.
@@ -398,7 +406,9 @@ class Maintenance:
         scrub = m.Scrub(attempt=event.attempt, node_index=event.node_index, place=event.place)
         for doubt in self._doubts.values() if event.error is None else ():
             doubt.unread.discard(scrub)
-        was_suspect = event.node_index in self._scrubs.suspect_remote.get(event.attempt.attempt, ())
+        unread = self._unread.get(event.attempt.attempt, set())  # those that share with it are no suspects
+        suspects = self._scrubs.suspect_remote.get(event.attempt.attempt, set()) - unread
+        was_suspect = event.node_index in suspects
         where = "the storage path" if event.place == m.REMOTE else f"node {event.place[:12]}"
         if event.mended:
             files = ", ".join(event.mended[:5])
@@ -407,7 +417,7 @@ class Maintenance:
                 self._context.measure(metric, place=m.REMOTE)
             self._suspect_sharers(event, was_suspect)
         if event.place == m.REMOTE and event.error is None:
-            self._unread.get(event.attempt.attempt, set()).discard(event.node_index)
+            unread.discard(event.node_index)
             self.has_news = True
         if event.place == m.REMOTE and event.error is None and not event.damage:
             self._found_intact(event)

@@ -348,7 +348,7 @@ class OpenedNodes:
         if not self.is_ready and (inventory is None or inventory.session_key is None):
             return  # the run is opened on all nodes together, for a group
         if inventory is not None:
-            is_new = node not in self.opened | self.skipped
+            is_known = node in self.opened | self.skipped | self._planned()
             self.skipped.discard(node)
             self._failed.pop(node, None)
             self._late.discard(node)
@@ -363,7 +363,7 @@ class OpenedNodes:
                     self._join(node)
             else:
                 self._host.apply(m.NodesJoined(inventories={node: inventory}))
-            if not is_new:  # orders and plans bring the addresses of new nodes
+            if is_known:  # orders and the next plan bring the addresses of the others
                 self._update_peers(node)
             self.renew()
         elif failure is not None and failure.error is not None and failure.epoch is None:
@@ -381,6 +381,13 @@ class OpenedNodes:
         """Send the address of a new agent to the nodes of the group."""
         if (plan := self._host.machine.plan) is not None:
             self._host.send(sorted(self._members_of(plan) - {node}), UpdatePeer(node=node))
+
+    def _planned(self) -> Set[str]:
+        """Return the nodes whose addresses the group has with its plan: members, and holders of copies."""
+        plan = self._host.machine.plan
+        if plan is None:
+            return frozenset()
+        return self._members_of(plan).union(*(member.holders for member in plan.nodes))
 
     def _members_of(self, plan: SessionPlan) -> frozenset[str]:
         """Return the nodes of a plan, computed once per plan since every tick needs them."""

@@ -48,8 +48,10 @@ def test_an_agent_that_is_found_dead_is_replaced(monkeypatch: pytest.MonkeyPatch
         engine = make_engine()
         run = training(engine)
         monkeypatch.setattr(engine, "restart_agent", restart)
-        engine.agents._actors["a"] = SimpleNamespace(disk=SimpleNamespace(remote=died))
-        await read_disk(engine, run, "a", 1.0)
+        run.host.nodes.opened = frozenset("a")
+        for node in "ab":
+            engine.agents._actors[node] = SimpleNamespace(disk=SimpleNamespace(remote=died))
+            await read_disk(engine, run, node, 1.0)
         await read_disk(engine, run, "not here", 1.0)
         await asyncio.sleep(0.01)
 

@@ -14,7 +14,7 @@ from ray_ckpt.format.names import shard_file
 from ray_ckpt.types import AttemptId, Level
 from tests.core.driver import Harness, of
 
-SHARD = shard_file(0, 1)
+SHARD, STILL = shard_file(0, 1), shard_file(0, 1, 1)
 
 
 def run_with(*steps: int, **options: Any) -> Harness:
@@ -100,6 +100,56 @@ def test_damage_found_after_a_restart_adds_to_what_was_not_read_again_yet() -> N
     restarted(run)
     read(run, bad, 0, SHARD)
     assert damaged(run) == ["1", "0,1"]
+
+
+@pytest.mark.parametrize("is_mended", [False, True])
+def test_what_may_share_a_damaged_still_file_is_read_after_a_restart_too(is_mended: bool) -> None:
+    run = run_with(10, 20, 30, keep_last=9)
+    attempts = [run.attempt(step) for step in (10, 20, 30)]
+    read(run, attempts[1], 0, STILL)
+    restarted(run)
+    if is_mended:
+        mended = m.ScrubEnded(
+            attempt=attempts[1], node_index=0, place=m.REMOTE, damage=(), mended=(STILL,), error=None
+        )
+        effects = run.feed(mended, run.ticked)
+    else:
+        effects = read(run, attempts[1], 0, STILL)
+    steps = []
+    while scrubs := of((*effects, *run.tick(MAINTENANCE_S)), m.Scrub):
+        steps += [scrub.attempt.step for scrub in scrubs]
+        effects = read(run, scrubs[-1].attempt, 0)
+    assert sorted(steps) == [10, 30]
+
+
+def test_of_many_damaged_fragments_all_are_read_again() -> None:
+    """The record names the first ones only."""
+    nodes = "".join(map(chr, range(0x100, 0x100 + r.MAX_DAMAGED + 2)))
+    run = Harness(nodes, inventory_wait_s=0.0, remote_every=1, keep_last=1, replicas=0)
+    run.open(nodes)
+    run.drain_all(run.save(10))
+    bad = run.attempt(10)
+    for index in range(len(nodes)):
+        read(run, bad, index, SHARD)
+    run.start_coordinator()
+    run.open(nodes)
+    for index in range(r.MAX_DAMAGED):
+        read(run, bad, index)
+    assert damaged(run)[-1] == f"{r.MAX_DAMAGED},{r.MAX_DAMAGED + 1}"
+
+
+def test_a_finished_run_is_mended_before_it_is_put_away_also_after_a_restart() -> None:
+    run = run_with(10)
+    bad = run.attempt(10)
+    run.feed(m.FinishRequested(token="end", ends_group=True), run.ticked)
+    read(run, bad, 0, SHARD)
+    known = len(run.transcript)
+    run.start_coordinator()
+    run.feed(m.NodesJoined(inventories=run.inventories()))
+    for _ in range(10):
+        run.tick(MAINTENANCE_S)
+    effects = run.transcript[known:]
+    assert {drain.attempt for drain in of(effects, m.Drain)} == {bad} and not of(effects, m.PutAway)
 
 
 def test_nothing_is_recorded_of_a_checkpoint_that_is_retired() -> None:

@@ -388,6 +388,10 @@ def test_the_group_is_not_told_of_the_address_of_a_new_node() -> None:
     story.nodes |= {"c"}
     story.tick(1.0)
     assert "c" in story.host.nodes.opened and not story.sent(UpdatePeer)
+    story.host.nodes.opened -= {"b"}  # a coordinator that has found the group without a node of it
+    story.host.handle(AgentDied(node="b"))
+    assert {node for node, _ in story.sent(UpdatePeer)} == {"a"}
+    story.ports.calls.clear()
     story.host.handle(AgentDied(node="c"))
     assert {node for node, _ in story.sent(UpdatePeer)} == {"a", "b"}
 
