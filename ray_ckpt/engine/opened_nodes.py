@@ -67,6 +67,7 @@ class OpenedNodes:
         self._in_session: dict[SessionKey, set[str]] = {}  # nodes whose agents have a session
         self._live_opened: _Both = (frozenset(), frozenset(), frozenset())
         self._members: tuple[SessionPlan | None, frozenset[str]] = (None, frozenset())  # nodes of a plan
+        self._with_holders: tuple[SessionPlan | None, frozenset[str]] = (None, frozenset())
         self._renewing: set[str] = set()  # nodes to which the session at work was sent, without an answer
         self._rounds: dict[int, _Round] = {}
         self.asked_s = 0.0  # when the last round began that has ended
@@ -348,7 +349,7 @@ class OpenedNodes:
         if not self.is_ready and (inventory is None or inventory.session_key is None):
             return  # the run is opened on all nodes together, for a group
         if inventory is not None:
-            is_known = node in self.opened | self.skipped | self._planned()
+            is_known = any(node in nodes for nodes in (self.opened, self.skipped, self._planned()))
             self.skipped.discard(node)
             self._failed.pop(node, None)
             self._late.discard(node)
@@ -383,11 +384,12 @@ class OpenedNodes:
             self._host.send(sorted(self._members_of(plan) - {node}), UpdatePeer(node=node))
 
     def _planned(self) -> Set[str]:
-        """Return the nodes whose addresses the group has with its plan: members, and holders of copies."""
+        """Return the members of the group and the holders of their copies, computed once per plan."""
         plan = self._host.machine.plan
-        if plan is None:
-            return frozenset()
-        return self._members_of(plan).union(*(member.holders for member in plan.nodes))
+        if plan is not None and self._with_holders[0] is not plan:
+            holders = (member.holders for member in plan.nodes)
+            self._with_holders = (plan, self._members_of(plan).union(*holders))
+        return self._with_holders[1] if plan is not None else frozenset()
 
     def _members_of(self, plan: SessionPlan) -> frozenset[str]:
         """Return the nodes of a plan, computed once per plan since every tick needs them."""

@@ -1,4 +1,4 @@
-"""What a scrub has found damaged on the storage path is in the log, so that a restart does not forget it."""
+"""Damage on the storage path is in the log: a restarted coordinator knows what a scrub has found."""
 
 from __future__ import annotations
 
