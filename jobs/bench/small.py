@@ -1,13 +1,15 @@
-"""Time of a save for each of many small tensors: 20,000 of 4 KiB, of which no optimizer knows.
+"""Time of a save and a restore for each of many small tensors: 20,000 of 4 KiB, of which no optimizer knows.
 
 The state is a dict of tensors, and then a module with as many parameters. Blocked time is what `save` takes,
-through the whole service on a Ray of one node; torch copies the same tensors in one call in turn with it.
+through the whole service on a Ray of one node; torch copies the same tensors in one call in turn with it. A
+restore is one by a new group, from its call to its return.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,6 +49,16 @@ def rows(context: Context) -> Iterator[Row]:
             beside = ("torch._foreach_copy_", copy)
             yield (row := measure(name, what, "us", sample, beside=beside, repeat=context.repeat))
             limit = Reference(name="limit", samples=(LIMIT_US,))
-            name = f"{name}-limit"
-            yield Row(name=name, what=what, unit="us", samples=row.samples, reference=limit, reach="<= 1")
+            yield Row(
+                name=f"{name}-limit", what=what, unit="us", samples=row.samples, reference=limit, reach="<= 1"
+            )
             saves.close()
+
+            def restore(name: str = name, items: Mapping[str, Any] = items) -> float:
+                again = Saves(items, folder, name)
+                assert again.step, "nothing was restored"
+                again.close()
+                return again.restored_s / num * 1e6
+
+            what = f"restore of {num:,} small tensors in a {kind}, each"
+            yield measure(f"{name}-restore", what, "us", restore, beside=beside, repeat=context.repeat)

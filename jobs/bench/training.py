@@ -45,7 +45,6 @@ class Saves:
     """Items that are saved into a run of their own, and have been restored."""
 
     def __init__(self, items: Mapping[str, Any], folder: Path, name: str, **options: Any) -> None:
-        self.step = 0
         defaults = {
             "storage_path": str(folder / "storage"),
             "staging": str(folder / "staging"),
@@ -56,7 +55,10 @@ class Saves:
         }
         ray_ckpt.connect(run=name, **{**defaults, **options})
         self.ckpt = ray_ckpt.Checkpointer(**items)
-        self.ckpt.restore()
+        start_s = time.perf_counter()
+        info = self.ckpt.restore()
+        self.restored_s = time.perf_counter() - start_s
+        self.step = info.step if info is not None else 0
 
     def wait_ready(self) -> float:
         """Wait until the arena's memory is ready; return the seconds that this took in the background."""

@@ -94,10 +94,17 @@ def holders(tensor: Any) -> tuple[int, ...]:
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return ()
-    index = tuple(
-        slice(None) if placement.is_replicate() else position
-        for placement, position in zip(tensor.placements, coordinate, strict=True)
-    )
+    places = zip(tensor.placements, coordinate, strict=True)
+    return _ranks_at(mesh, tuple(None if placement.is_replicate() else at for placement, at in places))
+
+
+@lru_cache(MAX_LAYOUTS)
+def _ranks_at(mesh: Any, places: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Return the ranks at these places along the dimensions of a mesh; None is every place.
+
+    torch computes `mesh.mesh` anew at each access.
+    """
+    index = tuple(slice(None) if at is None else at for at in places)
     return tuple(sorted(mesh.mesh[index].flatten().tolist()))
 
 

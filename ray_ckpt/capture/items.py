@@ -497,7 +497,11 @@ def names_by_clean_name(
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part of a DTensor, or the tensor itself."""
     to_local = getattr(tensor, "to_local", None)
-    return to_local().detach() if to_local is not None else tensor.detach()
+    if to_local is None:
+        return tensor.detach()
+    with torch.no_grad():  # a fifth of the time
+        local: torch.Tensor = to_local()
+        return local.detach()
 
 
 def elements(tensor: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,7 @@ class StillSlices:
         self._is_full = is_full
         self._moved: set[SliceKey] = set()
         self._num_changes = 0
+        self._last: tuple[tuple[object, ...], RankLayout] | None = None  # the layout before, and its slices
 
     @property
     def num_moved(self) -> int:
@@ -68,28 +69,35 @@ class StillSlices:
         if sum(live.nbytes for live in still) < MIN_STILL_BYTES:
             still = []
         chosen = {live.slice for live in still}
-        return build_rank_layout((live.slice for live in owned if live.slice not in chosen), chosen)
+        moving = [live.slice for live in owned if not chosen or live.slice not in chosen]
+        parts = frozenset(moving), frozenset(chosen), len(moving)
+        if self._last is None or self._last[0] != parts:
+            self._last = parts, build_rank_layout(moving, chosen)
+        return self._last[1]
 
     def choose(self, slices: Iterable[LiveSlice]) -> list[LiveSlice]:
         """Return those that training is expected to leave as they are."""
+        still = [live for live in slices if self._may_be_still(live) and live.slice_key not in self._moved]
+        if not still:
+            return still
         changing = {storage_of(param) for stepped in self.optimizers for param in optimized(stepped)}
         return [
             live
-            for live in slices
-            if self._may_be_still(live)
-            and live.slice_key not in self._moved
-            and (live.slice.item in self._static or storage_of(live.tensor) not in changing)
+            for live in still
+            if live.slice.item in self._static or storage_of(live.tensor) not in changing
         ]
 
     def _may_be_still(self, live: LiveSlice) -> bool:
         leaf = live.leaf
-        is_frozen = isinstance(leaf, nn.Parameter) and not leaf.requires_grad
-        is_own = self._world_size > 1 and len(live.ranks) == 1
+        is_frozen = not leaf.requires_grad and isinstance(leaf, nn.Parameter)
+        if not is_frozen and live.slice.item not in self._static:
+            return False
         if self._is_full and len(live.ranks) > 1:
             return False
         if leaf.is_meta or live.is_inference or not live.tensor.is_contiguous():
             return False
-        return (is_frozen or live.slice.item in self._static) and (not is_own or is_dtensor(leaf))
+        is_own = self._world_size > 1 and len(live.ranks) == 1
+        return not is_own or is_dtensor(leaf)
 
     def warn_of_own(self, slices: Sequence[LiveSlice], items: Iterable[str]) -> None:
         """Log which of a rank's `items` are in `static_items` but have no slice that can be shared."""

@@ -26,6 +26,7 @@ from ray_ckpt.storage.local.pages import map_shared
 from ray_ckpt.types import ManifestRow, Slice
 
 NOT_WANTED = -1
+MAX_KEPT_ROWS = 1 << 16  # rows of a fragment kept as objects, of 1 KB each
 Boxes: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -154,7 +155,7 @@ class RowColumns:
     def rows(self) -> Iterator[ManifestRow]:
         """Yield every row; `ListedRows` with these takes far more memory and time."""
         for part in self._parts:
-            yield from part.rows(np.arange(len(part.is_slice)))
+            yield from part.all_rows()
 
     def of_file(self, file: str) -> Sequence[ManifestRow]:
         if not self._part_of:
@@ -213,6 +214,7 @@ class _Part:
         self._table = table
         self._file = file
         self._digests: pa.Table | None = None
+        self._made: dict[int, ManifestRow] = {}  # by number; a restore takes most of its rows twice
         item, name = parquet.column(table, "item"), parquet.column(table, "name")
         self.items, self.names = item.dictionary, name.dictionary
         self.is_slice: Mask = validity(item)
@@ -239,11 +241,23 @@ class _Part:
         is_there: Mask = is_wanted[indices(parquet.column(self._table, "file"))]
         return is_there
 
-    def rows(self, at: Ints) -> tuple[ManifestRow, ...]:
-        """Return the rows with these numbers, in the order of the file."""
-        if not len(at):
-            return ()
+    def rows(self, at: Ints) -> list[ManifestRow]:
+        """Return the rows with these numbers, in the order of the file. Some are kept for the next call."""
         order = np.sort(at).astype(np.int64, copy=False)
+        made = self._made
+        new = order[[number not in made for number in order.tolist()]] if made else order
+        rows = dict(zip(new.tolist(), self._take(new), strict=True))
+        found = [made[number] if number in made else rows[number] for number in order.tolist()]
+        if len(made) + len(rows) <= MAX_KEPT_ROWS:
+            made.update(rows)
+        return found
+
+    def all_rows(self) -> Sequence[ManifestRow]:
+        return self._take(np.arange(len(self.is_slice)))
+
+    def _take(self, order: Ints) -> tuple[ManifestRow, ...]:
+        if not len(order):
+            return ()
         places = pa.Array.from_buffers(pa.int64(), len(order), [None, pa.py_buffer(order)])
         if self._digests is None:
             self._digests = read_digests(self._file.to_pybytes())
@@ -326,17 +340,17 @@ class _Boxes:
 class _SameDims:
     """Boxes of targets of `dims` dimensions, by the number of the tensor."""
 
-    def __init__(self, dims: int, targets: Iterable[Slice], number: Mapping[str, int]) -> None:
+    def __init__(self, dims: int, targets: Sequence[Slice], number: Mapping[str, int]) -> None:
         self._dims = dims
         self._low = np.full((len(number), dims), np.iinfo(np.int64).max)
         self._high = np.full((len(number), dims), -1)
         self._is_here = np.zeros(len(number), bool)
-        for target in targets:
-            at = number[target.key]
-            low, high = np.array(target.offset, np.int64), np.array(target.offset, np.int64) + target.shape
-            self._low[at] = np.minimum(self._low[at], low)
-            self._high[at] = np.maximum(self._high[at], high)
-            self._is_here[at] = True
+        at = np.array([number[target.key] for target in targets])
+        starts = np.array([target.offset for target in targets], np.int64).reshape(len(targets), dims)
+        shapes = np.array([target.shape for target in targets], np.int64).reshape(len(targets), dims)
+        np.minimum.at(self._low, at, starts)
+        np.maximum.at(self._high, at, starts + shapes)
+        self._is_here[at] = True
         self._cover = np.full((len(number), 2 * dims), -1)  # region of a row that contains the whole box
         self._has_cover = np.zeros(len(number), bool)
 

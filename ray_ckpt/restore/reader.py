@@ -50,6 +50,7 @@ from ray_ckpt.types import (
 
 PIECE_BYTES = 2 << 20  # hashed and then copied: small enough for a cache, long enough for stores that stream
 FETCH_BYTES = 256 << 20  # requested from the node's agent at a time
+MIN_RELEASED_BYTES = 256 << 10  # of a copy without the GIL: to get it back costs more than a smaller copy
 PROGRESS_S = 1.0  # between two calls of `progress`
 LOG_EVERY_S = 5.0  # between two lines about a long restore
 BUSY_ROUNDS = 5  # of reading from busy peers, none of which served a row; a peer lets each wait for 20 s
@@ -175,7 +176,10 @@ class FlatSink:
 
     def write(self, view: memoryview) -> None:
         end = self._at + view.nbytes
-        np.copyto(self._destination[self._at : end], np.frombuffer(view, np.uint8))  # releases the GIL
+        if view.nbytes < MIN_RELEASED_BYTES:
+            self._destination.data[self._at : end] = view.cast("B")
+        else:
+            np.copyto(self._destination[self._at : end], np.frombuffer(view, np.uint8))  # releases the GIL
         self._at = end
 
     def finish(self) -> None:

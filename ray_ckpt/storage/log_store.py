@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import gc
 import logging
 import os
 import uuid
@@ -22,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from ray_ckpt.collector import collector_paused
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import FormatError, NewerFormat, StoragePathError
 from ray_ckpt.format import names
@@ -438,7 +438,7 @@ def _read_snapshot(store: LogStore, seq: int, run_uid: str) -> LogSnapshot | For
         data = store.read(name)
         if data is None:
             return FormatError(f"{name} is missing.")
-        with _collector_paused():
+        with collector_paused():
             snapshot = decode_snapshot(data)
     except NewerFormat as error:
         return error.at(name)
@@ -447,19 +447,6 @@ def _read_snapshot(store: LogStore, seq: int, run_uid: str) -> LogSnapshot | For
     if (snapshot.seq, snapshot.run_uid) != (seq, run_uid):
         return FormatError(f"{name} is of record {snapshot.seq} of run {snapshot.run_uid}.")
     return snapshot
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause garbage collection, which would double the time to create many long-lived objects."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _run_uid(store: LogStore) -> str:

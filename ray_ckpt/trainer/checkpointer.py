@@ -24,6 +24,7 @@ from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.engines import parts_of
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import RestoreInfo, SavedState
+from ray_ckpt.collector import collector_paused
 from ray_ckpt.config import RunOptions, is_uri
 from ray_ckpt.core.values import STILL_WRITING, RankProgress, SessionKey
 from ray_ckpt.errors import CheckpointError, CollectiveError, ConfigError, RunConflict, named_text, text_of
@@ -140,6 +141,7 @@ class Checkpointer:
 
     # -- restore -------------------------------------------------------------------------------------
 
+    @collector_paused()  # it makes dozens of objects for each tensor
     def restore(self, *, live_step: int | None = None) -> RestoreInfo | None:
         """Restore every item from the newest intact checkpoint of the run, the same on all ranks.
 
@@ -167,9 +169,8 @@ class Checkpointer:
         self._session_key = ticket.session_key
         restored = restoring.run(ticket) if live_step is None else restoring.keep(ticket, live_step)
         key = self._session_key = restored.session_key
-        info = restored.info
+        info, checkpoint = restored.info, restored.checkpoint
         self._rng = items.items["rng"].tree() if info else None  # a walk may draw, as for a loader's state
-        checkpoint = restored.checkpoint
         if self._probe is not None:
             warnings = gaps.result() if gaps is not None else ()
             self._probe.restored(items.items, checkpoint.step if checkpoint else None, warnings)

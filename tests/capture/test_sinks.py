@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ray_ckpt.capture import sinks
 from ray_ckpt.capture.sinks import BoxSink, Target, flat_bytes, sink_for
 from ray_ckpt.capture.walk import DTYPES
-from ray_ckpt.restore.reader import FlatSink, Sink
+from ray_ckpt.restore.reader import MIN_RELEASED_BYTES, FlatSink, Sink
 from tests.support.examples import examples
 
 
@@ -41,6 +41,15 @@ def test_every_dtype_goes_straight_to_its_memory(name: str, shape: tuple[int, ..
     assert isinstance(sink, FlatSink)
     fill(sink, bytes_of(source), [])
     assert bytes_of(live) == bytes_of(source)
+
+
+@pytest.mark.parametrize("nbytes", [MIN_RELEASED_BYTES - 1, MIN_RELEASED_BYTES, MIN_RELEASED_BYTES + 1])
+def test_small_and_large_pieces_of_signed_bytes_are_copied(nbytes: int) -> None:
+    """Buffers of Arrow have signed bytes."""
+    source = noise((nbytes,), torch.uint8)
+    live = torch.zeros_like(source)
+    sink_for((nbytes,), torch.uint8, [Target(live, (0,))]).write(memoryview(bytes_of(source)).cast("b"))
+    assert torch.equal(live, source)
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))

@@ -23,7 +23,8 @@ from ray_ckpt.capture.still import MAX_CHANGES, StillSlices, Taken
 from ray_ckpt.capture.torch_private import copy_all
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.config import RunOptions
-from ray_ckpt.errors import ConfigError
+from ray_ckpt.errors import ConfigError, FormatError
+from ray_ckpt.format.shard import RankLayout
 from ray_ckpt.types import GroupPart
 from tests.capture.local import LocalLink
 from tests.capture.ranks import items_of
@@ -130,6 +131,27 @@ def test_a_small_base_and_a_model_without_one_are_saved_in_one_shard() -> None:
     training.step(1)
     assert not training.link.still_files
     training.ckpt.close()
+
+
+@pytest.mark.usefixtures("any_size")
+def test_equal_slices_are_laid_out_once() -> None:
+    still = StillSlices([], ("table",), 1)
+
+    def layout(**items: Any) -> RankLayout:
+        return still.layout(walk(items_of(**items), rank=0, world_size=1).slices)
+
+    first = layout(table=torch.zeros(4), state=torch.zeros(3))
+    assert layout(state=torch.ones(3), table=torch.ones(4)) is first
+    assert len(first.shards) == 2
+    assert layout(table=torch.zeros(4), state=torch.zeros(5)) != first
+    assert layout(table=torch.zeros(4), state=torch.zeros(3)) == first
+
+
+def test_a_slice_that_stands_twice_is_refused_after_a_layout_too() -> None:
+    still, (live,) = StillSlices([], (), 1), walk(items_of(a=torch.zeros(3)), rank=0, world_size=1).slices
+    still.layout([live])
+    with pytest.raises(FormatError, match="twice"):
+        still.layout([live, live])
 
 
 @pytest.mark.usefixtures("any_size")

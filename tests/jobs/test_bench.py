@@ -491,7 +491,19 @@ class TestCommand:
             ("limits coordinator catalog", {"memcpy", "save-100", "list"}),
             ("overhead", {"overhead-blocked", "overhead-wall"}),
             ("remote", {"remote-upload", "remote-download/s3fs", "remote-memory"}),
-            ("", {"memcpy", "raw-write", "small-dict", "small-module", "save-100", "list", "schedule"}),
+            (
+                "",
+                {
+                    "memcpy",
+                    "raw-write",
+                    "small-dict",
+                    "small-module",
+                    "small-module-restore",
+                    "save-100",
+                    "list",
+                    "schedule",
+                },
+            ),
         ],
     )
     def test_a_quick_run_measures_the_chosen_groups_or_most_and_leaves_nothing(

@@ -10,6 +10,7 @@ from itertools import pairwise, product
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pytest
@@ -21,7 +22,15 @@ from ray_ckpt.errors import FormatError, RestoreError
 from ray_ckpt.format.manifest import decode_places, encode_columns, rows_table
 from ray_ckpt.format.names import make_attempt, shard_file, state_file
 from ray_ckpt.plan.restore import plan_restore
-from ray_ckpt.restore.manifest import ListedRows, MappedFragment, MappedManifest, PartialRows, RowColumns
+from ray_ckpt.restore import manifest
+from ray_ckpt.restore.manifest import (
+    MAX_KEPT_ROWS,
+    ListedRows,
+    MappedFragment,
+    MappedManifest,
+    PartialRows,
+    RowColumns,
+)
 from ray_ckpt.types import Fragment, ManifestRow, Slice
 
 ATTEMPT = make_attempt(run_uid="0" * 32, session=1, step=1, attempt=0)
@@ -102,8 +111,21 @@ def wanted(draw: st.DrawFn) -> list[Slice]:
     return targets
 
 
-@given(fragments=saved(), targets=wanted(), rank=st.integers(0, RANKS), near=st.sets(st.integers(0, RANKS)))
+@given(
+    fragments=saved(),
+    targets=wanted(),
+    rank=st.integers(0, RANKS),
+    near=st.sets(st.integers(0, RANKS)),
+    num_kept=st.sampled_from([0, 3, MAX_KEPT_ROWS]),
+)
 def test_columns_give_the_plan_of_all_rows(
+    fragments: list[list[ManifestRow]], targets: list[Slice], rank: int, near: set[int], num_kept: int
+) -> None:
+    with patch.object(manifest, "MAX_KEPT_ROWS", num_kept):
+        check_columns(fragments, targets, rank, near)
+
+
+def check_columns(
     fragments: list[list[ManifestRow]], targets: list[Slice], rank: int, near: set[int]
 ) -> None:
     every_row = [row for rows in fragments for row in rows]
@@ -123,6 +145,15 @@ def test_columns_give_the_plan_of_all_rows(
     assert set(rows.files()) == set(listed.files())
     for item in (None, "model", "no item"):
         assert rows.keys(item) == listed.keys(item)
+
+
+def test_a_row_that_is_taken_twice_is_made_once() -> None:
+    region = slice_of("a", [(0, 8)])
+    row = ManifestRow(
+        kind="slice", file=shard_file(0, 1), byte_offset=0, nbytes=32, digest="0" * 32, slice=region
+    )
+    rows = row_columns([[row]])
+    assert rows.meeting([region])[0] is rows.first_of([region.key])[region.key]
 
 
 def test_a_tensor_that_all_ranks_saved_gives_few_rows() -> None:
