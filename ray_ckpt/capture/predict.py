@@ -66,9 +66,13 @@ def predicted_state(
     """Yield each parameter without state, with its future state as fake tensors of local shapes."""
     for group in optimizer.param_groups:
         missing = [param for param in group["params"] if param not in optimizer.state and param.requires_grad]
-        if missing:
-            for param, state in zip(missing, _step_of_twin(type(optimizer), group, missing), strict=False):
-                yield param, {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+        alike: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}  # their state has equal shapes
+        for param in missing:
+            alike.setdefault((local_tensor(param).shape, param.dtype), []).append(param)
+        states = _step_of_twin(type(optimizer), group, [params[0] for params in alike.values()])
+        for params, state in zip(alike.values(), states, strict=False):
+            tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+            yield from ((param, tensors) for param in params)
 
 
 def used_keys(

@@ -569,11 +569,11 @@ class Checkpointer:
     def _attempt(self, step: int) -> AttemptId:
         assert self._session_key is not None
         epoch, session = self._session_key
-        count = self._tries.get(step, 0)
+        count, uid = self._tries.get(step, 0), self._link.identity.run_uid
         self._tries = {step: count + 1}
-        uid = self._link.identity.run_uid
         return make_attempt(run_uid=uid, epoch=epoch, session=session, step=step, attempt=count)
 
+    @collector_paused()
     def _capture(self, attempt: AttemptId, began_s: float) -> None:
         items = self._require_items()
         walked = items.walk()

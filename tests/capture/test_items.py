@@ -16,6 +16,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
+from ray_ckpt.capture import predict
 from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.gradients import GradientsItem, Window
 from ray_ckpt.capture.items import (
@@ -431,6 +432,24 @@ def test_predicted_state_has_the_size_of_the_real_one(kind: str, dtype: torch.dt
     actual = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v))
     assert predicted == actual - exists
     assert kind == "sgd" or predicted_bytes(optimizer) == 0, "all of it exists now"
+
+
+def test_parameters_of_one_shape_are_predicted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step over tensors without memory takes some ms for each of them."""
+    stepped: list[int] = []
+    original = predict._step_of_twin
+
+    def counted(kind: Any, group: Any, params: list[torch.Tensor]) -> list[Any]:
+        stepped.append(len(params))
+        return original(kind, group, params)
+
+    monkeypatch.setattr(predict, "_step_of_twin", counted)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(50)), nn.Linear(3, 2, dtype=torch.float64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = list(predicted_state(optimizer))
+    assert stepped == [4]
+    assert {id(param) for param, _ in found} == set(map(id, model.parameters()))
+    assert all(state["exp_avg"].shape == p.shape and state["exp_avg"].dtype == p.dtype for p, state in found)
 
 
 def test_an_optimizer_that_cannot_be_predicted_counts_as_nothing() -> None:

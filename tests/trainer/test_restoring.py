@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -101,30 +100,6 @@ def test_unregistered_objects_are_searched_while_the_rank_waits(monkeypatch: pyt
     ckpt = Checkpointer(link=link, model=torch.nn.Linear(4, 4))
     assert ckpt.restore() is None
     ckpt.close()
-
-
-@dataclass
-class NotesCollector(LocalLink):
-    """Notes whether the garbage collector is enabled during a restore."""
-
-    is_enabled: bool = True
-
-    def ticket(self, *, early: bool = False) -> RestoreTicket:
-        self.is_enabled = gc.isenabled()
-        raise RestoreError("no ticket")
-
-
-@pytest.mark.parametrize("is_enabled", [False, True])
-def test_a_restore_pauses_the_garbage_collector_of_a_process_that_uses_it(is_enabled: bool) -> None:
-    link, before = NotesCollector(), gc.isenabled()
-    (gc.enable if is_enabled else gc.disable)()
-    try:
-        with pytest.raises(RestoreError):
-            Checkpointer(link=link, model=torch.nn.Linear(4, 4)).restore()
-        assert not link.is_enabled
-        assert gc.isenabled() == is_enabled
-    finally:
-        (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""Garbage collections wait while a restore or a capture makes objects for each tensor."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ray_ckpt.errors import RestoreError
+from ray_ckpt.restore.reader import RestoreTicket
+from ray_ckpt.trainer.checkpointer import Checkpointer
+from tests.capture.local import LocalLink
+
+
+class Noting:
+    """An object whose state_dict notes whether the garbage collector is enabled."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.found.append(gc.isenabled())
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class NoTicket(LocalLink):
+    def ticket(self, *, early: bool = False) -> RestoreTicket:
+        raise RestoreError("no ticket")
+
+
+@pytest.fixture(params=[False, True])
+def is_enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Return whether the program uses the collector."""
+    before = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield request.param
+    (gc.enable if before else gc.disable)()
+
+
+def test_a_restore_and_a_capture_pause_the_collector_of_a_program_that_uses_it(is_enabled: bool) -> None:
+    noting = Noting()
+    ckpt = Checkpointer(link=LocalLink(), position=noting)
+    ckpt.restore()
+    assert gc.isenabled() == is_enabled
+    ckpt.step(1)
+    assert ckpt.save(1)
+    assert gc.isenabled() == is_enabled
+    ckpt.close()
+    assert len(noting.found) >= 2 and not any(noting.found)
+
+
+def test_a_restore_that_fails_leaves_the_collector_as_it_was(is_enabled: bool) -> None:
+    ckpt = Checkpointer(link=NoTicket(), position=Noting())
+    with pytest.raises(RestoreError):
+        ckpt.restore()
+    assert gc.isenabled() == is_enabled
