@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from ray_ckpt.storage.output_file import output_file, whole_file
 from ray_ckpt.types import ProgressCallback
 
 MAX_FILE_BYTES = 5 * 10**9  # bytes of tensors per file, unless one tensor is larger; as Hugging Face does
+WINDOW_BYTES = 64 << 20  # of a file that are mapped at a time, or one larger tensor
 INDEX_FILE = "model.safetensors.index.json"
 _EXPORTED = re.compile(
     r"(adapter_)?model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?|\.metadata|__0_0\.distcp"
@@ -60,6 +61,9 @@ class SavedTensor(Protocol):
         """Write the bytes of the tensor to `out`, an array of bytes with its shape and an inner dimension."""
 
 
+Tensor = TypeVar("Tensor", bound=SavedTensor)
+
+
 def export_safetensors(
     view: CheckpointView,
     out: Path,
@@ -80,7 +84,7 @@ def export_safetensors(
     OSError if `out` cannot be written.
     """
     tensors = _chosen(view, item, only)
-    return write_safetensors(_shards(tensors, max_file_bytes), out, force=force, progress=progress)
+    return write_safetensors(_parts(tensors, max_file_bytes), out, force=force, progress=progress)
 
 
 def write_safetensors(
@@ -183,17 +187,17 @@ def _chosen(view: CheckpointView, item: str | None, only: Sequence[str]) -> dict
     return chosen if item is None else {lazy.short_name or item: lazy for lazy in chosen.values()}
 
 
-def _shards(tensors: Mapping[str, LazyTensor], max_file_bytes: int) -> list[dict[str, LazyTensor]]:
-    """Distribute the tensors over files."""
-    shards: list[dict[str, LazyTensor]] = [{}]
+def _parts(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
+    """Distribute tensors, in their order, over parts of at most `max_bytes`, or of one larger tensor."""
+    parts: list[dict[str, Tensor]] = [{}]
     size_bytes = 0
     for name, lazy in tensors.items():
-        if shards[-1] and size_bytes + lazy.nbytes > max_file_bytes:
-            shards.append({})
+        if parts[-1] and size_bytes + lazy.nbytes > max_bytes:
+            parts.append({})
             size_bytes = 0
-        shards[-1][name] = lazy
+        parts[-1][name] = lazy
         size_bytes += lazy.nbytes
-    return shards
+    return parts
 
 
 def _sorted(shard: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
@@ -229,17 +233,26 @@ def _write(path: Path, header: bytes, shard: Mapping[str, SavedTensor], progress
         os.posix_fallocate(file.fileno(), 0, size_bytes)  # else a full disk raises SIGBUS in mapped memory
         file.write(header)
     at = len(header)
-    for lazy in shard.values():
-        if lazy.nbytes:
-            shape = (*lazy.shape, ITEMSIZE[lazy.dtype_name])
-            place = np.memmap(path, np.uint8, "r+", offset=at, shape=shape)
-            lazy.read_into(place)
-            place.flush()
-            del place  # unmaps the memory
-        at += lazy.nbytes
-        progress(lazy.nbytes)
+    for window in _parts(shard, WINDOW_BYTES):
+        _write_window(path, at, list(window.values()), progress)
+        at += sum(lazy.nbytes for lazy in window.values())
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _write_window(path: Path, at: int, window: Sequence[SavedTensor], progress: ProgressCallback) -> None:
+    """Read consecutive tensors into the bytes of a file from `at` on."""
+    left = np.empty(0, np.uint8)
+    if size_bytes := sum(lazy.nbytes for lazy in window):
+        mapped = np.memmap(path, np.uint8, "r+", offset=at, shape=(size_bytes,))
+        left = mapped.view(np.ndarray)
+    for lazy in window:
+        place, left = left[: lazy.nbytes], left[lazy.nbytes :]
+        if lazy.nbytes:
+            lazy.read_into(place.reshape(*lazy.shape, ITEMSIZE[lazy.dtype_name]))
+        progress(lazy.nbytes)
+    if size_bytes:
+        mapped.flush()
 
 
 def _index(names: Sequence[str], shards: Sequence[Mapping[str, SavedTensor]]) -> str:

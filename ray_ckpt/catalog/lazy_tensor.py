@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -314,15 +315,12 @@ class LazyTensor:
 
     def _read_into(self, spans: Sequence[range], out: Bytes) -> None:
         plan = self._plan(spans)
-        steps = [span.step for span in spans]
-        reads = map_in_order(
-            lambda read: self._tensors.read(read, steps, out),
-            plan.reads,
-            threads=SLICES_AT_A_TIME,
-            name="lazy",
-        )
-        for _ in reads:
-            pass
+        read = partial(self._tensors.read, steps=[span.step for span in spans], out=out)
+        if len(plan.reads) == 1:  # as for most tensors: threads would cost more than a small one
+            read(plan.reads[0])
+        else:
+            for _ in map_in_order(read, plan.reads, threads=SLICES_AT_A_TIME, name="lazy"):
+                pass
 
 
 _DAMAGED = "Run `ray-ckpt verify` on the checkpoint, and read another step."

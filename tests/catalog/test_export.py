@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import ray_ckpt
 from ray_ckpt.analysis.diff import compare
+from ray_ckpt.catalog import export as export_module
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.catalog.export import INDEX_FILE, export_safetensors, export_torch
 from ray_ckpt.catalog.lazy_tensor import BLOCK_BYTES
@@ -48,6 +49,15 @@ def assert_saved(run: SampleRun, step: int, found: dict[str, Any], prefix: str =
     for name, tensor in found.items():
         bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
         np.testing.assert_array_equal(bits.numpy(), run.checkpoints[step].tensors[prefix + name], name)
+
+
+@pytest.mark.parametrize("window_bytes", [1, 30, 100, 1 << 20])
+def test_any_window_of_a_file_gives_the_same_bytes(
+    run: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window_bytes: int
+) -> None:
+    monkeypatch.setattr(export_module, "WINDOW_BYTES", window_bytes)
+    (file,) = export_safetensors(ray_ckpt.Catalog(run.folder)[30], tmp_path / "out")
+    assert_saved(run, 30, load_file(file))
 
 
 def test_safetensors_of_all_items_have_full_names(run: SampleRun, tmp_path: Path) -> None:
