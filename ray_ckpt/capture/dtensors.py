@@ -26,6 +26,7 @@ from ray_ckpt.errors import UnsupportedLeaf
 from ray_ckpt.plan.regions import Box, Cut, Region, cut_parts
 
 MAX_LAYOUTS = 4096  # cached layouts: a model has some dozens of shapes, each on the ranks of a node
+MAX_LINES = 64  # cached lists of ranks, each with its mesh: one for each way of sharding
 MAX_MESHES = 3  # in the description of a checkpoint; a program has one or two meshes
 
 
@@ -94,17 +95,19 @@ def holders(tensor: Any) -> tuple[int, ...]:
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return ()
-    places = zip(tensor.placements, coordinate, strict=True)
-    return _ranks_at(mesh, tuple(None if placement.is_replicate() else at for placement, at in places))
+    sides = zip(tensor.placements, coordinate, strict=True)
+    line = tuple(None if placement.is_replicate() else at for placement, at in sides)
+    return _ranks_along(mesh, mesh.get_rank(), line)
 
 
-@lru_cache(MAX_LAYOUTS)
-def _ranks_at(mesh: Any, places: tuple[int | None, ...]) -> tuple[int, ...]:
-    """Return the ranks at these places along the dimensions of a mesh; None is every place.
+@lru_cache(MAX_LINES)
+def _ranks_along(mesh: Any, rank: int, line: tuple[int | None, ...]) -> tuple[int, ...]:
+    """Return the ranks of a mesh that have these coordinates; None stands for any.
 
-    torch computes `mesh.mesh` anew at each access.
+    torch computes `mesh.mesh` anew at each access. It depends on the rank: parts of one mesh that different
+    ranks see are equal as keys.
     """
-    index = tuple(slice(None) if at is None else at for at in places)
+    index = tuple(slice(None) if at is None else at for at in line)
     return tuple(sorted(mesh.mesh[index].flatten().tolist()))
 
 

@@ -141,6 +141,7 @@ class FlatOptimizerItem(BaseOptimizerItem):
         super().__init__(name, optimizer)
         self._memo = BoxMemo()
         self._new: dict[tuple[int, str], torch.Tensor] = {}  # state of flat parameters, during a load
+        self._entry_of: dict[str, Entry] = {}  # by name of a parameter, since the last walk
 
     @abstractmethod
     def _groups(self) -> list[list[Entry]]:
@@ -157,6 +158,7 @@ class FlatOptimizerItem(BaseOptimizerItem):
 
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
+        self._entry_of = {}
         for entries in self._groups():
             like = next((entry for entry in entries if self.optimizer.state.get(entry.param)), None)
             for entry in entries:
@@ -189,14 +191,17 @@ class FlatOptimizerItem(BaseOptimizerItem):
         if tuple(value.shape) == entry.local_shape(flat):
             return self._memo.get((name, key), value, lambda: entry.pieces(flat, value))
         if value.dim() == 0:
-            whole = BoxedTensor(
-                shape=(),
-                dtype=value.dtype,
-                base=value,
-                parts=(((), value.detach()),),
-                ranks=entry.alike(flat),
+            return self._memo.get(
+                (name, key),
+                value,
+                lambda: BoxedTensor(
+                    shape=(),
+                    dtype=value.dtype,
+                    base=value,
+                    parts=(((), value.detach()),),
+                    ranks=entry.alike(flat),
+                ),
             )
-            return self._memo.get((name, key), value, lambda: whole)
         raise UnsupportedLeaf(
             f"{self._name}.state.{name}.{key} has shape {tuple(value.shape)}, which depends on how "
             f"{self.cutter} cut the parameter.",
@@ -225,12 +230,12 @@ class FlatOptimizerItem(BaseOptimizerItem):
 
     def allocate(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """Return memory for state: cut like the parameter if shapes are equal, else as in OptimizerItem."""
-        every = (entry for entries in self._groups() for entry in entries)
-        is_state = len(path) > 2 and path[0] == "state"
-        found = next((e for e in every if is_state and path[1] in e.members), None)
-        if found is None:
+        if not self._entry_of:
+            self._entry_of = {name: e for entries in self._groups() for e in entries for name in e.members}
+        entry = self._entry_of.get(path[1]) if len(path) > 2 and path[0] == "state" else None
+        if entry is None:
             return torch.zeros(shape, dtype=dtype, device="cpu")
-        entry, key = found, path[-1]
+        key = path[-1]
         flat = entry.members[path[1]]
         if flat is None or key == "step" or shape != flat.unit.shape(flat.index):
             return self._allocate_for(entry.param, key, shape, dtype)

@@ -34,6 +34,7 @@ from ray_ckpt.capture.walk import (
     slices_of,
     walk,
 )
+from ray_ckpt.collector import collector_paused
 from ray_ckpt.errors import CheckpointError, InsufficientSpace, MismatchError
 from ray_ckpt.format.names import shard_files
 from ray_ckpt.format.tree import IMPORTED_FROM, TensorRef
@@ -235,6 +236,7 @@ class _Wanted:
     _made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)  # by item and key, new leaves
     _filled: dict[int, str] = field(default_factory=dict)  # live leaves by id, with the key that fills them
 
+    @collector_paused()
     def add(self, name: str, item: Item, tree: Any, *, check: bool = True) -> _Wanted:
         """Add all tensors of the saved `tree` of an item; with `check`, also check that it fits the item."""
         here = {path: self.walked.held[ref.key] for path, ref in tensor_refs(self.walked.trees[name]).items()}
@@ -259,6 +261,7 @@ class _Wanted:
                 self.misfits.append(name)
         return self
 
+    @collector_paused()
     def plan(self) -> RestorePlan:
         """Return the plan of all reads, with all problems."""
         targets = [target.slice for target in self.targets]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,6 +19,8 @@ from ray_ckpt.capture.items import Item, OptimizerItem, local_tensor
 from ray_ckpt.capture.torch_private import DataDependentOutputException, FakeTensorMode
 from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked, slices_of
 
+_Alike: TypeAlias = dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]]
+"""Parameters by local shape and dtype: their states have equal shapes."""
 _REAL_DEVICES_ONLY = ("foreach", "fused", "capturable")
 
 
@@ -64,15 +66,23 @@ def predicted_state(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
     """Yield each parameter without state, with its future state as fake tensors of local shapes."""
+    found: dict[Hashable, tuple[Mapping[str, Any], _Alike]] = {}  # of groups with equal settings
     for group in optimizer.param_groups:
-        missing = [param for param in group["params"] if param not in optimizer.state and param.requires_grad]
-        alike: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}  # their state has equal shapes
-        for param in missing:
-            alike.setdefault((local_tensor(param).shape, param.dtype), []).append(param)
-        states = _step_of_twin(type(optimizer), group, [params[0] for params in alike.values()])
+        _, alike = found.setdefault(_settings(group), (group, {}))
+        for param in group["params"]:
+            if param not in optimizer.state and param.requires_grad:
+                alike.setdefault((local_tensor(param).shape, param.dtype), []).append(param)
+    for like, alike in ((like, alike) for like, alike in found.values() if alike):
+        states = _step_of_twin(type(optimizer), like, [params[0] for params in alike.values()])
         for params, state in zip(alike.values(), states, strict=False):
             tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
             yield from ((param, tensors) for param in params)
+
+
+def _settings(group: Mapping[str, Any]) -> Hashable:
+    """Return what the names and shapes of a group's state may depend on; rates change no shape."""
+    left_out = {"params", "param_names", "lr", "initial_lr", "weight_decay"}
+    return tuple(sorted((str(key), repr(value)) for key, value in group.items() if key not in left_out))
 
 
 def used_keys(
@@ -86,16 +96,21 @@ def used_keys(
     out.
     """
     found: dict[int, frozenset[str]] = {}
+    known: dict[Hashable, dict[int, frozenset[str]]] = {}  # by number of dimensions, for each kind of group
     for group, over in zip(groups, settings, strict=False):
+        names = known.setdefault((_settings(group), _settings(over)), {})
         alike: dict[int, list[torch.Tensor]] = {}  # by number of dimensions, on which the names depend
         for param in group["params"]:
             alike.setdefault(param.dim(), []).append(param)
-        firsts = [params[0] for params in alike.values()]
+        firsts = [params[0] for dims, params in alike.items() if dims not in names]
         changed = {**group, **{k: v for k, v in over.items() if isinstance(v, bool | int | float)}}
         # This class may refuse settings of another class.
-        states = _step_of_twin(kind, changed, firsts) or _step_of_twin(kind, group, firsts)
-        for params, state in zip(alike.values(), states, strict=False):
-            found |= dict.fromkeys(map(id, params), frozenset(state))
+        if firsts:
+            states = _step_of_twin(kind, changed, firsts) or _step_of_twin(kind, group, firsts)
+            names.update(zip((param.dim() for param in firsts), map(frozenset, states), strict=False))
+        for dims, params in alike.items():
+            if dims in names:
+                found |= dict.fromkeys(map(id, params), names[dims])
     return found
 
 

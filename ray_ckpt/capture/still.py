@@ -56,7 +56,7 @@ class StillSlices:
         self._is_full = is_full
         self._moved: set[SliceKey] = set()
         self._num_changes = 0
-        self._last: tuple[tuple[object, ...], RankLayout] | None = None  # the layout before, and its slices
+        self._last: tuple[tuple[object, ...], RankLayout] | None = None  # the slices before, and their layout
 
     @property
     def num_moved(self) -> int:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from heapq import heapreplace
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ from ray_ckpt.capture.boxes import boxed
 from ray_ckpt.capture.dtensors import holders, is_dtensor, parts_here
 from ray_ckpt.capture.items import BoxedTensor, Item, Leaf, elements, local_tensor
 from ray_ckpt.capture.torch_private import is_around_one_tensor, local_part, version
+from ray_ckpt.collector import collector_paused
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.short import key_text
@@ -183,16 +185,25 @@ class Walked:
         """
         if full:
             return self.slices
-        loads: dict[tuple[int, ...], dict[int, int]] = {}
         mine = [live for live in self.slices if live.ranks == (rank,)]
-        common = [live for live in self.slices if len(live.ranks) > 1]
-        per_node = [live for live in common if node_ranks and live.is_small_and_plain]
-        mine += [live for live in per_node if rank == min(k for k in live.ranks if k in node_ranks)]
-        shared = (live for live in common if not (node_ranks and live.is_small_and_plain))
+        here, shared = frozenset(node_ranks), list[LiveSlice]()
+        first_here: dict[int, int] = {}  # by id: most slices share one tuple of ranks, which may be long
+        for live in (live for live in self.slices if len(live.ranks) > 1):
+            if not (node_ranks and live.is_small_and_plain):
+                shared.append(live)
+                continue
+            if id(live.ranks) not in first_here:
+                first_here[id(live.ranks)] = min(here.intersection(live.ranks))
+            if first_here[id(live.ranks)] == rank:
+                mine.append(live)
+        loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # heaps of (bytes, rank)
+        heaps: dict[int, list[tuple[int, int]]] = {}  # the same by id
         for live in sorted(shared, key=lambda s: (-s.nbytes, *s.slice_key)):
-            load = loads.setdefault(live.ranks, dict.fromkeys(live.ranks, 0))
-            owner = min(load, key=lambda k: (load[k], k))
-            load[owner] += live.nbytes
+            if id(live.ranks) not in heaps:
+                heaps[id(live.ranks)] = loads.setdefault(live.ranks, [(0, k) for k in sorted(live.ranks)])
+            heap = heaps[id(live.ranks)]
+            size_bytes, owner = heap[0]
+            heapreplace(heap, (size_bytes + live.nbytes, owner))
             if owner == rank:
                 mine.append(live)
         return tuple(mine)
@@ -214,6 +225,7 @@ class Walked:
         return digest(json.dumps(lines).encode())
 
 
+@collector_paused()
 def walk(
     items: Mapping[str, Item], *, rank: int, world_size: int, first: int = 0, before: Walked | None = None
 ) -> Walked:

@@ -61,7 +61,7 @@ class SavedTensor(Protocol):
         """Write the bytes of the tensor to `out`, an array of bytes with its shape and an inner dimension."""
 
 
-Tensor = TypeVar("Tensor", bound=SavedTensor)
+Saved = TypeVar("Saved", bound=SavedTensor)
 
 
 def export_safetensors(
@@ -187,9 +187,9 @@ def _chosen(view: CheckpointView, item: str | None, only: Sequence[str]) -> dict
     return chosen if item is None else {lazy.short_name or item: lazy for lazy in chosen.values()}
 
 
-def _parts(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
+def _parts(tensors: Mapping[str, Saved], max_bytes: int) -> list[dict[str, Saved]]:
     """Distribute tensors, in their order, over parts of at most `max_bytes`, or of one larger tensor."""
-    parts: list[dict[str, Tensor]] = [{}]
+    parts: list[dict[str, Saved]] = [{}]
     size_bytes = 0
     for name, lazy in tensors.items():
         if parts[-1] and size_bytes + lazy.nbytes > max_bytes:

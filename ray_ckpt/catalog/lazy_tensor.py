@@ -331,9 +331,9 @@ def matching_tensors(patterns: Iterable[str], names: Sequence[str], where: str =
 
     A pattern that is itself a name, such as `layers[0].w`, matches only this name.
     """
-    found: set[str] = set()
+    known, found = set(names), set[str]()
     for pattern in patterns:
-        matches = {pattern} & {*names} or {name for name in names if fnmatchcase(name, pattern)}
+        matches = {pattern} & known or {name for name in names if fnmatchcase(name, pattern)}
         if not matches:
             raise unknown_tensor(pattern, names, where)
         found |= matches

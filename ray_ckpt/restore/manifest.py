@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -26,7 +27,7 @@ from ray_ckpt.storage.local.pages import map_shared
 from ray_ckpt.types import ManifestRow, Slice
 
 NOT_WANTED = -1
-MAX_KEPT_ROWS = 1 << 16  # rows of a fragment kept as objects, of 1 KB each
+MAX_KEPT_ROWS = 1 << 17  # rows of a manifest that are kept as objects, of 1 KB each
 Boxes: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -138,7 +139,8 @@ class RowColumns:
     """
 
     def __init__(self, fragments: Iterable[tuple[pa.Table, pa.Buffer]]) -> None:
-        self._parts = [_Part(places, file) for places, file in fragments]
+        kept = _Kept(MAX_KEPT_ROWS)
+        self._parts = [_Part(places, file, kept) for places, file in fragments]
         self._part_of: dict[str, _Part] = {}
 
     def open(self) -> RowColumns:
@@ -207,13 +209,21 @@ class PartialRows:
         return True
 
 
+@dataclass(slots=True)
+class _Kept:
+    """The number of rows that may still be kept."""
+
+    left: int
+
+
 class _Part:
     """The rows of one fragment."""
 
-    def __init__(self, table: pa.Table, file: pa.Buffer) -> None:
+    def __init__(self, table: pa.Table, file: pa.Buffer, kept: _Kept) -> None:
         self._table = table
         self._file = file
         self._digests: pa.Table | None = None
+        self._kept = kept
         self._made: dict[int, ManifestRow] = {}  # by number; a restore takes most of its rows twice
         item, name = parquet.column(table, "item"), parquet.column(table, "name")
         self.items, self.names = item.dictionary, name.dictionary
@@ -227,13 +237,30 @@ class _Part:
 
     def keys(self, item: str | None) -> Iterator[str]:
         """Yield the name of each tensor once; only tensors of `item`, unless it is None."""
-        num_names, names = len(self.names), self.names.to_pylist()
-        found = (self.item_at.astype(np.int64) * num_names + self.name_at)[self.is_slice]
-        items = self.items.to_pylist()
-        for index in np.unique(found).tolist():
+        num_names, items, names = len(self.names), self.items.to_pylist(), self.names.to_pylist()
+        for index in self.pairs.tolist():
             owner = items[index // num_names]
             if item is None or owner == item:
                 yield _key(owner, names[index % num_names])
+
+    @cached_property
+    def pairs(self) -> Ints:
+        """The pairs of item and name that occur, each as one number: item x number of names + name."""
+        found = self.item_at.astype(np.int64) * len(self.names) + self.name_at
+        return np.unique(found[self.is_slice])
+
+    @cached_property
+    def key_texts(self) -> list[str]:
+        """The keys of the tensors of `pairs`."""
+        return list(self.keys(None))
+
+    def has_keys_of(self, other: _Part) -> bool:
+        """Return whether the same texts stand in the same order, as in fragments of one layout."""
+        return self is other or bool(
+            self.items.equals(other.items)
+            and self.names.equals(other.names)
+            and np.array_equal(self.pairs, other.pairs)
+        )
 
     def is_in(self, files: Collection[str]) -> Mask:
         """Return which rows are those of one of the files."""
@@ -248,8 +275,9 @@ class _Part:
         new = order[[number not in made for number in order.tolist()]] if made else order
         rows = dict(zip(new.tolist(), self._take(new), strict=True))
         found = [made[number] if number in made else rows[number] for number in order.tolist()]
-        if len(made) + len(rows) <= MAX_KEPT_ROWS:
+        if len(rows) <= self._kept.left:
             made.update(rows)
+            self._kept.left -= len(rows)
         return found
 
     def all_rows(self) -> Sequence[ManifestRow]:
@@ -282,7 +310,7 @@ class _Keys:
     def __init__(self, keys: Iterable[str]) -> None:
         self.number = {key: at for at, key in enumerate(dict.fromkeys(keys))}
         self._has_row = np.zeros(len(self.number), bool)  # by tensor: `take_first` has returned a row of it
-        self._last: tuple[pa.Array, pa.Array, Ints] | None = None
+        self._last: tuple[_Part, Ints] | None = None
 
     def of(self, part: _Part) -> Ints:
         """Return the number of each row's tensor, or NOT_WANTED."""
@@ -292,17 +320,11 @@ class _Keys:
 
     def _numbers(self, part: _Part) -> Ints:
         """Return the tensor's number by item and name. Fragments of one layout have the same texts."""
-        if self._last is not None and self._last[0].equals(part.items) and self._last[1].equals(part.names):
-            return self._last[2]
-        names = part.names.to_pylist()
-        found = np.array(
-            [
-                [self.number.get(_key(item, name), NOT_WANTED) for name in names]
-                for item in part.items.to_pylist()
-            ]
-        ).reshape(len(part.items), len(names))
-        self._last = part.items, part.names, found
-        return found
+        if self._last is None or not part.has_keys_of(self._last[0]):
+            found = np.full(len(part.items) * len(part.names), NOT_WANTED)
+            found[part.pairs] = [self.number.get(key, NOT_WANTED) for key in part.key_texts]
+            self._last = part, found.reshape(len(part.items), len(part.names))
+        return self._last[1]
 
     def take_first(self, numbers: Ints) -> Ints:
         """Return the first row of each tensor that had no row in the parts before."""

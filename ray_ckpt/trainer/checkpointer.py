@@ -141,7 +141,6 @@ class Checkpointer:
 
     # -- restore -------------------------------------------------------------------------------------
 
-    @collector_paused()  # it makes dozens of objects for each tensor
     def restore(self, *, live_step: int | None = None) -> RestoreInfo | None:
         """Restore every item from the newest intact checkpoint of the run, the same on all ranks.
 
@@ -169,8 +168,9 @@ class Checkpointer:
         self._session_key = ticket.session_key
         restored = restoring.run(ticket) if live_step is None else restoring.keep(ticket, live_step)
         key = self._session_key = restored.session_key
-        info, checkpoint = restored.info, restored.checkpoint
+        info = restored.info
         self._rng = items.items["rng"].tree() if info else None  # a walk may draw, as for a loader's state
+        checkpoint = restored.checkpoint
         if self._probe is not None:
             warnings = gaps.result() if gaps is not None else ()
             self._probe.restored(items.items, checkpoint.step if checkpoint else None, warnings)

@@ -24,6 +24,7 @@ from ray_ckpt.capture.rng import RngItem
 from ray_ckpt.capture.still import StillSlices
 from ray_ckpt.capture.unregistered import find_gaps
 from ray_ckpt.capture.walk import Walked, walk
+from ray_ckpt.collector import collector_paused
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.shard import RankLayout
@@ -92,12 +93,14 @@ class RankItems:
         )
         return self.walked
 
+    @collector_paused()
     def predicted_layout(self, walked: Walked) -> RankLayout:
         """Return the layout of this rank's shards once every optimizer has its state."""
         whole = with_predictions(walked, self.items, ranks=self._identity.ranks)
         owned = whole.owned(self._identity.rank, self._identity.node_ranks, full=self._is_full)
         return self.still.layout(owned)
 
+    @collector_paused()
     def preflight(self) -> RankLayout:
         """Encode the state once, so that errors of a save are found before training; predict the layout."""
         walked = self.walk()

@@ -445,11 +445,33 @@ def test_parameters_of_one_shape_are_predicted_together(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(predict, "_step_of_twin", counted)
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(50)), nn.Linear(3, 2, dtype=torch.float64))
-    optimizer = torch.optim.AdamW(model.parameters())
-    found = list(predicted_state(optimizer))
-    assert stepped == [4]
-    assert {id(param) for param, _ in found} == set(map(id, model.parameters()))
-    assert all(state["exp_avg"].shape == p.shape and state["exp_avg"].dtype == p.dtype for p, state in found)
+    groups = [dict[str, Any](params=[p], lr=0.1 / n) for n, p in enumerate(model.parameters(), 1)]
+    for optimizer in (torch.optim.AdamW(model.parameters()), torch.optim.AdamW(groups)):
+        found = list(predicted_state(optimizer))
+        assert stepped == [4]
+        assert {id(param) for param, _ in found} == set(map(id, model.parameters()))
+        assert all(s["exp_avg"].shape == p.shape and s["exp_avg"].dtype == p.dtype for p, s in found)
+        stepped.clear()
+        assert (
+            len(predict.used_keys(optimizer.param_groups, torch.optim.AdamW, optimizer.param_groups)) == 102
+        )
+        assert sum(stepped) == 2, "one of each number of dimensions"
+        stepped.clear()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert not list(predicted_state(optimizer)) and not stepped
+
+
+def test_groups_with_other_settings_are_predicted_alone() -> None:
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    groups = [dict[str, Any](params=[p], momentum=m) for p, m in zip(params, (0.0, 0.9, 0.9), strict=True)]
+    found = {id(param): set(state) for param, state in predicted_state(torch.optim.SGD(groups, lr=0.1))}
+    assert [found.get(id(param), set()) for param in params] == [
+        set(),
+        {"momentum_buffer"},
+        {"momentum_buffer"},
+    ]
 
 
 def test_an_optimizer_that_cannot_be_predicted_counts_as_nothing() -> None:

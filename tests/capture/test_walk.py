@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ray_ckpt.capture.adapt import adapt
+from ray_ckpt.capture.dtensors import holders
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked, bytes_digest, walk
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
@@ -256,6 +257,18 @@ def test_dtensors_of_hsdp_are_covered_exactly_once(fake_world: Any) -> None:
             covered[row : row + height, column : column + width] += 1
             assert torch.equal(part.tensor, whole[row : row + height])
     assert torch.equal(covered, torch.ones(5, 3))
+
+
+@pytest.mark.parametrize("rank, expected", [(0, (0, 1)), (2, (2, 3)), (3, (2, 3))])
+def test_a_part_of_a_mesh_has_the_ranks_that_this_rank_sees(
+    fake_world: Any, rank: int, expected: tuple[int, ...]
+) -> None:
+    """Such parts are equal, also as keys of a cache, on ranks that see others."""
+    for known in (0, rank):
+        fake_world(known, 4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+        found = holders(DTensor.from_local(torch.zeros(2), mesh, [Replicate()], run_check=False))
+    assert found == expected
 
 
 def test_an_empty_local_part_is_no_slice_and_a_partial_one_is_refused(fake_world: Any) -> None:

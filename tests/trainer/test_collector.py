@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from ray_ckpt.collector import collector_paused
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer.checkpointer import Checkpointer
@@ -51,6 +53,18 @@ def test_a_restore_and_a_capture_pause_the_collector_of_a_program_that_uses_it(i
     assert gc.isenabled() == is_enabled
     ckpt.close()
     assert len(noting.found) >= 2 and not any(noting.found)
+
+
+def test_a_process_that_is_forked_in_a_pause_collects() -> None:
+    """As the workers of a data loader whose state_dict makes its iterator."""
+    gc.enable()
+    with collector_paused(), collector_paused():
+        assert not gc.isenabled()
+        if (pid := os.fork()) == 0:
+            os._exit(int(gc.isenabled()))
+        _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert gc.isenabled()
 
 
 def test_a_restore_that_fails_leaves_the_collector_as_it_was(is_enabled: bool) -> None:
