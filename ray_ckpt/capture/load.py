@@ -94,6 +94,7 @@ class SavedState:
         return cls(trees, {key: row.slice for key, row in found.items() if row.slice is not None})
 
 
+@collector_paused()  # not for what the user's objects do, which is in the returned function
 def load_items(
     items: Mapping[str, Item],
     state: Mapping[str, Any],
@@ -236,7 +237,6 @@ class _Wanted:
     _made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)  # by item and key, new leaves
     _filled: dict[int, str] = field(default_factory=dict)  # live leaves by id, with the key that fills them
 
-    @collector_paused()
     def add(self, name: str, item: Item, tree: Any, *, check: bool = True) -> _Wanted:
         """Add all tensors of the saved `tree` of an item; with `check`, also check that it fits the item."""
         here = {path: self.walked.held[ref.key] for path, ref in tensor_refs(self.walked.trees[name]).items()}
@@ -261,7 +261,6 @@ class _Wanted:
                 self.misfits.append(name)
         return self
 
-    @collector_paused()
     def plan(self) -> RestorePlan:
         """Return the plan of all reads, with all problems."""
         targets = [target.slice for target in self.targets]

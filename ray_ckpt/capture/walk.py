@@ -19,7 +19,6 @@ from ray_ckpt.capture.boxes import boxed
 from ray_ckpt.capture.dtensors import holders, is_dtensor, parts_here
 from ray_ckpt.capture.items import BoxedTensor, Item, Leaf, elements, local_tensor
 from ray_ckpt.capture.torch_private import is_around_one_tensor, local_part, version
-from ray_ckpt.collector import collector_paused
 from ray_ckpt.errors import FormatError, UnsupportedLeaf
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.short import key_text
@@ -225,7 +224,6 @@ class Walked:
         return digest(json.dumps(lines).encode())
 
 
-@collector_paused()
 def walk(
     items: Mapping[str, Item], *, rank: int, world_size: int, first: int = 0, before: Walked | None = None
 ) -> Walked:

@@ -82,6 +82,7 @@ class RankItems:
         own = {name: item for name, item in self.items.items() if name not in self.objects}
         self.objects, self.items = items, {**items, **own}
 
+    @collector_paused()
     def walk(self) -> Walked:
         ranks = self._identity.ranks
         self.walked = walk(
