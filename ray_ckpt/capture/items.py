@@ -503,7 +503,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, "to_local", None)
     if to_local is None:
         return tensor.detach()
-    with torch.no_grad():  # with autograd it takes five times as long
+    with torch.no_grad():  # autograd would double the time
         local: torch.Tensor = to_local()
         return local.detach()
 
