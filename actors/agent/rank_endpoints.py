@@ -174,13 +174,14 @@ class RankEndpoints:
         options = run.spec.options
         limit_s = options.attempt_timeout_s + options.goal_timeout_s + OUTCOME_SLACK_S
         while True:
+            was_saving = run.machine.is_saving(attempt)
             waited = run.request(lambda token: OutcomeAwaited(token=token, attempt=attempt, level=level))
             try:
                 outcome: n.SaveOutcome = await asyncio.wait_for(waited, limit_s)
                 return outcome
             except TimeoutError:
-                if not run.machine.is_saving(attempt):
-                    raise
+                if not was_saving and not run.machine.is_saving(attempt):
+                    raise  # else it may have been committed at this moment, or its copies have just begun
 
     async def await_session_end(self, run_uid: str, session_key: SessionKey) -> CheckpointError:
         """Wait until the session is over, and return the reason."""

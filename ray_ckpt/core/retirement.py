@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
@@ -50,14 +51,16 @@ class Retirement:
         view = context.retention_view(busy)
         old = {c.id.attempt for c in (*view.lineage[: -context.options.keep_last], *pinned_aside(view))}
         old -= self._item_uploads.attempts
-        for choice in decide(view, policies_of(context.options), pressure=is_crowded):
+        choices = decide(view, policies_of(context.options), pressure=is_crowded)
+        for choice in choices:
             checkpoint = choice.checkpoint
             is_old = checkpoint.id.attempt in old and choice.reasons != (NEWEST_ITEMS,)
             if not choice.kept:
                 context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason=choice.reasons[0]))
             elif is_old and checkpoint.level < Level.DURABLE:
                 self._drains.start(checkpoint)
-        for checkpoint in outlived(context.history.lost(), view):
+        kept = replace(view, live=tuple(choice.checkpoint for choice in choices if choice.kept))
+        for checkpoint in outlived(context.history.lost(), kept):
             reason = "it is lost, and a newer one is on the storage path"
             context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason=reason))
         return ()

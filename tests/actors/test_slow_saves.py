@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -59,6 +60,22 @@ def test_a_save_that_is_being_written_is_waited_for_until_its_outcome(
         node.story.host.handle(sealed(attempt(10), 0))
         waiting = asyncio.create_task(node.endpoints.await_outcome(UID, attempt(10), Level.LOCAL))
         await node.commit_late(10, waiting)
+        return await waiting
+
+    assert asyncio.run(save()).level is Level.LOCAL
+
+
+def test_an_outcome_that_comes_at_the_moment_of_the_limit_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def save() -> SaveOutcome:
+        node = SlowNode(monkeypatch)
+        node.story.host.handle(sealed(attempt(10), 0))
+        waiting = asyncio.create_task(node.endpoints.await_outcome(UID, attempt(10), Level.LOCAL))
+        await asyncio.sleep(0.01)
+        committed = published(attempt(10), Level.LOCAL)
+        asyncio.get_running_loop().call_later(0.06, node.story.order, "commit", committed)
+        time.sleep(0.2)  # both timers are due in the next pass of the loop, that of the limit first
         return await waiting
 
     assert asyncio.run(save()).level is Level.LOCAL

@@ -654,6 +654,25 @@ def test_a_lost_checkpoint_is_deleted_from_the_storage_path_when_a_newer_one_is_
     assert m.REMOTE in {d.place for d in of(run.transcript, m.Delete) if d.attempt == lost.attempt}
 
 
+def test_a_lost_checkpoint_stays_when_the_newer_one_is_retired_with_it() -> None:
+    """The newer one is being uploaded when the group goes back to an older one."""
+    run = run_on("a", "a", replicas=0, keep_last=3)
+    for step in (10, 20, 30):
+        run.save(step)
+    oldest, lost, newer = map(run.attempt, (10, 20, 30))
+    run.drain_all(run.feed(m.DrainRequested(token="first", attempt=oldest.attempt)))
+    scrubbed(run, m.Scrub(attempt=lost, node_index=0, place="a"), damage=("x",))
+    look(run)
+    run.tick(LOST_AFTER_S)
+    assert run.checkpoint(lost).state == "lost"
+    upload = run.feed(m.DrainRequested(token="newer", attempt=newer.attempt))
+    run.open("a", resume="step:10")
+    assert run.checkpoint(newer).state == "live", "it is being read"
+    run.drain_all(upload)
+    assert run.checkpoint(newer).state != "live" and run.checkpoint(oldest).state == "live"
+    assert run.checkpoint(lost).state == "lost", "nothing newer is on the storage path"
+
+
 def test_nothing_is_called_lost_while_it_may_be_the_last_hope() -> None:
     run, attempt = without_a_source()
     for _ in range(3):
