@@ -1,8 +1,9 @@
-"""Time of a save and a restore for each of many small tensors: 20,000 of 4 KiB, of which no optimizer knows.
+"""Time of a save and a restore for each of many small tensors: 20,000 of 4 KiB.
 
-The state is a dict of tensors, and then a module with as many parameters. Blocked time is what `save` takes,
-through the whole service on a Ray of one node; torch copies the same tensors in one call in turn with it. A
-restore is one by a new group, from its call to its return.
+The state is a dict of tensors, then a module with as many parameters, and then a module with a fourth of them
+and AdamW, whose state has three tensors for each parameter, one of them a number. Blocked time is what `save`
+takes, through the whole service on a Ray of one node; torch copies the same tensors in one call in turn with
+it. A restore is one by a new group, from its call to its return.
 """
 
 from __future__ import annotations
@@ -37,14 +38,26 @@ def rows(context: Context) -> Iterator[Row]:
         torch._foreach_copy_(targets, tensors)
         return (time.perf_counter() - start_s) / num * 1e6
 
+    num_params = num // 4  # each with three tensors of state
+    trained = nn.ParameterDict({name: named[name].clone() for name in list(named)[:num_params]})
+    optimizer = torch.optim.AdamW(trained.parameters())
+    for param in trained.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+
+    kinds: dict[str, tuple[str, Mapping[str, Any]]] = {
+        "dict": ("a dict", {"tensors": named}),
+        "module": ("a module", {"model": module}),
+        "optimizer": ("a module and AdamW", {"model": trained, "optimizer": optimizer}),
+    }
     with context.temporary() as folder, local_ray(folder):
-        for kind, items in (("dict", {"tensors": named}), ("module", {"model": module})):
+        for kind, (label, items) in kinds.items():
             saves = Saves(items, folder, f"small-{kind}")
             saves.wait_ready()
             for _ in range(NUM_FIRST):
                 saves.save_and_settle()
                 copy()
-            name, what = f"small-{kind}", f"warm save of {num:,} small tensors in a {kind}, each"
+            name, what = f"small-{kind}", f"warm save of {num:,} small tensors in {label}, each"
             sample = lambda: saves.save_and_settle() / num * 1e6  # noqa: B023, E731  # used before the next
             beside = ("torch._foreach_copy_", copy)
             yield (row := measure(name, what, "us", sample, beside=beside, repeat=context.repeat))
@@ -60,5 +73,5 @@ def rows(context: Context) -> Iterator[Row]:
                 again.close()
                 return again.restored_s / num * 1e6
 
-            what = f"restore of {num:,} small tensors in a {kind}, each"
+            what = f"restore of {num:,} small tensors in {label}, each"
             yield measure(f"{name}-restore", what, "us", restore, beside=beside, repeat=context.repeat)

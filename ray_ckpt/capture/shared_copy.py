@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -108,23 +107,26 @@ def use_one_core() -> None:
 
 def _shares(pairs: Sequence[Pair]) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Yield the targets and sources of each share; shares have about the same size."""
-    limit = max(MIN_SHARE_BYTES, sum(source.nbytes for _, source in pairs) // MAX_SHARES)
-    share: list[Pair] = []
-    size = 0
-    for target, source in chain.from_iterable(_cut(pair, limit) for pair in pairs):
-        share.append((target, source))
-        size += source.nbytes
-        if size >= limit:
-            yield [target for target, _ in share], [source for _, source in share]
-            share, size = [], 0
-    if share:
-        yield [target for target, _ in share], [source for _, source in share]
+    sizes = [source.nbytes for _, source in pairs]
+    limit = max(MIN_SHARE_BYTES, sum(sizes) // MAX_SHARES)
+    targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+    share_bytes = 0
+    for pair, size in zip(pairs, sizes, strict=True):
+        for target, source in (pair,) if size <= limit else _cut(pair, limit):
+            targets.append(target)
+            sources.append(source)
+            share_bytes += source.nbytes
+            if share_bytes >= limit:
+                yield targets, sources
+                targets, sources, share_bytes = [], [], 0
+    if targets:
+        yield targets, sources
 
 
 def _cut(pair: Pair, limit: int) -> Iterable[Pair]:
     """Return a copy in parts of at most `limit` bytes; a strided source stays whole."""
     source = pair[1]
-    if source.nbytes <= limit or not source.is_contiguous():
+    if not source.is_contiguous():
         return [pair]
     length = limit // source.element_size()
     flat = (tensor.detach().view(-1) for tensor in pair)

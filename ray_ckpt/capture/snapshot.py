@@ -15,6 +15,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
+from operator import ne
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.items import elements
 from ray_ckpt.capture.overlap_guard import running
 from ray_ckpt.capture.shared_copy import Helpers, SharedCopy, use_one_core
-from ray_ckpt.capture.torch_private import copy_all
+from ray_ckpt.capture.torch_private import all_versions, copy_all
 from ray_ckpt.capture.walk import LiveSlice
 from ray_ckpt.errors import StateError, Unavailable
 
@@ -68,7 +70,8 @@ class Snapshot:
         self._helpers = helpers
         self.is_late = any(part.is_late for part in parts)
         self._waited = waited  # gets the seconds for which `before_change` stalled training
-        self._versions = [(part.live, part.live.versions) for part in parts if part.is_late]
+        self._late = [part.live for part in parts if part.is_late]
+        self._versions = versions(self._late)
         self._lock = threading.Lock()
         self._changed: list[LiveSlice] | None = None  # None: not checked yet
         self._judged = threading.Event()
@@ -137,7 +140,8 @@ class Snapshot:
         """Note changed slices, once: when every slice is copied, or before the first allowed change."""
         with self._lock:
             if self._changed is None:
-                self._changed = [live for live, version in self._versions if live.versions != version]
+                now = versions(self._late)
+                self._changed = list(compress(self._late, map(ne, now, self._versions)))
         self._judged.set()
 
 
@@ -342,7 +346,8 @@ def _ended(snapshot: Snapshot, fail: Callable[[Exception], None], done: Future[N
 
 def versions(slices: Sequence[LiveSlice]) -> tuple[tuple[int, int], ...]:
     """Return the change counters of tensors, in order. Raises RuntimeError for inference tensors."""
-    return tuple(live.versions for live in slices)
+    leaves, tensors = [live.leaf for live in slices], [live.tensor for live in slices]
+    return tuple(zip(all_versions(leaves), all_versions(tensors), strict=True))
 
 
 def _is_on_host(source: torch.Tensor) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +31,14 @@ __all__ = ["EXTRA_STATE_SUFFIX", "DataDependentOutputException", "FakeTensorMode
 def version(tensor: torch.Tensor) -> int:
     """Return the tensor's version, which torch increments at each change in place."""
     return tensor._version
+
+
+def all_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the versions of tensors, in order, in a loop that calls no Python function."""
+    return list(map(_VERSION, tensors))
+
+
+_VERSION = attrgetter("_version")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -115,19 +115,19 @@ class HeldLeaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A container of plain tensors only, and its walked slices; later walks compare it as a whole.
+    """A container of plain tensors, or of dicts of them, and its slices; later walks compare it as a whole.
 
     A walk takes some microseconds for a single tensor, but a tenth of that for a tensor in a block: a block
     is compared by loops inside torch's functions, which create no objects for the garbage collector.
     """
 
     kind: type
-    names: tuple[Any, ...]  # keys, if the container is a dict
+    names: tuple[Any, ...]  # as of `plain_tensors`
     leaves: tuple[torch.Tensor, ...]
     tensors: tuple[torch.Tensor, ...]  # tensors of the slices; they keep the memory alive
     dtypes: list[torch.dtype]
     addresses: list[int]  # 0 after the memory of a storage was freed
-    device: torch.device
+    devices: list[torch.device]
     keys: dict[int, str]  # tensor keys by id of the leaf
 
     held: dict[str, HeldLeaf]
@@ -141,7 +141,7 @@ class Block:
             return False
         return (
             all(map(is_, found[1], self.leaves))
-            and _devices(found[1]) == {self.device}  # torch cannot compare memory of different devices
+            and list(map(_DEVICE, found[1])) == self.devices  # torch cannot compare memory of two devices
             and list(map(_DTYPE, found[1])) == self.dtypes
             and list(map(torch.Tensor.data_ptr, found[1])) == self.addresses
             and all(map(torch.Tensor.is_set_to, found[1], self.tensors))
@@ -307,16 +307,27 @@ def walk(
 
 
 def plain_tensors(value: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] | None:
-    """Return the keys (of a dict) and the tensors of a container that has only plain tensors."""
-    if type(value) not in (dict, OrderedDict, list, tuple) or len(value) < MIN_BLOCK_TENSORS:
-        return None
-    names: tuple[Any, ...] = ()
-    if isinstance(value, dict):
-        names, value = tuple(value), value.values()
+    """Return the names and the tensors of a container that has only plain tensors, or only dicts of them.
+
+    The names are the keys of a dict, () for a list or tuple, and for dicts in a dict, such as the state of an
+    optimizer, the keys of the outer one and a tuple with those of each inner one.
+    """
+    kind, names = type(value), tuple[Any, ...]()
+    if kind in (dict, OrderedDict):
+        names, values = tuple(value), tuple(value.values())
         if set(map(type, names)) != {str}:
             return None
-    leaves = tuple(value)
-    return (names, leaves) if set(map(type, leaves)) <= {*_PLAIN} else None
+        if set(map(type, values)) == {dict}:
+            inner = tuple(map(tuple, values))
+            if set(map(type, chain.from_iterable(inner))) != {str}:
+                return None
+            names, values = (names, inner), tuple(chain.from_iterable(map(dict.values, values)))
+    elif kind in (list, tuple):
+        values = tuple(value)
+    else:
+        return None
+    is_plain = len(values) >= MIN_BLOCK_TENSORS and set(map(type, values)) <= {*_PLAIN}
+    return (names, values) if is_plain else None
 
 
 def _block_of(
@@ -334,10 +345,9 @@ def _block_of(
     if found is None:
         return None
     names, leaves = found
-    devices = _devices(leaves)
-    device = next(iter(devices))
+    devices = list(map(_DEVICE, leaves))
     mine = {id(leaf): keys[id(leaf)] for leaf in leaves}
-    if len(mine) != num_new or len(devices) > 1 or device.type not in _COMPARED_ON:
+    if len(mine) != num_new or any(device.type not in _COMPARED_ON for device in set(devices)):
         return None
     return Block(
         kind=type(value),
@@ -346,7 +356,7 @@ def _block_of(
         tensors=tuple(held[mine[id(leaf)]].slices[0].tensor for leaf in leaves),
         dtypes=list(map(_DTYPE, leaves)),
         addresses=list(map(torch.Tensor.data_ptr, leaves)),
-        device=device,
+        devices=devices,
         keys=mine,
         held={key: held[key] for key in mine.values()},
         slices=tuple(chain.from_iterable(held[key].slices for key in mine.values())),
@@ -383,12 +393,10 @@ def _memory(leaf: Leaf) -> tuple[Any, ...]:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SCALARS = {str, int, float, bool, type(None)}
 _DTYPE = attrgetter("dtype")
+_DEVICE = attrgetter("device")
 _COMPARED_ON = ("cpu", "cuda")  # devices on which torch compares tensors by address
-
-
-def _devices(leaves: Sequence[torch.Tensor]) -> set[torch.device]:
-    return set(map(attrgetter("device"), leaves))
 
 
 def map_leaves(value: Any, visit: Any, path: tuple[str, ...]) -> Any:
@@ -398,6 +406,8 @@ def map_leaves(value: Any, visit: Any, path: tuple[str, ...]) -> Any:
         mapped = {k: visit(v, (*path, key_text(k))) for k, v in value.items()}
         return mapped if kind is dict else _same_kind(value, mapped)
     if kind is list or kind is tuple:
+        if set(map(type, value)) <= _SCALARS:  # such as the names of all parameters
+            return kind(value)
         return kind(visit(v, (*path, str(i))) for i, v in enumerate(value))
     if isinstance(value, torch.dtype):
         return TorchDtype(str(value).removeprefix("torch."))

@@ -22,6 +22,8 @@ from ray_ckpt.format.shard import RankLayout
 from ray_ckpt.trainer.link import Identity, SaveLink, SealedShard
 from ray_ckpt.types import AttemptId, Watched
 
+NUMBER_BYTES = 16  # of the largest dtype: a tensor of one element, such as a step count
+
 log = logging.getLogger("ray_ckpt")
 
 
@@ -74,8 +76,9 @@ class CopyPlan:
     def followed(self, whole: tuple[LiveSlice, ...]) -> CopyPlan | None:
         """Return the plan for the same slices if the tensors of some slices were replaced.
 
-        Random state has new tensors at each save. Returns None if a slice differs in any other way, or if an
-        optimizer step may change the memory of a new tensor.
+        Random state has new tensors at each save, and so have step counts that an optimizer keeps as numbers.
+        Returns None if a slice differs in any other way, or if an optimizer step may change the memory of a
+        new tensor of more than a few bytes: a new plan may then copy it in the background.
         """
         if len(whole) != len(self.whole):
             return None
@@ -88,10 +91,12 @@ class CopyPlan:
         return replace(self, whole=whole, slices=tuple(slices))
 
     def _is_alike(self, old: LiveSlice, new: LiveSlice) -> bool:
-        in_step = old.changes_in_step or new.changes_in_step
-        is_guarded = new.tensor.untyped_storage().data_ptr() in self.guarded
-        is_alike = (old.slice, old.ranks, old.is_inference) == (new.slice, new.ranks, new.is_inference)
-        return is_alike and not in_step and not is_guarded
+        if (old.slice, old.ranks, old.is_inference) != (new.slice, new.ranks, new.is_inference):
+            return False
+        if new.tensor.untyped_storage().data_ptr() in self.guarded or new.slice.key in self.background:
+            return False
+        is_number = new.nbytes <= NUMBER_BYTES
+        return is_number or not (old.changes_in_step or new.changes_in_step)
 
 
 class SharedDigest:

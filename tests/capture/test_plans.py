@@ -21,9 +21,9 @@ def _count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the number of times that an owner is sought for each slice, as its only element."""
     calls, owned = [0], Walked.owned
 
-    def counted(walked: Walked, rank: int) -> Any:
+    def counted(*args: Any, **options: Any) -> Any:
         calls[0] += 1
-        return owned(walked, rank)
+        return owned(*args, **options)
 
     monkeypatch.setattr(Walked, "owned", counted)
     return calls
@@ -45,6 +45,41 @@ def test_random_state_in_new_tensors_makes_no_new_plan(monkeypatch: pytest.Monke
     assert calls == [0], "the plan of the first save is that of the others"
     for step, state in states.items():
         assert torch.equal(link.tensors(step)["rank0.rng.torch_cpu"], state)
+
+
+class _State(TreeItem):
+    """State as other frameworks give it: an optimizer's step may change each tensor, as far as is known."""
+
+    def changes_in_step(self, path: tuple[str, ...]) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("shape", "num_plans"), [((), 0), ((1,), 0), ((5,), 2)])
+def test_a_step_count_in_a_new_tensor_makes_no_new_plan(
+    shape: tuple[int, ...], num_plans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A larger tensor makes one, as it may be one of an optimizer by now, to be copied beside training."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.weight.grad = torch.ones_like(model.weight)
+    link, state = LocalLink(), {"weight": model.weight, "step": torch.full(shape, 1.0)}
+    ckpt = Checkpointer(link=link, state=_State(state), model=model, optimizer=optimizer)
+    ckpt.restore()
+    optimizer.step()
+    ckpt.save(1)
+    calls, made = _count(monkeypatch), []
+    for step in (2, 3):
+        made.append(torch.full(shape, float(step)))  # the last one stays, so that this one is in other memory
+        state["step"] = made[-1]
+        ckpt.save(step)
+        state["step"].fill_(-1.0)  # it is copied before `save` returns
+        optimizer.step()
+        ckpt.flush()
+    ckpt.close()
+    assert calls == [num_plans]
+    for step in (2, 3):
+        (saved,) = (tensor for key, tensor in link.tensors(step).items() if key.endswith("state.step"))
+        assert torch.equal(saved, torch.full(shape, float(step)))
 
 
 def _replaced(tensors: dict[str, Any]) -> None:
@@ -185,7 +220,11 @@ def _nothing(tree: dict[str, Any]) -> None:
 def test_a_walk_that_has_seen_a_container_finds_what_a_first_walk_finds(
     change: Callable[[dict[str, Any]], None],
 ) -> None:
-    tree: dict[str, Any] = {"step": 1, "inner": {f"t{i}": torch.full((3,), float(i)) for i in range(40)}}
+    _compare_walks({"step": 1, "inner": {f"t{i}": torch.full((3,), float(i)) for i in range(40)}}, change)
+
+
+def _compare_walks(tree: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> Walked:
+    """Compare two walks after a change, one of which follows others. Return the last of these."""
 
     def walked(before: Walked | None) -> Walked:
         return walk({"tree": TreeItem(tree)}, rank=0, world_size=1, before=before)
@@ -200,6 +239,80 @@ def test_a_walk_that_has_seen_a_container_finds_what_a_first_walk_finds(
     assert again.held.keys() == fresh.held.keys()
     for mine, other in zip(again.slices, fresh.slices, strict=True):
         assert mine.leaf is other.leaf and torch.equal(mine.tensor, other.tensor)
+    return seen
+
+
+def _of_another_inner_dict(tree: dict[str, Any]) -> None:
+    tree["state"]["p4"]["exp_avg"] = tree["state"]["p3"].pop("exp_avg")
+
+
+def _between_inner_dicts(tree: dict[str, Any]) -> None:
+    """The tensors, and their inner names, come in the same order."""
+    state = tree["state"]
+    state["p4"] = {"square": state["p3"].pop("square"), "exp_avg": state["p4"]["exp_avg"]}
+
+
+def _an_inner_list(tree: dict[str, Any]) -> None:
+    tree["state"]["p4"] = [*tree["state"]["p4"].values()]
+
+
+def _a_number(tree: dict[str, Any]) -> None:
+    tree["state"]["p4"]["count"] = 7
+
+
+def _an_inner_key_is_a_number(tree: dict[str, Any]) -> None:
+    tree["state"]["p4"] = {1: tree["state"]["p4"]["exp_avg"]}
+
+
+def _an_inner_name(tree: dict[str, Any]) -> None:
+    tree["state"]["p4"] = {"average": tree["state"]["p4"]["exp_avg"]}
+
+
+def _an_outer_name(tree: dict[str, Any]) -> None:
+    tree["state"] = {("q" if name == "p4" else name): inner for name, inner in tree["state"].items()}
+
+
+def _an_empty_dict(tree: dict[str, Any]) -> None:
+    tree["state"]["p99"] = {}
+
+
+def _one_less(tree: dict[str, Any]) -> None:
+    del tree["state"]["p4"]["exp_avg"]
+
+
+def _new_memory(tree: dict[str, Any]) -> None:
+    tree["state"]["p4"]["exp_avg"].data = torch.full((3,), -1.0)
+
+
+def _new_dicts(tree: dict[str, Any]) -> None:
+    """As an optimizer's state is given in each save."""
+    tree["state"] = {name: dict(inner) for name, inner in tree["state"].items()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _new_dicts,
+        _of_another_inner_dict,
+        _between_inner_dicts,
+        _an_inner_list,
+        _a_number,
+        _an_inner_key_is_a_number,
+        _an_inner_name,
+        _an_outer_name,
+        _an_empty_dict,
+        _one_less,
+        _new_memory,
+    ],
+)
+def test_a_walk_that_has_seen_dicts_in_a_dict_finds_what_a_first_walk_finds(
+    change: Callable[[dict[str, Any]], None],
+) -> None:
+    names = ("exp_avg", "square")
+    state = {f"p{i}": {name: torch.full((3,), float(i)) for name in names} for i in range(40)}
+    tree: dict[str, Any] = {"step": 1, "state": state}
+    seen = _compare_walks(tree, change)
+    assert ("tree", "state") in seen.blocks and ("tree", "state", "p4") not in seen.blocks
 
 
 def test_a_name_that_comes_twice_is_refused_beside_a_container_that_is_known() -> None:
