@@ -26,6 +26,7 @@ from ray_ckpt.capture.torch_private import (
     version,
 )
 from ray_ckpt.capture.wrappers import is_deepspeed_engine, plain_names
+from ray_ckpt.collector import collector_paused
 from ray_ckpt.errors import UnsupportedItem
 
 Versions: TypeAlias = tuple[int, int]
@@ -125,13 +126,15 @@ class _Used:
         self.note()
 
     def note(self) -> None:
-        # Weak references hold no memory; ids do not serve, since the next gradient may reuse an id.
-        self._noted = {
-            id(param): (weakref.ref(grad), _versions(grad))
-            for group in self.optimizer.param_groups
-            for param in group["params"]
-            if (grad := param.grad) is not None
-        }
+        # Weak references hold no memory; ids do not serve, since the next gradient may reuse an id. They take
+        # the place of as many objects, so they are no reason to collect garbage after each step.
+        with collector_paused():
+            self._noted = {
+                id(param): (weakref.ref(grad), _versions(grad))
+                for group in self.optimizer.param_groups
+                for param in group["params"]
+                if (grad := param.grad) is not None
+            }
 
     def has_unused(self) -> bool:
         changed = [

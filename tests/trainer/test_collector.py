@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
+from ray_ckpt.capture.gradients import Window
 from ray_ckpt.collector import collector_paused
 from ray_ckpt.errors import RestoreError
 from ray_ckpt.restore.reader import RestoreTicket
@@ -72,3 +74,28 @@ def test_a_restore_that_fails_leaves_the_collector_as_it_was(is_enabled: bool) -
     with pytest.raises(RestoreError):
         ckpt.restore()
     assert gc.isenabled() == is_enabled
+
+
+def test_the_note_of_used_gradients_after_each_step_is_no_reason_to_collect() -> None:
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(10 * gc.get_threshold()[0])]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = torch.optim.SGD(params)
+    window = Window([optimizer])
+    phases: list[str] = []
+
+    def note(phase: str, info: dict[str, Any]) -> None:
+        phases.append(phase)
+
+    gc.enable()
+    gc.callbacks.append(note)
+    try:
+        window._after_step(optimizer, (), {})
+        gc.collect(0)
+        assert phases[-2:] == ["start", "stop"]
+        phases.clear()
+        window._after_step(optimizer, (), {})
+        assert not phases and gc.isenabled()
+    finally:
+        gc.callbacks.remove(note)
+        window.close()
