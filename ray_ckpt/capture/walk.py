@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,7 +116,7 @@ class HeldLeaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A container of plain tensors, or of dicts of them, and its slices; later walks compare it as a whole.
+    """A container of tensors, or of dicts of them, and its slices; later walks compare it as a whole.
 
     A walk takes some microseconds for a single tensor, but a tenth of that for a tensor in a block: a block
     is compared by loops inside torch's functions, which create no objects for the garbage collector.
@@ -124,7 +125,7 @@ class Block:
     kind: type
     names: tuple[Any, ...]  # as of `plain_tensors`
     leaves: tuple[torch.Tensor, ...]
-    tensors: tuple[torch.Tensor, ...]  # tensors of the slices; they keep the memory alive
+    local: tuple[torch.Tensor, ...]  # in the memory of the leaves, which they keep alive
     dtypes: list[torch.dtype]
     addresses: list[int]  # 0 after the memory of a storage was freed
     devices: list[torch.device]
@@ -139,12 +140,14 @@ class Block:
         found = plain_tensors(value) if type(value) is self.kind else None
         if found is None or len(found[1]) != len(self.leaves) or found[0] != self.names:
             return False
+        if not all(map(is_, found[1], self.leaves)):
+            return False
+        local = _local_parts(found[1])
         return (
-            all(map(is_, found[1], self.leaves))
-            and list(map(_DEVICE, found[1])) == self.devices  # torch cannot compare memory of two devices
-            and list(map(_DTYPE, found[1])) == self.dtypes
-            and list(map(torch.Tensor.data_ptr, found[1])) == self.addresses
-            and all(map(torch.Tensor.is_set_to, found[1], self.tensors))
+            list(map(_DEVICE, local)) == self.devices  # torch cannot compare memory of two devices
+            and list(map(_DTYPE, local)) == self.dtypes
+            and list(map(torch.Tensor.data_ptr, local)) == self.addresses
+            and all(map(torch.Tensor.is_set_to, local, self.local))
         )
 
     def is_alone(self, keys: Mapping[int, str], held: Mapping[str, HeldLeaf]) -> bool:
@@ -307,7 +310,9 @@ def walk(
 
 
 def plain_tensors(value: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] | None:
-    """Return the names and the tensors of a container that has only plain tensors, or only dicts of them.
+    """Return the names and the tensors of a container that has only tensors, or only dicts of them.
+
+    These are plain ones and DTensors.
 
     The names are the keys of a dict, () for a list or tuple, and for dicts in a dict, such as the state of an
     optimizer, the keys of the outer one and a tuple with those of each inner one.
@@ -326,8 +331,20 @@ def plain_tensors(value: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]
         values = tuple(value)
     else:
         return None
-    is_plain = len(values) >= MIN_BLOCK_TENSORS and set(map(type, values)) <= {*_PLAIN}
-    return (names, values) if is_plain else None
+    if len(values) < MIN_BLOCK_TENSORS:
+        return None
+    others = set(map(type, values)).difference(_PLAIN)
+    return (names, values) if not others or others == _dtensor_type() else None
+
+
+def _dtensor_type() -> set[type]:
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: there is no DTensor
+    return set() if module is None else {module.DTensor}
+
+
+def _local_parts(leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    is_plain = set(map(type, leaves)) <= {*_PLAIN}
+    return leaves if is_plain else tuple(map(local_part, leaves))
 
 
 def _block_of(
@@ -345,17 +362,20 @@ def _block_of(
     if found is None:
         return None
     names, leaves = found
-    devices = list(map(_DEVICE, leaves))
+    local = _local_parts(leaves)
+    devices = list(map(_DEVICE, local))
+    if not set(map(type, local)) <= {*_PLAIN} or not {device.type for device in devices} <= {*_COMPARED_ON}:
+        return None
     mine = {id(leaf): keys[id(leaf)] for leaf in leaves}
-    if len(mine) != num_new or any(device.type not in _COMPARED_ON for device in set(devices)):
+    if len(mine) != num_new or not all(held[mine[id(leaf)]].leaf is leaf for leaf in leaves):
         return None
     return Block(
         kind=type(value),
         names=names,
         leaves=leaves,
-        tensors=tuple(held[mine[id(leaf)]].slices[0].tensor for leaf in leaves),
-        dtypes=list(map(_DTYPE, leaves)),
-        addresses=list(map(torch.Tensor.data_ptr, leaves)),
+        local=tuple(part.detach() for part in local),
+        dtypes=list(map(_DTYPE, local)),
+        addresses=list(map(torch.Tensor.data_ptr, local)),
         devices=devices,
         keys=mine,
         held={key: held[key] for key in mine.values()},

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ray_ckpt.capture.trees import TreeItem
 from ray_ckpt.capture.walk import Walked, walk
@@ -313,6 +317,50 @@ def test_a_walk_that_has_seen_dicts_in_a_dict_finds_what_a_first_walk_finds(
     tree: dict[str, Any] = {"step": 1, "state": state}
     seen = _compare_walks(tree, change)
     assert ("tree", "state") in seen.blocks and ("tree", "state", "p4") not in seen.blocks
+
+
+@pytest.fixture(params=["its parts", "an empty part of some"])
+def dtensors(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """The state of parameters that are cut over 4 ranks, with a step count each; this is the last rank."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    mesh = init_device_mesh("cpu", (4,))
+
+    def cut(rows: int) -> DTensor:
+        here = torch.full((rows // 4, 2), float(rows))
+        return DTensor.from_local(
+            here, mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, 2)), stride=(2, 1)
+        )
+
+    rows = [8] * 40 if request.param == "its parts" else [8] * 39 + [0]
+    yield {f"p{i}": {"exp_avg": cut(each), "step": torch.tensor(1.0)} for i, each in enumerate(rows)}
+    dist.destroy_process_group()
+
+
+def _a_new_local_tensor(tree: dict[str, Any]) -> None:
+    tree["state"]["p4"]["exp_avg"]._local_tensor = torch.full((2, 2), -1.0)
+
+
+def _new_memory_of_a_local_tensor(tree: dict[str, Any]) -> None:
+    tree["state"]["p4"]["exp_avg"]._local_tensor.data = torch.full((2, 2), -1.0)
+
+
+def _a_new_dtensor(tree: dict[str, Any]) -> None:
+    tree["state"]["p4"]["exp_avg"] = tree["state"]["p4"]["exp_avg"].clone()
+
+
+def _a_plain_one(tree: dict[str, Any]) -> None:
+    tree["state"]["p4"]["exp_avg"] = tree["state"]["p4"]["exp_avg"]._local_tensor
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_nothing, _new_dicts, _a_new_local_tensor, _new_memory_of_a_local_tensor, _a_new_dtensor, _a_plain_one],
+)
+def test_a_walk_that_has_seen_dtensors_finds_what_a_first_walk_finds(
+    change: Callable[[dict[str, Any]], None], dtensors: dict[str, Any]
+) -> None:
+    seen = _compare_walks({"step": 1, "state": dtensors}, change)
+    assert ("tree", "state") in seen.blocks
 
 
 def test_a_name_that_comes_twice_is_refused_beside_a_container_that_is_known() -> None:
