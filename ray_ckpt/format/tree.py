@@ -138,7 +138,11 @@ class _Encoder:
         self._num_values = 0
 
     def text(self, value: Any) -> str:
-        text = _dumps(self.encode(value))
+        return self._filled(self.encode(value))
+
+    def _filled(self, encoded: Any) -> str:
+        """Return the JSON of an encoded value, with the text of each kept container in its place."""
+        text = _dumps(encoded)
         return _USED.sub(lambda found: self._used[int(found[1])], text) if self._used else text
 
     def encode(self, value: Any) -> Any:
@@ -181,7 +185,7 @@ class _Encoder:
         """Return a placeholder for the text of `kept` until the end; no tree contains such an object."""
         if kept.text is None:
             num_before = self._num_values
-            kept.text = _dumps(self._content(kept.value))
+            kept.text = self._filled(self._content(kept.value))  # it may contain other kept ones
             kept.num_values = self._num_values - num_before
         else:
             self._num_values += kept.num_values

@@ -133,6 +133,17 @@ def test_a_kept_container_is_written_once_and_read_as_it_was() -> None:
     assert all(one.text is not None for one in kept.values()) and same(decode_tree(first), tree)
 
 
+def test_a_kept_container_may_contain_others() -> None:
+    inner = {"b": TensorRef("b")}
+    outer = [inner, {"c": TensorRef('{"$kept": 0}')}, inner]
+    trees = ([outer, inner], {"x": outer}, [inner, (outer,)])
+    for order in ((outer, inner), (inner, outer)):
+        kept = {id(one): Kept(one) for one in order}
+        for tree in trees:
+            assert encode_tree(tree, kept) == encode_tree(tree)
+            assert same(decode_tree(encode_tree(tree, kept)), tree)
+
+
 def test_what_is_kept_counts_and_is_refused_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedLeaf) as refused:
         encode_tree({"a": (bad := [object()])}, {id(bad): Kept(bad)})
