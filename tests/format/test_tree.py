@@ -136,12 +136,12 @@ def test_a_kept_container_is_written_once_and_read_as_it_was() -> None:
 def test_a_kept_container_may_contain_others() -> None:
     inner = {"b": TensorRef("b")}
     outer = [inner, {"c": TensorRef('{"$kept": 0}')}, inner]
-    trees = ([outer, inner], {"x": outer}, [inner, (outer,)])
+    written = ([outer, inner], {"x": outer}, [inner, (outer,)])
     for order in ((outer, inner), (inner, outer)):
         kept = {id(one): Kept(one) for one in order}
-        for tree in trees:
-            assert encode_tree(tree, kept) == encode_tree(tree)
-            assert same(decode_tree(encode_tree(tree, kept)), tree)
+        for each in written:
+            assert encode_tree(each, kept) == encode_tree(each)
+            assert same(decode_tree(encode_tree(each, kept)), each)
 
 
 def test_what_is_kept_counts_and_is_refused_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
