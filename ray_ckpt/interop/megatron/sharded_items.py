@@ -11,7 +11,7 @@ item `common`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -130,6 +130,7 @@ def saved_boxes(state: Any) -> Boxes:
     Raises UnsupportedLeaf for a tensor or an object that cannot be stored.
     """
     found: dict[str, dict[Path, BoxedTensor]] = {MODEL: {}, OPTIMIZER: {}, OBJECTS: {}}
+    tensors: dict[tuple[str, Path], list[BoxedTensor]] = {}
     for leaf in leaves(state):
         if isinstance(leaf, ShardedObject):
             found[OBJECTS].setdefault((leaf.unique_key,), _absent())
@@ -137,8 +138,9 @@ def saved_boxes(state: Any) -> Boxes:
                 data = bytearray(values.encode(leaf.data, leaf.key))
                 found[OBJECTS][leaf.unique_key,] = _box_of(torch.frombuffer(data, dtype=torch.uint8))
         else:
-            item, path = places_of(leaf.key)[0]
-            found[item][path] = _joined(found[item].get(path), _mine(leaf))
+            tensors.setdefault(places_of(leaf.key)[0], []).append(_mine(leaf))
+    for (item, path), boxes in tensors.items():
+        found[item][path] = _joined(boxes)
     return found
 
 
@@ -149,13 +151,15 @@ def _mine(tensor: ShardedTensor) -> BoxedTensor:
     return found if found.ranks else replace(found, base=None, parts=())
 
 
-def _joined(one: BoxedTensor | None, other: BoxedTensor) -> BoxedTensor:
-    """Return the boxes of both, each box once: several tensors may be parts of one, such as layers."""
-    if one is None:
-        return other
-    new = tuple(part for part in other.parts if _region(part) not in set(map(_region, one.parts)))
-    base = one.base if one.base is not None else other.base
-    return replace(one, base=base, parts=one.parts + new, ranks=one.ranks or other.ranks)
+def _joined(boxed_tensors: Sequence[BoxedTensor]) -> BoxedTensor:
+    """Return the boxes of all, each box once: several tensors may be parts of one, such as layers."""
+    parts: dict[Any, tuple[tuple[int, ...], torch.Tensor]] = {}
+    for each in boxed_tensors:
+        for part in each.parts:
+            parts.setdefault(_region(part), part)
+    base = next((each.base for each in boxed_tensors if each.base is not None), None)
+    ranks = next((each.ranks for each in boxed_tensors if each.ranks), ())
+    return replace(boxed_tensors[0], base=base, parts=tuple(parts.values()), ranks=ranks)
 
 
 def _region(part: tuple[tuple[int, ...], torch.Tensor]) -> tuple[Any, ...]:
@@ -194,6 +198,7 @@ class Wanted:
     boxes: dict[str, dict[Path, BoxedTensor]]
     _bytes: dict[str, torch.Tensor] = field(default_factory=dict)  # of objects, by unique key
     _plain: dict[str, Any] = field(default_factory=dict)  # objects of an import
+    _found: dict[tuple[str, Path], list[BoxedTensor]] = field(default_factory=dict)  # of the state dict
     _twins: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # (filled, equal to it)
 
     @classmethod
@@ -215,6 +220,8 @@ class Wanted:
                 "another `strict`.",
                 problems=tuple(missing),
             )
+        for (item, path), boxes in wanted._found.items():
+            wanted.boxes[item][path] = wanted._joined(boxes)
         return wanted
 
     @property
@@ -226,8 +233,7 @@ class Wanted:
         for item, path in places_of(tensor.key):
             part = saved.slices.get(_full_name(item, path))
             if part is not None and item in self.boxes:
-                boxes = self.boxes[item]
-                boxes[path] = self._joined(boxes.get(path), _to_fill(tensor, part.global_shape))
+                self._found.setdefault((item, path), []).append(_to_fill(tensor, part.global_shape))
                 return True
         return False
 
@@ -248,12 +254,13 @@ class Wanted:
             (self._plain[name],) = replace_refs(found, memory)
         return name in self._bytes or name in self._plain
 
-    def _joined(self, one: BoxedTensor | None, other: BoxedTensor) -> BoxedTensor:
-        """Return the boxes of both; a box that is there already is filled from the first, after the load."""
-        if one is not None:
-            first = {_region(part): part[1] for part in one.parts}
-            self._twins += [(first[_region(p)], p[1]) for p in other.parts if _region(p) in first]
-        return _joined(one, other)
+    def _joined(self, boxed_tensors: Sequence[BoxedTensor]) -> BoxedTensor:
+        """Return the boxes of all; a box that comes again is filled from its first tensor, after the load."""
+        joined = _joined(boxed_tensors)
+        first = {_region(part): part[1] for part in joined.parts}
+        parts = (part for each in boxed_tensors for part in each.parts)
+        self._twins += [(first[_region(p)], p[1]) for p in parts if p[1] is not first[_region(p)]]
+        return joined
 
     def loaded(self, state: Any) -> Any:
         """Return the state dict with loaded values, when all boxes are filled."""
