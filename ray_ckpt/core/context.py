@@ -16,6 +16,7 @@ from ray_ckpt.core.placement import place_replicas
 from ray_ckpt.core.retention import RetentionView
 from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.telemetry import Metric, Sample
+from ray_ckpt.types import CheckpointInfo
 
 CLOCK_S = 0.01  # resolution of the machine's time: there may be thousands of events in a second
 MAX_SAVE_SIGNALS = 64  # last announced steps; they distinguish a late rank from a rank that saves alone
@@ -62,6 +63,16 @@ class Context:
     def history(self) -> RunHistory:
         """The history of the run from the confirmed records of the log."""
         return self.ledger.history
+
+    @property
+    def newest(self) -> CheckpointInfo | None:
+        """The newest checkpoint of the lineage that can be read, from which the next group would resume.
+
+        If none can be read now, the newest one.
+        """
+        lineage = self.history.lineage()
+        readable = (c for c in reversed(lineage) if self.holders.can_serve(c))
+        return next(readable, lineage[-1] if lineage else None)
 
     def paced(self, period_s: float) -> float:
         """Return the period of a check that visits all nodes: `period_s`, or longer in a large cluster."""
@@ -113,6 +124,7 @@ class Context:
             now_s=self.wall_s,
             busy=busy,
             unsafe_remote=self.holders.unsafe_remote,
+            is_readable=self.holders.can_serve,
         )
 
     def measure(self, metric: Metric, value: float = 1.0, **labels: str) -> None:

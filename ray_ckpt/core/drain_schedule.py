@@ -79,24 +79,29 @@ class DrainSchedule:
         yield from self.assign()
 
     def finish(self) -> Iterator[m.Effect]:
-        """Answer requests to finish once the newest checkpoint is durable; drain the checkpoint if needed."""
-        lineage = self._context.history.lineage()
-        newest = lineage[-1] if lineage else None
-        if newest is not None and self._context.holders.needs_upload(newest):
+        """Answer requests to finish once the newest readable checkpoint is durable; drain it if needed.
+
+        If a newer one is lost, requests after a run that did not fail get an error.
+        """
+        context, newest = self._context, self._context.newest
+        if newest is not None and context.holders.needs_upload(newest):
             yield from self.bring(newest)
+            return
+        last = next(reversed(context.history.lineage()), None)
+        if last is not None and last.level < Level.DURABLE and not self._finishing.has_failed:
+            yield from self.bring(last)  # in vain, with an error that says why
         else:
-            yield from self._finishing.reply(newest)
+            yield from self._finishing.reply(last if last and last.level is Level.DURABLE else newest)
 
     def rescue(self) -> Iterator[m.Effect]:
-        """Drain the newest checkpoint; call if nodes will leave soon, and copies with them."""
-        context, lineage = self._context, self._context.history.lineage()
-        if not lineage:
+        """Drain the newest readable checkpoint; call if nodes will leave soon, and copies with them."""
+        context, newest = self._context, self._context.newest
+        if newest is None:
             return
         ends = [at_s for node, at_s in context.leaves_at_s.items() if node in context.holders.live]
         fits = not ends or context.now_s + self._intervals.drain_s <= max(ends)
-        is_needed = context.holders.needs_upload(lineage[-1])
-        if fits and is_needed:
-            self._drains.start(lineage[-1], is_urgent=True)
+        if fits and context.holders.needs_upload(newest):
+            self._drains.start(newest, is_urgent=True)
             yield from self.assign()
 
     def start_again(self, *, is_end: bool = False) -> None:
@@ -215,6 +220,8 @@ class DrainSchedule:
         error = Unavailable(f"Step {attempt.step} did not reach the storage path: {reason}")
         yield from self._context.warn_once(str(error))
         yield from self.fail(error, attempt.attempt)
-        lineage = self._context.history.lineage()
-        if lineage and lineage[-1].id == attempt:
+        newest = [checkpoint.id for checkpoint in self._context.history.lineage()[-1:]]
+        if self._context.newest is not None:
+            newest.append(self._context.newest.id)
+        if attempt in newest:
             yield from self._finishing.fail(error)

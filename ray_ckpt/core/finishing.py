@@ -41,6 +41,11 @@ class Finishing:
         """True if an open request also ends the group."""
         return any(event.ends_group for event in self._requests)
 
+    @property
+    def has_failed(self) -> bool:
+        """True if an open request comes after a run that has failed."""
+        return any(event.has_failed for event in self._requests)
+
     def add(self, event: m.FinishRequested) -> Iterator[m.Effect]:
         """Let a request wait for its answer, unless another launcher than that of the request has the run."""
         if event.owner and self._sessions.objection(event.owner, "") is not None:

@@ -236,7 +236,8 @@ class MachineView:
         those that are to be uploaded before its nodes are emptied.
         """
         context, history = self._parts.context, self._parts.context.history
-        yield from history.lineage()[-1:]
+        if (newest := context.newest) is not None:
+            yield newest
         yield from (c for c in history.live() if pinned_by(c, context.wall_s))
         if self.end_cause == "finished":
             view = context.retention_view()

@@ -213,12 +213,13 @@ class Maintenance:
             yield copy
 
     def _strands_newest(self) -> bool:
-        context, lineage = self._context, self._context.history.lineage()
-        if not context.draining or not lineage:
+        context = self._context
+        newest = context.newest if context.draining else None
+        if newest is None:
             return False
-        held = context.holders.fragments(lineage[-1].id.attempt)
+        held = context.holders.fragments(newest.id.attempt)
         leaving = [index for index, nodes in held.items() if nodes and nodes <= context.draining]
-        return any(not self._repairs.is_copying(lineage[-1].id, index) for index in leaving)
+        return any(not self._repairs.is_copying(newest.id, index) for index in leaving)
 
     def _spares(self) -> frozenset[str]:
         """Return the idle spares that have room for the newest checkpoint without evicting anything."""

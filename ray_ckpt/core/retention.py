@@ -39,7 +39,8 @@ MAX_TEXT = 16 * 1024  # characters of the policies' text; the options cannot pro
 class RetentionView:
     """Input of all decisions. `live` and `lineage` are in log order; `busy` are attempts in use.
 
-    `unsafe_remote` are attempts whose copy on the storage path is damaged or may be.
+    `unsafe_remote` are attempts whose copy on the storage path is damaged or may be. `is_readable` returns
+    False for a checkpoint with a part that can be read from no live node and not from the storage path.
     """
 
     live: tuple[CheckpointInfo, ...]
@@ -47,6 +48,13 @@ class RetentionView:
     now_s: float
     busy: Collection[str] = frozenset()
     unsafe_remote: Collection[str] = frozenset()
+    is_readable: Callable[[CheckpointInfo], bool] = lambda checkpoint: True
+
+    def offers(self, checkpoint: CheckpointInfo, level: Level) -> bool:
+        """Return whether a checkpoint can serve its level, as far as damage and losses are known."""
+        if level is Level.DURABLE:
+            return checkpoint.level >= level and checkpoint.id.attempt not in self.unsafe_remote
+        return checkpoint.level >= level and self.is_readable(checkpoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +267,7 @@ def _always(view: RetentionView) -> Iterator[tuple[str, str]]:
     for attempt in view.busy:
         yield attempt, "in use"
     for level in Level:
-        for c in _newest(view.lineage, level, view) or _newest(view.live, level, view):
+        for c in _newest(view, level):
             yield c.id.attempt, f"newest {level.label}"
     for c in _with_newest_items(view):
         yield c.id.attempt, NEWEST_ITEMS
@@ -288,24 +296,23 @@ def _age_s(checkpoint: CheckpointInfo, view: RetentionView) -> float:
     return view.now_s - checkpoint.committed_at_s
 
 
-def _newest(
-    checkpoints: Sequence[CheckpointInfo], level: Level, view: RetentionView
-) -> Sequence[CheckpointInfo]:
-    """Return the last checkpoint that has reached `level`, newest first; none if there is none.
+def _newest(view: RetentionView, level: Level) -> Iterator[CheckpointInfo]:
+    """Yield checkpoints of the lineage that have reached `level`, newest first, down to one that offers it.
 
-    Of durable ones that may be damaged, return older ones too, down to the last intact one.
+    If none of the lineage offers it, the same of all live ones follow: a group may have gone back from them.
     """
-    found = []
-    for c in (c for c in reversed(checkpoints) if c.level >= level):
-        found.append(c)
-        if level < Level.DURABLE or c.id.attempt not in view.unsafe_remote:
-            break
-    return found
+    yielded: set[str] = set()
+    for checkpoints in (view.lineage, view.live):
+        for c in (c for c in reversed(checkpoints) if c.level >= level and c.id.attempt not in yielded):
+            yielded.add(c.id.attempt)
+            yield c
+            if view.offers(c, level):
+                return
 
 
-def _newest_exported(checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """Return the last checkpoint of which the storage path has some items or all, or None."""
-    return next((c for c in reversed(checkpoints) if c.exported or c.level is Level.DURABLE), None)
+def _newest_exported(checkpoints: Sequence[CheckpointInfo], view: RetentionView) -> CheckpointInfo | None:
+    """Return the last checkpoint of which the storage path has some items, or all without known damage."""
+    return next((c for c in reversed(checkpoints) if c.exported or view.offers(c, Level.DURABLE)), None)
 
 
 def _with_newest_items(view: RetentionView) -> Iterator[CheckpointInfo]:
@@ -314,14 +321,14 @@ def _with_newest_items(view: RetentionView) -> Iterator[CheckpointInfo]:
     A group that resumes from an older durable checkpoint, after the loss of all nodes, leaves newer items off
     the lineage. These stay until the storage path has something newer of the lineage.
     """
-    stored = _newest_exported(view.lineage)
+    stored = _newest_exported(view.lineage, view)
     exported = [c for c in view.live if c.exported and (stored is None or c.seq >= stored.seq)]
     return (c for c in exported if c is exported[-1] or c is stored)
 
 
 def outlived(lost: Iterable[CheckpointInfo], view: RetentionView) -> tuple[CheckpointInfo, ...]:
     """Return the unpinned lost checkpoints that are older than the newest intact one on the storage path."""
-    newest = _newest_exported([c for c in view.live if c.id.attempt not in view.unsafe_remote])
+    newest = _newest_exported([c for c in view.live if c.id.attempt not in view.unsafe_remote], view)
     older = [c for c in lost if newest is not None and c.seq < newest.seq]
     return tuple(c for c in older if not pinned_by(c, view.now_s))
 

@@ -389,8 +389,8 @@ class RunMachine:
             return
         self._finishing.ended("launcher")
         yield from self._sessions.end(RunSuperseded("The launcher has died."))
-        if (lineage := self.history.lineage()) and self._context.holders.needs_upload(lineage[-1]):
-            yield from self._drain_schedule.bring(lineage[-1])
+        if (newest := self._context.newest) and self._context.holders.needs_upload(newest):
+            yield from self._drain_schedule.bring(newest)
 
     def _on_inventory_taken(self, event: m.InventoryTaken) -> Iterator[m.Effect]:
         if self._sessions.inventory_taken(event):
