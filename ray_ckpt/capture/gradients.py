@@ -8,9 +8,9 @@ which keeps unsynchronized gradients in its own buffers, nor with an optimizer t
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,16 +29,14 @@ from ray_ckpt.capture.wrappers import is_deepspeed_engine, plain_names
 from ray_ckpt.collector import collector_paused
 from ray_ckpt.errors import UnsupportedItem
 
-Versions: TypeAlias = tuple[int, int]
-
 
 class Window:
     """Detector of gradients that wait for a step, on this rank only; other ranks may have other gradients.
 
-    A hook after each step notes the gradients that the step used, as objects and version counters, in 0.5 us
-    per parameter. The hook keeps nothing alive and waits for no device. Values of a gradient are read only if
-    the gradient differs from the noted one, since `zero_grad(set_to_none=False)` leaves zeros. Gradients that
-    exist before the first step, as a warm-up or the capture of a CUDA graph leaves them, wait for nothing.
+    A hook after each step marks the gradients that the step used: an attribute counts their changes. The hook
+    keeps nothing alive and waits for no device. Values of a gradient are read only if it is another one or has
+    changed, since `zero_grad(set_to_none=False)` leaves zeros. Gradients that exist before the first
+    step, as a warm-up or the capture of a CUDA graph leaves them, wait for nothing.
 
     Not detected: gradients of an optimizer whose `step` runs no hooks, and changes through `.data`.
     """
@@ -122,38 +120,35 @@ class _Used:
         self.found_after: int | None = None  # `num_steps` at the last call that found unused gradients
         self.is_left_over = False
         self.is_ignored = False
-        self._noted: dict[int, tuple[weakref.ref[torch.Tensor], Versions]] = {}  # by id of the parameter
+        self._mark = f"_ray_ckpt_used_{next(_NUMBERS)}"  # attribute of the gradients that are used
         self.note()
 
     def note(self) -> None:
-        # Weak references hold no memory; ids do not serve, since the next gradient may reuse an id. They take
-        # the place of as many objects, so they are no reason to collect garbage after each step.
-        with collector_paused():
-            self._noted = {
-                id(param): (weakref.ref(grad), _versions(grad))
-                for group in self.optimizer.param_groups
-                for param in group["params"]
-                if (grad := param.grad) is not None
-            }
+        # An attribute holds no memory and belongs to one object, while the next gradient may reuse an id.
+        # With weak references torch would refuse to swap tensors, as `Module.to` does under FSDP2.
+        with collector_paused():  # 5,000 new attributes would be seven reasons to collect garbage
+            for grad in self._gradients():
+                setattr(grad, self._mark, _num_changes(grad))
 
     def has_unused(self) -> bool:
-        changed = [
-            grad
-            for group in self.optimizer.param_groups
-            for param in group["params"]
-            if (grad := param.grad) is not None and not self._is_noted(param, grad)
-        ]
+        changed = [g for g in self._gradients() if getattr(g, self._mark, None) != _num_changes(g)]
         # In an open window the first gradient is nonzero in most cases.
         return _any_nonzero(changed[:1]) or _any_nonzero(changed[1:])
 
-    def _is_noted(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
-        ref, versions = self._noted.get(id(param), (None, None))
-        return ref is not None and ref() is grad and versions == _versions(grad)
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if (grad := param.grad) is not None:
+                    yield grad
 
 
-def _versions(grad: torch.Tensor) -> Versions:
-    """Return the counters of changes in place of a gradient, and of its local part, which FSDP2 changes."""
-    return version(grad), version(local_part(grad))
+_NUMBERS = count()
+
+
+def _num_changes(grad: torch.Tensor) -> int:
+    """Return the number of changes in place of a gradient, and of its local part, which FSDP2 changes."""
+    local = local_part(grad)
+    return version(grad) if local is grad else version(grad) + version(local)
 
 
 def _any_nonzero(grads: Sequence[torch.Tensor]) -> bool:

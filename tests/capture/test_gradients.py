@@ -55,6 +55,35 @@ def mesh() -> Iterator[Any]:
 # -- open or not --------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def swaps_parameters() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("swaps_parameters")
+def test_a_module_is_converted_as_without_a_window(loop: Loop) -> None:
+    """torch swaps its tensors, as it does under FSDP2, and refuses to swap those with weak references."""
+    loop.backward()
+    loop.step()
+    loop.model.to(torch.float64)
+    assert all(param.grad.dtype == torch.float64 for param in loop.model.parameters())
+    loop.optimizer.zero_grad()
+    assert not loop.window.is_open()
+
+
+def test_two_optimizers_use_the_same_gradients_each_on_its_own() -> None:
+    param = nn.Parameter(torch.ones(2))
+    both = [torch.optim.SGD([param]), torch.optim.SGD([param])]
+    window = Window(both)
+    param.grad = torch.ones(2)
+    both[0].step()
+    assert window.has_unused()
+    both[1].step()
+    assert not window.has_unused()
+
+
 def test_a_window_is_open_from_backward_to_step(loop: Loop) -> None:
     assert not loop.window.is_open()
     for _ in range(3):
