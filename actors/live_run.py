@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import ray
+
+from ray_ckpt.actors import ray_cluster
 from ray_ckpt.actors.attach import find_service
 from ray_ckpt.actors.client import CALL_S, get_result
 from ray_ckpt.actors.messages import DrillSources
@@ -22,10 +25,15 @@ class LiveRun:
     """A run that is open in the service of this process's cluster; `key` is `<storage_path>/<run>`.
 
     All streams together read files at no more than `max_bytes_per_s`; None means no limit.
-    ConfigError if the cluster has no service, Unavailable if the service has not opened the run.
+    ConfigError if there is no cluster or no service in it, Unavailable if the service has not opened the run.
     """
 
     def __init__(self, key: str, *, max_bytes_per_s: float | None = None) -> None:
+        if not ray.is_initialized() and ray_cluster.find_cluster() is None:  # Ray would start one
+            raise ConfigError(
+                "There is no Ray cluster on this machine.",
+                hint="Call ray.init(address=...) with the address of the run's cluster.",
+            )
         self._service: Any = find_service()
         if self._service is None:
             raise ConfigError(

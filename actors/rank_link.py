@@ -103,8 +103,14 @@ class RayLink:
     def _agent(self) -> Any:
         """The handle of the node's agent, found by name; AgentLost while there is no agent.
 
-        RunConflict if no agent will come, since the run belongs to another service or run.
+        RunConflict if no agent will come, since the run belongs to another service or run; Unavailable after
+        `ray.shutdown()`, since any call would start a cluster.
         """
+        if not ray.is_initialized():
+            raise Unavailable(
+                "This process has left its Ray cluster.",
+                hint="Close the Checkpointer before ray.shutdown(), and build another one after ray.init().",
+            )
         if self._handle is None:
             if self._recovery.done() and isinstance(error := self._recovery.exception(), RunConflict):
                 raise error
@@ -245,7 +251,8 @@ class RayLink:
     def recover(self) -> None:
         self._handle = self._is_named = None
         now_s = time.monotonic()
-        if not self._recovery.done() and now_s - self._recovery_s < RECOVERY_S:
+        is_asked = not self._recovery.done() and now_s - self._recovery_s < RECOVERY_S
+        if is_asked or not ray.is_initialized():
             return
         with contextlib.suppress(ValueError, ray.exceptions.RayError):
             handle = ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)

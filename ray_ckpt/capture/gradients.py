@@ -34,9 +34,9 @@ class Window:
     """Detector of gradients that wait for a step, on this rank only; other ranks may have other gradients.
 
     A hook after each step marks the gradients that the step used: an attribute counts their changes. The hook
-    keeps nothing alive and waits for no device. Values of a gradient are read only if it is another one or has
-    changed, since `zero_grad(set_to_none=False)` leaves zeros. Gradients that exist before the first
-    step, as a warm-up or the capture of a CUDA graph leaves them, wait for nothing.
+    keeps nothing alive and waits for no device. Values of a gradient are read only if it is another one or
+    has changed, since `zero_grad(set_to_none=False)` leaves zeros. Gradients from before the first step, as a
+    warm-up or the capture of a CUDA graph leaves them, wait for nothing.
 
     Not detected: gradients of an optimizer whose `step` runs no hooks, and changes through `.data`.
     """

@@ -14,15 +14,18 @@ import ray
 
 from ray_ckpt.actors import client
 from ray_ckpt.actors.client import open_group
+from ray_ckpt.actors.live_run import LiveRun
 from ray_ckpt.actors.messages import Joined, RunSpec
 from ray_ckpt.actors.names import COORDINATOR, agent_name
 from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.log_requests import MAX_OWNER
+from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer import waiting
 from ray_ckpt.types import LaunchTimes, RankRestore
+from tests.core.test_node_machine import attempt
 
 SPEC = RunSpec(name="run", storage_path="/runs", options=RunOptions())
 
@@ -53,6 +56,7 @@ def test_the_times_of_a_launch_are_sent_to_the_coordinator(monkeypatch: pytest.M
 
 def test_a_rank_reports_when_it_was_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RayLink, "_named", lambda link: False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     before_s = time.time()
     link = RayLink(Joined(run_uid="0" * 32, spec=SPEC, world_size=2, nodes={0: "a", 1: "b"}, origin=None), 1)
     after_s = time.time()
@@ -61,6 +65,27 @@ def test_a_rank_reports_when_it_was_connected(monkeypatch: pytest.MonkeyPatch) -
     _, session_key, report, _ = actor.calls["report_restored"]
     assert (session_key, report.rank, report.seconds) == ((1, 7), 1, 2.0)
     assert before_s <= report.connected_at_s <= after_s
+
+
+def test_no_call_without_ray_starts_another_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray begins with `ray.init()` in a process that calls an actor without being connected."""
+
+    def init(*args: Any, **options: Any) -> NoReturn:
+        pytest.fail("a cluster would be started")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr("ray._private.auto_init_hook.auto_init_ray", init)
+    link = RayLink(Joined(run_uid="0" * 32, spec=SPEC, world_size=1, nodes={0: "a"}, origin=None), 0)
+    for handle in (None, Actor()):
+        link._handle = handle
+        link.progress((1, 1), RankProgress(step=1, saved_step=0))
+        link.skip(attempt(10), "no room")
+        link.recover()
+        with pytest.raises(Unavailable, match="has left its Ray cluster"):
+            link.signal_page()
+    monkeypatch.setattr("ray_ckpt.actors.ray_cluster.find_cluster", lambda: None)
+    with pytest.raises(ConfigError, match="no Ray cluster on this machine"):
+        LiveRun("/runs/run")
 
 
 def test_calls_of_a_restore_are_made_again_to_the_next_agent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +110,7 @@ def test_calls_of_a_restore_are_made_again_to_the_next_agent(monkeypatch: pytest
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "get_actor", get_actor)
     monkeypatch.setattr(RayLink, "_named", lambda link: False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     link = RayLink(Joined(run_uid="0" * 32, spec=SPEC, world_size=1, nodes={0: "a"}, origin=None), 0)
     assert link.ticket() is ticket and not answers
     assert found.count(agent_name("a")) == 3 and found.count(COORDINATOR) == 2

@@ -565,6 +565,7 @@ def test_what_ray_does_not_find_is_unavailable_for_now(monkeypatch: pytest.Monke
     engine = make_engine()
     monkeypatch.setattr(ray, "get_actor", no_answer)
     monkeypatch.setattr(RayLink, "_named", lambda link: False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(waiting, "RECOVER_S", -1.0)
     with pytest.raises(Unavailable):
         asyncio.run(Node("a", engine.agents.keys)._request("overview"))
