@@ -227,6 +227,8 @@ class Checkpointer:
                 if self._probe is not None:
                     self._probe.begun(step, items.items)
                 yield step
+                if self._count.is_passed_over(step):
+                    self._guard.check(step)
         except GeneratorExit:  # break, or an exception in the body: other ranks may still be in the loop
             if self not in open_checkpointers or sys.is_finalizing():  # closed, or its memory is collected
                 if not self._is_closed:
@@ -242,6 +244,7 @@ class Checkpointer:
             self.flush()
             self._end_progress()
             raise
+        self._count.end(total)
         self.finish()
 
     # -- for a loop that calls back ------------------------------------------------------------------
@@ -292,12 +295,8 @@ class Checkpointer:
         self._check_open("finish")
         self._save_last(metrics)
         if problem := self._outcomes.problem():
-            log.error(
-                "training ends with step %d, which has no checkpoint: %s; the newest of the run is %s",
-                self._count.last,
-                problem,
-                self._outcomes.newest_text,
-            )
+            text = "training ends with step %d, which has no checkpoint: %s; the newest of the run is %s"
+            log.error(text, self._count.last, problem, self._outcomes.newest_text)
         self._reports.report(self._count.last)
         self._end_progress()
         return not problem

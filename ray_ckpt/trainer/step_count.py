@@ -15,6 +15,7 @@ from ray_ckpt.errors import ConfigError
 
 log = logging.getLogger("ray_ckpt")
 
+NUM_SILENT = 10  # steps of a loop without any call, after which a call was most likely forgotten
 MAX_STEP = 999_999_999_999  # a checkpoint's folder name has twelve digits for the step
 HINT = "Count completed optimizer steps over the whole run: epochs and restarts do not begin a new count."
 
@@ -46,6 +47,21 @@ class StepCount:
                 self.last,
                 total,
             )
+
+    def is_passed_over(self, step: int) -> bool:
+        """Return True if a loop goes on without a call for `step`; warn once if it has had no call at all."""
+        if self._num == 0 and step == self.restored + NUM_SILENT:
+            log.warning(
+                "step, due and save were not called in the first %d steps of the loop: nothing is saved "
+                "without ckpt.step(step) at the end of its body",
+                NUM_SILENT,
+            )
+        return step > self.last
+
+    def end(self, total: int) -> None:
+        """Note the end of a loop of `total` steps; log an error if no call has named the last one."""
+        if self.restored < total and self.last < total:
+            log.error("the loop ended without ckpt.step(%d): the state after that step is not saved", total)
 
     def complete(self, value: Any, call: Call) -> tuple[int, bool]:
         """Return the step that the argument of `call` names, and True if this step is new.

@@ -84,7 +84,8 @@ def items_off_the_lineage_are_retired(patch: pytest.MonkeyPatch) -> None:
     """A restart from an older durable checkpoint deletes newer items."""
 
     def on_lineage(view: retention.RetentionView) -> Iterator[CheckpointInfo]:
-        newest = retention._newest_exported(view.lineage) or retention._newest_exported(view.live)
+        of_lineage = retention._newest_exported(view.lineage, view)
+        newest = of_lineage or retention._newest_exported(view.live, view)
         return iter((newest,) if newest is not None and newest.exported else ())
 
     patch.setattr(retention, "_with_newest_items", on_lineage)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import logging
+import time
+from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch import nn
 
 from ray_ckpt.config import RunOptions
-from ray_ckpt.errors import ConfigError
+from ray_ckpt.errors import ConfigError, Unprotected
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import close_all
 from tests.capture.local import LocalLink
@@ -91,3 +95,37 @@ def test_a_loop_that_is_left_behind_a_save_says_nothing(at: int, caplog: pytest.
     ckpt, _link, _steps = left(at=at, is_whole=False)
     ckpt.close()
     assert "the last whole one" not in caplog.text
+
+
+def looped(caplog: pytest.LogCaptureFixture, call: str, **options: Any) -> tuple[LocalLink, list[str]]:
+    """Run a loop of 20 steps that calls only `call`, at each fifth step; return its log."""
+    link = LocalLink(RunOptions(memory="double", **options))
+    ckpt = Checkpointer(link=link, model=nn.Linear(2, 2))
+    with caplog.at_level(logging.WARNING, logger="ray_ckpt"):
+        for step in ckpt.steps(total=20):
+            if step % 5 == 0 and call:
+                getattr(ckpt, call)(step)
+                ckpt.flush()
+    ckpt.close()
+    return link, [record.message for record in caplog.records]
+
+
+def test_a_loop_that_never_names_its_steps_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    link, messages = looped(caplog, "", every_steps=4)
+    first, last = messages
+    assert first.startswith("step, due and save were not called in the first 10 steps of the loop")
+    assert "ended without ckpt.step(20)" in last and not link.sealed
+
+
+def test_a_loop_that_never_names_its_steps_ends_when_it_has_been_unprotected_too_long() -> None:
+    options = RunOptions(memory="double", unprotected_after=timedelta(microseconds=1))
+    ckpt = Checkpointer(link=LocalLink(options), model=nn.Linear(2, 2))
+    with pytest.raises(Unprotected, match="Training ends at step 1"):
+        for _ in ckpt.steps(total=20):
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("call", ["step", "save"])
+def test_a_loop_may_name_some_of_its_steps(call: str, caplog: pytest.LogCaptureFixture) -> None:
+    link, messages = looped(caplog, call, every_steps=10)
+    assert not messages and link.sealed[-1].attempt.step == 20
