@@ -59,6 +59,7 @@ class Maintenance:
         self._bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
         self._unread: dict[str, set[int]] = {}  # the same, found by earlier coordinators and not read since
         self._recorded: dict[str, str] = {}  # attempt -> damaged fragments in the log; without those of none
+        self._guessed: set[tuple[int, int]] = set()  # (num_nodes, fragment) of suspects by the log alone
         self.has_news = False  # what is damaged on the storage path may differ from `_recorded`
         self.found_crowded = False  # a reading that the last `decide` used is of a crowded disk
         self.is_stranded = False  # part of the newest checkpoint is only on nodes that leave, and not copied
@@ -91,17 +92,21 @@ class Maintenance:
     def opened(self) -> None:
         """Let what an earlier coordinator has found damaged on the storage path be read again, at once.
 
-        Until then it is not known to be intact, so that retention keeps older checkpoints that are.
+        Until then it is not known to be intact, so that retention keeps older checkpoints that are. Others
+        may share its damaged still files, if it has some: the log names fragments, and no files.
         """
         for checkpoint in (c for c in self._context.history.live() if c.damaged):
             name = checkpoint.id.attempt
             self._recorded[name] = checkpoint.damaged
-            bad = {int(index) for index in checkpoint.damaged.split(",")}
-            if len(bad) == r.MAX_DAMAGED:  # perhaps there are more
-                bad = set(range(checkpoint.num_nodes))
-            self._unread[name] = bad & set(range(checkpoint.num_nodes))
+            fragments = set(range(checkpoint.num_nodes))
+            bad = fragments.intersection(map(int, checkpoint.damaged.split(",")))
+            self._guessed |= {(checkpoint.num_nodes, index) for index in bad}
+            self._unread[name] = fragments if len(bad) == r.MAX_DAMAGED else bad  # perhaps there are more
             for index in sorted(self._unread[name]):
                 self._scrubs.suspect(m.Scrub(attempt=checkpoint.id, node_index=index, place=m.REMOTE))
+        for num_nodes, index in sorted(self._guessed):
+            for scrub in self._remote_copies(num_nodes, index):
+                self._scrubs.suspect(scrub)
         self._context.holders.suspect_remote = set(self._scrubs.suspect_remote)
 
     def record_damage(self) -> Iterable[m.Effect]:
@@ -418,7 +423,9 @@ class Maintenance:
                 self._context.measure(metric, place=m.REMOTE)
             self._suspect_sharers(event, was_suspect)
         if event.place == m.REMOTE and event.error is None:
-            unread.discard(event.node_index)
+            if event.node_index in unread:
+                unread.discard(event.node_index)
+                self._read_recorded(event)
             self.has_news = True
         if event.place == m.REMOTE and event.error is None and not event.damage:
             self._found_intact(event)
@@ -463,6 +470,31 @@ class Maintenance:
             self._context.measure(telemetry.CORRUPT, place=m.REMOTE)
             self._suspect_sharers(event, was_suspect)
 
+    def _read_recorded(self, event: m.ScrubEnded) -> None:
+        """Forget the suspects of a fragment in the log if files of its own are bad, and no still file is.
+
+        An intact fragment may have been replaced, which proves nothing about the files that it had.
+        """
+        group = self._context.history.checkpoints[event.attempt.attempt].num_nodes, event.node_index
+        is_own = bool(event.damage) and not any(map(is_still_name, (*event.damage, *event.mended)))
+        if not is_own:
+            self._guessed.discard(group)
+        elif group in self._guessed and group not in self._unread_groups():
+            self._guessed.discard(group)
+            for scrub in self._remote_copies(*group):
+                self._scrubs.forget(scrub)
+
+    def _unread_groups(self) -> set[tuple[int, int]]:
+        """Return (num_nodes, fragment) of all fragments that an earlier coordinator found damaged."""
+        known = self._context.history.checkpoints
+        return {(known[name].num_nodes, index) for name, parts in self._unread.items() for index in parts}
+
+    def _remote_copies(self, num_nodes: int, index: int) -> Iterator[m.Scrub]:
+        """Yield the copies of a fragment on the storage path, of all live checkpoints that may share it."""
+        for checkpoint in self._context.history.live():
+            if checkpoint.num_nodes == num_nodes:
+                yield m.Scrub(attempt=checkpoint.id, node_index=index, place=m.REMOTE)
+
     def _found_intact(self, event: m.ScrubEnded) -> None:
         """Note that a fragment on the storage path is intact, perhaps again."""
         attempt = event.attempt.attempt
@@ -483,10 +515,10 @@ class Maintenance:
         known = history.checkpoints.get(event.attempt.attempt)
         if known is None or not any(map(is_still_name, (*event.damage, *event.mended))):
             return
-        for other in history.live():
-            is_new = bool(event.mended) if other.id.attempt in bad else not was_suspect
-            if is_new and other is not known and other.num_nodes == known.num_nodes:
-                scrub = m.Scrub(attempt=other.id, node_index=event.node_index, place=m.REMOTE)
+        self._guessed.discard((known.num_nodes, event.node_index))
+        for scrub in self._remote_copies(known.num_nodes, event.node_index):
+            is_new = bool(event.mended) if scrub.attempt.attempt in bad else not was_suspect
+            if is_new and scrub.attempt != event.attempt:
                 self._scrubs.suspect(scrub)
         self._next_s = 0.0
 
@@ -496,7 +528,8 @@ class Maintenance:
         One that was durable before shares no file there now, and is no suspect any more.
         """
         attempt = checkpoint.id.attempt
-        self._unread.pop(attempt, None)
+        unread = self._unread.pop(attempt, set())
+        self._guessed -= {(checkpoint.num_nodes, index) for index in unread}
         self.has_news = True
         self._context.holders.bad_remote.discard(attempt)
         if checkpoint.level >= Level.DURABLE:

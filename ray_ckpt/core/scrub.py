@@ -127,7 +127,11 @@ class Scrubs:
     def renewed(self, attempt: AttemptId) -> None:
         """Forget the suspects of a checkpoint whose copy on the storage path shares no file now."""
         for scrub in [s for s in self._suspects if s.attempt == attempt and s.place == REMOTE]:
-            del self._suspects[scrub]
+            self.forget(scrub)
+
+    def forget(self, scrub: Scrub) -> None:
+        """Do not read this copy before its round."""
+        self._suspects.pop(scrub, None)
 
     @property
     def read_remote(self) -> set[str]:

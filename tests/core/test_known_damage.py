@@ -122,6 +122,93 @@ def test_what_may_share_a_damaged_still_file_is_read_after_a_restart_too(is_mend
     assert sorted(steps) == [10, 30]
 
 
+def evict(run: Harness, *steps: int) -> None:
+    """Carry out the evictions that are due, which are those of `steps`."""
+    evictions = of(run.tick(MAINTENANCE_S), m.Evict)
+    for effect in evictions:
+        run.disks[effect.node_id].delete(effect.attempt.attempt)
+    assert {effect.attempt.step for effect in evictions} == {*steps}
+
+
+def unsafe(run: Harness) -> set[int]:
+    """Return the steps that are or may be damaged on the storage path."""
+    context = run.machine._context
+    return {context.history.checkpoints[name].step for name in context.holders.unsafe_remote}
+
+
+def reads(run: Harness, effects: tuple[m.Effect, ...], *bad: int, damage: str = STILL) -> list[int]:
+    """Carry out the reads of a fragment that are ordered, which find the steps `bad` damaged."""
+    steps: list[int] = []
+    while scrubs := of((*effects, *run.tick(MAINTENANCE_S)), m.Scrub):
+        scrub = scrubs[-1]
+        assert (scrub.node_index, scrub.place) == (0, m.REMOTE)
+        steps.append(scrub.attempt.step)
+        effects = read(run, scrub.attempt, 0, *([damage] if scrub.attempt.step in bad else []))
+    return steps
+
+
+def test_a_restart_keeps_what_may_share_a_damaged_still_file_until_it_was_read() -> None:
+    run = run_with(10, 20, 30, keep_last=4, keep_local=1)
+    attempts = {step: run.attempt(step) for step in (10, 20, 30)}
+    evict(run, 10, 20)
+    read(run, attempts[20], 0, STILL)
+    read(run, attempts[10], 0)
+    effects = restarted(run)
+    for step in (40, 50, 60, 70):  # their uploads take long
+        effects = (*effects, *run.save(step))
+    assert {drain.like for drain in of(effects, m.Drain)} == {""} and not of(effects, m.Evict)
+    assert {states(run)[step] for step in attempts} == {"live"}
+    assert reads(run, effects, 20) == [20, 10, 30]
+    run.save(80)
+    assert {step: states(run)[step] for step in attempts} == {10: "retired", 20: "retired", 30: "live"}
+
+
+def test_damage_in_a_file_of_its_own_concerns_one_checkpoint_after_a_restart_too() -> None:
+    run = run_with(10, 20, 30, keep_last=9, keep_local=1)
+    evict(run, 10, 20)
+    read(run, run.attempt(20), 0, SHARD)
+    for _ in range(2):
+        effects = restarted(run)
+        assert unsafe(run) == {10, 20, 30}
+        assert reads(run, effects, 20, damage=SHARD) == [20]
+        assert unsafe(run) == {20}
+
+
+def test_what_may_share_files_that_were_replaced_is_read_once() -> None:
+    """The coordinator may die between the end of an upload and its record."""
+    run = run_with(10, 20, 30, keep_last=9)
+    read(run, run.attempt(20), 0, STILL)
+    assert reads(run, restarted(run)) == [20, 10, 30]
+    assert damaged(run) == ["0", ""] and not unsafe(run)
+    assert not reads(run, restarted(run))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_two_damaged_ones_are_read_before_what_may_share_with_them_is_trusted(is_first: bool) -> None:
+    run = run_with(10, 20, 30, keep_last=9, keep_local=1)
+    evict(run, 10, 20)
+    own, still = (run.attempt(step) for step in ((10, 20) if is_first else (20, 10)))
+    read(run, own, 0, SHARD)
+    read(run, still, 0, STILL)
+    restarted(run)
+    for attempt in (run.attempt(10), run.attempt(20)):
+        assert unsafe(run) == {10, 20, 30}
+        read(run, attempt, 0, SHARD if attempt == own else STILL)
+    assert unsafe(run) == {10, 20, 30}
+
+
+def test_an_upload_proves_nothing_about_what_may_share_the_files_before() -> None:
+    run = run_with(10, 20, 30, keep_last=9)
+    still, own = run.attempt(30), run.attempt(20)
+    read(run, still, 0, STILL)
+    read(run, own, 0, SHARD)
+    restarted(run)
+    run.drain_all(run.feed(m.FinishRequested(token="end", ends_group=False), run.ticked))
+    assert unsafe(run) == {10, 20}
+    read(run, own, 0, SHARD)
+    assert unsafe(run) == {10, 20}
+
+
 def test_of_many_damaged_fragments_all_are_read_again() -> None:
     """The record names the first ones only."""
     nodes = "".join(map(chr, range(0x100, 0x100 + r.MAX_DAMAGED + 2)))
