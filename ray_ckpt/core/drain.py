@@ -61,6 +61,7 @@ class _Task:
     parts: dict[int, ItemsPart] = field(default_factory=dict)  # by node_index, of an upload of items
     requested_s: float  # monotonic time; so is `begun_s`
     begun_s: float | None = None
+    fragments: frozenset[int]  # those to upload; `todo` are those that are left
     todo: set[int]
     waiting: set[int]  # fragments of `todo` to be uploaded as soon as the drain has its turn and a source
     paused: list[tuple[float, int]] = field(default_factory=list)  # heap of next try (monotonic), fragment
@@ -185,17 +186,19 @@ class Drains:
         if not is_requested and now_s < self._not_before_s.get(name, now_s):
             return
         self._in_vain_s = {n: at_s for n, at_s in self._in_vain_s.items() if now_s - at_s < COMPUTED_S}
-        if not is_requested and name in self._in_vain_s and not self._context.holders.holds_all(checkpoint):
+        holders = self._context.holders
+        parts = range(checkpoint.num_nodes) if self._are_of_items else holders.to_upload(checkpoint)
+        if not is_requested and name in self._in_vain_s and not holders.holds(name, parts):
             return
         if is_urgent:
             self._urgent = name
-        if name in self._tasks:
+        if name in self._tasks or not parts:
             return
-        parts = range(checkpoint.num_nodes)
         self._tasks[name] = _Task(
             checkpoint=checkpoint,
             items=self._context.options.exported_items if self._are_of_items else "",
             requested_s=now_s,
+            fragments=frozenset(parts),
             todo=set(parts),
             waiting=set(parts),
             unchecked=set(parts),
@@ -352,8 +355,11 @@ class Drains:
         else:
             heapq.heappush(task.paused, (self._context.now_s + _pause_s(task.tries[index]), index))
 
-    def described(self, event: DescriptionWritten) -> None:
-        """Note the result of a description: after success or damage end its drain, else try again later."""
+    def described(self, event: DescriptionWritten) -> frozenset[int]:
+        """Note the result of a description: after success or damage end its drain, else try again later.
+
+        Return the fragments that the drain has uploaded, none if it has ended before.
+        """
         name, task = event.attempt.attempt, self._tasks.get(event.attempt.attempt)
         if event.is_damage:
             self._put_off(name)
@@ -361,6 +367,7 @@ class Drains:
             self.finish(name)
         elif task is not None and not task.todo and task.describe_at_s is None:
             task.describe_at_s = self._context.now_s + _pause_s(task.descriptions)
+        return frozenset() if task is None else task.fragments
 
     def finish(self, attempt: str) -> None:
         """Remove the drain of a checkpoint that needs no drain any more."""

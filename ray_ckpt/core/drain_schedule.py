@@ -111,13 +111,15 @@ class DrainSchedule:
         displaced from the queue, had no source, or ended with an earlier coordinator.
         """
         holders, checkpoints = self._context.holders, self._context.history.checkpoints
-        names = holders.bad_remote | (self._maintenance.unread if is_end else set())  # not scrubbed then
+        unread = self._maintenance.unread if is_end else set()  # not scrubbed then
+        names = holders.bad_remote.keys() | unread
         bad = [checkpoints[name] for name in sorted(names & checkpoints.keys())]
         bad = [checkpoint for checkpoint in bad if checkpoint.state == "live"]
-        holders.bad_remote.intersection_update(checkpoint.id.attempt for checkpoint in bad)
+        for name in holders.bad_remote.keys() - {checkpoint.id.attempt for checkpoint in bad}:
+            del holders.bad_remote[name]
         for checkpoint in (*bad, *self._policy.undrained(checkpoints)):
             is_new = checkpoint.id.attempt not in self._drains.attempts
-            if is_new and self._drains.has_room and holders.has_all(checkpoint):
+            if is_new and self._drains.has_room and holders.can_upload(checkpoint):
                 self._drains.start(checkpoint)
         if not is_end:
             self._items.start_again()
@@ -199,13 +201,13 @@ class DrainSchedule:
             yield from self._items.described(event, event.exported)
             return
         checkpoint = context.history.checkpoints[attempt]
-        self._drains.described(event)
+        uploaded = self._drains.described(event)
         if event.is_damage:
             yield from self._failed(event.attempt, str(event.error))
         elif event.error is not None:
             yield from context.warn_once(f"Step {event.attempt.step}: describing it: {event.error}")
         else:
-            self._maintenance.uploaded(checkpoint)
+            self._maintenance.uploaded(checkpoint, uploaded)
             if checkpoint.state == "live" and checkpoint.level < Level.DURABLE:
                 op = r.Promote(
                     attempt=attempt,

@@ -27,9 +27,12 @@ def exposure(
             break
         alone = holders.fatal(checkpoint.id.attempt, checkpoint.num_nodes)
         only = {index: nodes or {NOWHERE} for index, nodes in alone.items()}
-        fatal = set().union(*only.values())  # nodes whose loss alone loses a fragment
-        is_remote = checkpoint.level >= Level.DURABLE and checkpoint.id.attempt not in holders.bad_remote
-        left = [n for n in waiting if is_remote or not fatal & {NOWHERE, n.node_id}]
+        fatal = set().union(*only.values())  # nodes whose loss alone loses a fragment on nodes
+        at_risk = fatal
+        if checkpoint.level >= Level.DURABLE:
+            bad = holders.bad_remote.get(checkpoint.id.attempt, set())
+            at_risk = set().union(*(only[index] for index in bad & only.keys()))
+        left = [n for n in waiting if not at_risk & {NOWHERE, n.node_id}]
         for node in left:
             found[node.node_id] = Exposure(
                 node_id=node.node_id,

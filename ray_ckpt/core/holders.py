@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from itertools import chain
 
 from ray_ckpt.core.parity_files import ParityFiles, computed_members, fatal_nodes, lost_members, tolerance
@@ -20,8 +20,8 @@ class Holders:
     def __init__(self) -> None:
         self.live: frozenset[str] = frozenset()
         self.parity = ParityFiles()
-        self.bad_remote: set[str] = set()  # live attempts whose copy on the storage path is damaged
-        self.suspect_remote: set[str] = set()  # live attempts that may share damaged files there
+        self.bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
+        self.suspect_remote: dict[str, set[int]] = {}  # attempt -> those that may share damaged files there
         self._nodes: dict[str, dict[int, set[str]]] = {}  # attempt -> fragment -> nodes
         self._fragments: dict[str, dict[str, set[int]]] = {}  # the same as attempt -> node -> fragments
         self._watches: list[set[str]] = []
@@ -115,15 +115,22 @@ class Holders:
 
     def has_all(self, checkpoint: CheckpointInfo) -> bool:
         """Return True if every part of a checkpoint can be read from live nodes, or computed there."""
-        attempt, num_nodes = checkpoint.id.attempt, checkpoint.num_nodes
-        if self.holds_all(checkpoint):
+        return self.has(checkpoint.id.attempt, range(checkpoint.num_nodes))
+
+    def has(self, attempt: str, fragments: Collection[int]) -> bool:
+        """Return True if these fragments can be read from live nodes, or computed there."""
+        if self.holds(attempt, fragments):
             return True
         computed = computed_members(self.places(attempt))
-        return all(self.of(attempt, i) for i in range(num_nodes) if i not in computed)
+        return all(self.of(attempt, index) for index in fragments if index not in computed)
 
     def holds_all(self, checkpoint: CheckpointInfo) -> bool:
-        """Return True if live nodes hold every part of a checkpoint, as it is read for an upload."""
-        return all(self.of(checkpoint.id.attempt, index) for index in range(checkpoint.num_nodes))
+        """Return True if live nodes hold every part of a checkpoint."""
+        return self.holds(checkpoint.id.attempt, range(checkpoint.num_nodes))
+
+    def holds(self, attempt: str, fragments: Collection[int]) -> bool:
+        """Return True if live nodes hold these fragments, as they are read for an upload."""
+        return all(self.of(attempt, index) for index in fragments)
 
     def fatal(self, attempt: str, num_nodes: int) -> dict[int, frozenset[str]]:
         """Return the nodes whose loss alone loses a fragment, by fragment; no nodes if it is lost already.
@@ -142,18 +149,33 @@ class Holders:
 
     def can_serve(self, checkpoint: CheckpointInfo) -> bool:
         """Return True if every part of a checkpoint can be read from a live node or the storage path."""
-        is_remote = checkpoint.level >= Level.DURABLE and checkpoint.id.attempt not in self.bad_remote
-        return is_remote or self.has_all(checkpoint)
+        if checkpoint.level < Level.DURABLE:
+            return self.has_all(checkpoint)
+        return self.has(checkpoint.id.attempt, self.bad_remote.get(checkpoint.id.attempt, ()))
+
+    def to_upload(self, checkpoint: CheckpointInfo) -> Collection[int]:
+        """Return the fragments that a drain uploads: all, if nodes have all or the storage path has none.
+
+        Else those that are damaged on the storage path, or if none is known to be, those that may be.
+        """
+        if checkpoint.level < Level.DURABLE or self.has_all(checkpoint):
+            return range(checkpoint.num_nodes)
+        attempt = checkpoint.id.attempt
+        return self.bad_remote.get(attempt, set()) or self.suspect_remote.get(attempt, set())
+
+    def can_upload(self, checkpoint: CheckpointInfo) -> bool:
+        """Return True if live nodes have what a drain uploads, or can compute it."""
+        return self.has(checkpoint.id.attempt, self.to_upload(checkpoint))
 
     def needs_upload(self, checkpoint: CheckpointInfo) -> bool:
-        """Return True if the storage path has no copy, or one that may be damaged and is on live nodes."""
+        """Return True if the storage path has no copy, or one that may be damaged and nodes can replace."""
         is_unsafe = checkpoint.id.attempt in self.unsafe_remote
-        return checkpoint.level < Level.DURABLE or (is_unsafe and self.has_all(checkpoint))
+        return checkpoint.level < Level.DURABLE or (is_unsafe and self.can_upload(checkpoint))
 
     @property
     def unsafe_remote(self) -> set[str]:
         """Attempts whose copy on the storage path is damaged or may be; their copies on nodes stay."""
-        return self.bad_remote | self.suspect_remote
+        return self.bad_remote.keys() | self.suspect_remote.keys()
 
     def count(self, attempt: str, node: str) -> int:
         """Return the number of the attempt's fragments that a node holds."""

@@ -260,5 +260,5 @@ class MachineView:
         yield Sample(metric=telemetry.LATENCY, value=parts.times.last_save_s)
         yield Sample(metric=telemetry.COPIES_MISSING, value=self.copies_missing)
         yield Sample(metric=telemetry.DRAINS, value=len(parts.drains.attempts))
-        damaged = parts.context.holders.bad_remote & {c.id.attempt for c in history.live()}
+        damaged = parts.context.holders.bad_remote.keys() & {c.id.attempt for c in history.live()}
         yield Sample(metric=telemetry.DAMAGED, value=len(damaged))

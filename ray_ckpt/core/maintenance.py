@@ -56,8 +56,7 @@ class Maintenance:
         self._crowded: set[str] = set()  # nodes with full disks and nothing to evict, by their last readings
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
         self._doubts: dict[tuple[str, int, bool], _Doubt] = {}  # by file that was to be computed
-        self._bad_remote: dict[str, set[int]] = {}  # attempt -> damaged fragments on the storage path
-        self._unread: dict[str, set[int]] = {}  # the same, found by earlier coordinators and not read since
+        self._unread: dict[str, set[int]] = {}  # as `bad_remote`; of earlier coordinators, not read since
         self._recorded: dict[str, str] = {}  # attempt -> damaged fragments in the log; without those of none
         self._guessed: set[tuple[int, int]] = set()  # (num_nodes, fragment) of suspects by the log alone
         self.has_news = False  # what is damaged on the storage path may differ from `_recorded`
@@ -107,15 +106,15 @@ class Maintenance:
         for num_nodes, index in sorted(self._guessed):
             for scrub in self._remote_copies(num_nodes, index):
                 self._scrubs.suspect(scrub)
-        self._context.holders.suspect_remote = set(self._scrubs.suspect_remote)
+        self._context.holders.suspect_remote = self._scrubs.suspect_remote
 
     def record_damage(self) -> Iterable[m.Effect]:
         """Append what has changed of the fragments that are damaged on the storage path."""
-        self.has_news = False
-        for name in sorted({*self._bad_remote, *self._unread, *self._recorded}):
+        self.has_news, bad = False, self._context.holders.bad_remote
+        for name in sorted({*bad, *self._unread, *self._recorded}):
             checkpoint = self._context.history.checkpoints.get(name)
             is_live = checkpoint is not None and checkpoint.state == "live"
-            found = self._bad_remote.get(name, set()) | self._unread.get(name, set()) if is_live else set()
+            found = bad.get(name, set()) | self._unread.get(name, set()) if is_live else set()
             text = ",".join(map(str, sorted(found)[: r.MAX_DAMAGED]))
             if text != self._recorded.get(name, "") and is_live:
                 self._context.ledger.append(r.Damaged(attempt=name, fragments=text))
@@ -279,7 +278,7 @@ class Maintenance:
                 f"Stored copies cannot be read again within scrub_every_s, {context.options.scrub_every_s:g} "
                 "s, so damage may stay unknown for more than twice as long."
             )
-        context.holders.suspect_remote = set(self._scrubs.suspect_remote)
+        context.holders.suspect_remote = self._scrubs.suspect_remote
 
     def _evict(self, busy: Collection[str]) -> Iterator[m.Effect]:
         """Evict durable checkpoints from nodes: all but the last `keep_local`, and more if a disk is full."""
@@ -444,7 +443,7 @@ class Maintenance:
                 self._found_on_node(attempt, node_index, event.place, damage, is_live)
             elif is_live:
                 self._found_remote(event, was_suspect)
-        self._context.holders.suspect_remote = set(self._scrubs.suspect_remote)
+        self._context.holders.suspect_remote = self._scrubs.suspect_remote
 
     def _found_on_node(
         self, attempt: AttemptId, node_index: int, node: str, damage: Sequence[str], is_live: bool
@@ -461,10 +460,7 @@ class Maintenance:
         self._next_s = 0.0  # the repair is due at once
 
     def _found_remote(self, event: m.ScrubEnded, was_suspect: bool) -> None:
-        bad = self._context.holders.bad_remote
-        bad.add(event.attempt.attempt)
-        self._bad_remote = {attempt: parts for attempt, parts in self._bad_remote.items() if attempt in bad}
-        parts = self._bad_remote.setdefault(event.attempt.attempt, set())
+        parts = self._context.holders.bad_remote.setdefault(event.attempt.attempt, set())
         if event.node_index not in parts:  # count each damaged fragment once
             parts.add(event.node_index)
             self._context.measure(telemetry.CORRUPT, place=m.REMOTE)
@@ -497,12 +493,10 @@ class Maintenance:
 
     def _found_intact(self, event: m.ScrubEnded) -> None:
         """Note that a fragment on the storage path is intact, perhaps again."""
-        attempt = event.attempt.attempt
-        parts = self._bad_remote.get(attempt, set())
-        parts.discard(event.node_index)
-        if not parts and attempt in self._bad_remote:
-            self._context.holders.bad_remote.discard(attempt)
-            del self._bad_remote[attempt]
+        attempt, bad = event.attempt.attempt, self._context.holders.bad_remote
+        bad.get(attempt, set()).discard(event.node_index)
+        if not bad.get(attempt):
+            bad.pop(attempt, None)
 
     def _suspect_sharers(self, event: m.ScrubEnded, was_suspect: bool) -> None:
         """Let all fragments be read that may share a damaged still file on the storage path.
@@ -522,21 +516,25 @@ class Maintenance:
                 self._scrubs.suspect(scrub)
         self._next_s = 0.0
 
-    def uploaded(self, checkpoint: CheckpointInfo) -> None:
-        """Note that a checkpoint is complete and undamaged on the storage path.
+    def uploaded(self, checkpoint: CheckpointInfo, fragments: Set[int]) -> None:
+        """Note that a checkpoint is complete on the storage path, after an upload of these fragments.
 
-        One that was durable before shares no file there now, and is no suspect any more.
+        Those of one that was durable before share no file there now, and are no suspects any more.
         """
-        attempt = checkpoint.id.attempt
-        unread = self._unread.pop(attempt, set())
-        self._guessed -= {(checkpoint.num_nodes, index) for index in unread}
+        if checkpoint.level < Level.DURABLE:
+            return
+        attempt, holders = checkpoint.id.attempt, self._context.holders
+        unread = self._unread.get(attempt, set())
+        self._guessed -= {(checkpoint.num_nodes, index) for index in unread & fragments}
+        unread -= fragments
+        self._scrubs.renewed(checkpoint.id, fragments)
+        holders.suspect_remote = self._scrubs.suspect_remote
+        if mended := holders.bad_remote.get(attempt, set()) & fragments:
+            holders.bad_remote[attempt] -= mended
+            if not holders.bad_remote[attempt]:
+                del holders.bad_remote[attempt]
+            self._context.measure(telemetry.REPAIRED, len(mended), place=m.REMOTE)
         self.has_news = True
-        self._context.holders.bad_remote.discard(attempt)
-        if checkpoint.level >= Level.DURABLE:
-            self._scrubs.renewed(checkpoint.id)
-            self._context.holders.suspect_remote.discard(attempt)
-        if parts := self._bad_remote.pop(attempt, None):
-            self._context.measure(telemetry.REPAIRED, len(parts), place=m.REMOTE)
 
     def disks_seen(self, disks: Mapping[str, DiskSpace]) -> None:
         """Take readings of some disks; a disk without one is as it was."""

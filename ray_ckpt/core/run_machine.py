@@ -240,7 +240,7 @@ class RunMachine:
                 yield from self._requests.logged()
             case r.Collected(attempt=attempt):
                 self._context.holders.forget(attempt)
-                self._context.holders.bad_remote.discard(attempt)
+                self._context.holders.bad_remote.pop(attempt, None)
             case r.Note() as note:
                 yield from self._sweeps.noted(note)
             case _:

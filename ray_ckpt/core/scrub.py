@@ -124,10 +124,10 @@ class Scrubs:
         """
         self._suspects[scrub] = 0
 
-    def renewed(self, attempt: AttemptId) -> None:
-        """Forget the suspects of a checkpoint whose copy on the storage path shares no file now."""
-        for scrub in [s for s in self._suspects if s.attempt == attempt and s.place == REMOTE]:
-            self.forget(scrub)
+    def renewed(self, attempt: AttemptId, fragments: Set[int]) -> None:
+        """Forget suspects: these fragments of a checkpoint share no file on the storage path now."""
+        for index in fragments:
+            self.forget(Scrub(attempt=attempt, node_index=index, place=REMOTE))
 
     def forget(self, scrub: Scrub) -> None:
         """Do not read this copy before its round."""

@@ -26,7 +26,7 @@ from ray_ckpt.restore.manifest import MappedManifest
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.remote.tier import RemoteRef
-from ray_ckpt.types import FileEntry, Fragment, ManifestRow
+from ray_ckpt.types import FileEntry, Fragment, Level, ManifestRow
 from tests.support.peer_nodes import A, B, C, Nodes, both, live, sample
 from tests.support.sample_run import SampleCheckpoint
 from tests.transport.peers import KEYS, UID
@@ -116,6 +116,28 @@ def test_an_intact_copy_of_a_manifest_is_taken_wherever_it_is(nodes: Nodes, save
     other_manifest(nodes, saved, B, 0)
     with pytest.raises(CorruptionError, match="not the one that was committed"):
         ticket(nodes, saved)
+
+
+def test_parts_on_a_node_and_on_the_storage_path_are_read_where_they_are_intact(
+    nodes: Nodes, saved: SampleCheckpoint
+) -> None:
+    nodes.put(A, saved, 0)
+    (nodes.root / "gpt" / "ray_ckpt").mkdir(parents=True)
+    remote = RemoteRef(storage_path=str(nodes.root), run_name="gpt").open()
+    directory = saved.attempt.directory
+    remote.put(directory, fragment_file(0, 2), b"damaged")
+    remote.put(directory, fragment_file(1, 2), saved.files[fragment_file(1, 2)])
+    plan = plan_of(saved)
+    assert plan.resume is not None
+    durable = replace(plan.resume.checkpoint, level=Level.DURABLE)
+    resume = replace(plan.resume, checkpoint=durable, holders=((A,), ()))
+    with finder(nodes) as found:
+        made, memory = found.ticket(replace(plan, resume=resume))
+    memory.close()
+    tiers = (("peer", "remote"), ("remote",))
+    for fragment, expected in zip(saved.fragments, tiers, strict=True):
+        for file in fragment.files:
+            assert tuple(source.tier for source in made.sources[file.name]) == expected
 
 
 def test_a_pipe_in_place_of_a_manifest_is_passed_over(nodes: Nodes, saved: SampleCheckpoint) -> None:

@@ -54,10 +54,23 @@ def test_what_is_damaged_on_the_storage_path_is_as_good_as_not_there() -> None:
         checkpoint(20, num_nodes=2, level=Level.DURABLE),
     ]
     holders = holders_of("ab", {10: ("", ""), 20: ("ab", "b")})
-    holders.bad_remote.add(lineage[1].id.attempt)
+    holders.bad_remote[lineage[1].id.attempt] = {0, 1}
     assert lines(exposure(group("ab"), lineage, holders, 22)) == [
         "a: 20 from peer, 2 steps",
         "b: 10 from remote, 12 steps",
+    ]
+
+
+def test_an_intact_part_on_the_storage_path_counts_while_another_one_is_damaged() -> None:
+    lineage = [
+        checkpoint(10, num_nodes=2, level=Level.DURABLE),
+        checkpoint(20, num_nodes=2, level=Level.DURABLE),
+    ]
+    holders = holders_of("ab", {10: ("", ""), 20: ("a", "")})
+    holders.bad_remote[lineage[1].id.attempt] = {0}
+    assert lines(exposure(group("ab"), lineage, holders, 22)) == [
+        "a: 10 from remote, 12 steps",
+        "b: 20 from remote, 2 steps",
     ]
 
 
