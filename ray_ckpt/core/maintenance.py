@@ -53,7 +53,7 @@ class Maintenance:
         self._has_trained = False  # a group has trained with all its nodes since `_lost_s`
         self._disks: dict[str, DiskSpace] = {}  # by node; readings not used yet
         self._last_disks: dict[str, DiskSpace] = {}  # by node; the last readings
-        self._crowded: set[str] = set()  # nodes with full disks and nothing to evict, by their last readings
+        self._crowded: set[str] = set()  # by last readings: full disks with checkpoints, and none to evict
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
         self._doubts: dict[tuple[str, int, bool], _Doubt] = {}  # by file that was to be computed
         self._unread: dict[str, set[int]] = {}  # as `bad_remote`; of earlier coordinators, not read since
@@ -70,8 +70,12 @@ class Maintenance:
 
     @property
     def is_crowded(self) -> bool:
-        """True if a disk is above its high watermark and has nothing to evict."""
+        """True if a disk with checkpoints of the run is above its high watermark and has nothing to evict."""
         return bool(self._crowded)
+
+    def is_on_crowded(self, attempt: str) -> bool:
+        """Return True if a node with such a disk holds a part of an attempt."""
+        return not self._crowded.isdisjoint(self._context.holders.anywhere(attempt))
 
     @property
     def copies_missing(self) -> int:
@@ -289,9 +293,10 @@ class Maintenance:
                 yield self._evicted(attempt, node)
         disks, self._disks = self._disks, {}  # use each reading once: the next reading shows the effect
         for node, disk in sorted(disks.items()):
+            held_bytes = self._freed_on(node, view.live)
             chosen = choose_evictions_for_space(
                 view,
-                held_bytes=self._freed_on(node, view.live),
+                held_bytes=held_bytes,
                 free_bytes=disk.free_bytes,
                 total_bytes=disk.total_bytes,
                 high_watermark=options.high_watermark,
@@ -300,7 +305,7 @@ class Maintenance:
             for attempt in chosen:
                 yield self._evicted(attempt, node)
             is_full = disk.total_bytes - disk.free_bytes > options.high_watermark * disk.total_bytes
-            if is_full and not chosen:
+            if is_full and held_bytes and not chosen:  # else others fill it
                 self._crowded.add(node)
             else:
                 self._crowded.discard(node)

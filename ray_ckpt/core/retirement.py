@@ -45,13 +45,19 @@ class Retirement:
         """Retire what nothing keeps; drain what a pin, or a policy other than `KeepLast`, keeps."""
         self.is_due = False
         context = self._context
-        busy, is_crowded = self.busy(), self._maintenance.is_crowded
-        if is_crowded:  # a drain that is stuck must not keep a checkpoint on a full disk
-            busy -= (self._drains.stuck | self._item_uploads.stuck) - self._sessions.busy()
-        view = context.retention_view(busy)
+        is_on_crowded = self._maintenance.is_on_crowded
+        stuck = (self._drains.stuck | self._item_uploads.stuck) - self._sessions.busy()
+        stuck = set(filter(is_on_crowded, stuck))  # a stuck drain must not keep a checkpoint on a full disk
+        view = context.retention_view(self.busy() - stuck)
         old = {c.id.attempt for c in (*view.lineage[: -context.options.keep_last], *pinned_aside(view))}
         old -= self._item_uploads.attempts
-        choices = decide(view, policies_of(context.options), pressure=is_crowded)
+        choices = decide(view, policies_of(context.options))
+        if self._maintenance.is_crowded:
+            pressed = decide(view, policies_of(context.options), pressure=True)
+            choices = tuple(
+                less if not less.kept and is_on_crowded(less.checkpoint.id.attempt) else choice
+                for choice, less in zip(choices, pressed, strict=True)
+            )
         for choice in choices:
             checkpoint = choice.checkpoint
             is_old = checkpoint.id.attempt in old and choice.reasons != (NEWEST_ITEMS,)

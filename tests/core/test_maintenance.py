@@ -394,7 +394,7 @@ def test_a_full_disk_without_durable_copies_makes_checkpoints_go_but_never_the_n
 
 def test_a_full_disk_stays_full_until_it_is_read_again_whatever_is_read_of_others() -> None:
     """Each reading covers some nodes only in a large cluster."""
-    run = run_on("abc", remote_every=100, keep_last=2)
+    run = run_on("abc", "abc", remote_every=100, keep_last=2)
     run.save(10)
     see(run, c=FULL)
     look(run)
@@ -404,8 +404,32 @@ def test_a_full_disk_stays_full_until_it_is_read_again_whatever_is_read_of_other
     assert [c.step for c in run.machine.history.live()] == [20]
     run.lose("c")
     look(run)
+    run.open("ab")
     run.save(30)
     assert [c.step for c in run.machine.history.live()] == [20, 30]
+
+
+def test_a_disk_that_others_fill_gives_up_no_checkpoint_of_a_run_without_files_there() -> None:
+    run = run_on("abc", remote_every=100, keep_last=3)
+    for step in (10, 20, 30):
+        run.save(step)
+    assert not run.disks["c"].folders
+    see(run, a=ROOMY, b=ROOMY, c=FULL)
+    look(run)
+    run.save(40)
+    assert [c.step for c in run.machine.history.live()] == [20, 30, 40]
+
+
+def test_a_full_disk_gives_up_only_checkpoints_that_it_holds() -> None:
+    run = run_on("abc", "ab", remote_every=100, keep_last=5)
+    for step in (10, 20):
+        run.save(step)
+    run.open("bc")
+    for step in (30, 40):
+        run.save(step)
+    see(run, c=FULL)
+    look(run)
+    assert [c.step for c in run.machine.history.live()] == [10, 20, 40]
 
 
 def test_readings_that_arrive_one_after_the_other_all_count() -> None:
