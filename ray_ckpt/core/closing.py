@@ -78,7 +78,7 @@ class Closing:
             ):
                 drains.start(checkpoint)
         for checkpoint in filter(self._is_safe, history.live()):
-            for node in sorted(context.holders.anywhere(checkpoint.id.attempt)):
+            for node in sorted(context.holders.may_have(checkpoint.id.attempt)):
                 context.holders.remove_all(checkpoint.id.attempt, node)
                 yield m.Evict(attempt=checkpoint.id, node_id=node)
 

@@ -8,6 +8,7 @@ from itertools import chain
 
 from ray_ckpt.core.parity_files import ParityFiles, computed_members, fatal_nodes, lost_members, tolerance
 from ray_ckpt.core.values import GroupPlaces, Inventory
+from ray_ckpt.format.names import attempt_of
 from ray_ckpt.types import CheckpointInfo, Level, ParityGroup
 
 
@@ -25,7 +26,7 @@ class Holders:
         self._nodes: dict[str, dict[int, set[str]]] = {}  # attempt -> fragment -> nodes
         self._fragments: dict[str, dict[str, set[int]]] = {}  # the same as attempt -> node -> fragments
         self._watches: list[set[str]] = []
-        self._tried: dict[str, set[str]] = {}  # attempt -> nodes that may have files of a failed copy
+        self._tried: dict[str, set[str]] = {}  # attempt -> nodes that may have files without a complete copy
         self._lacking: dict[str, int] = {}  # attempt -> fragment with too few copies for the last `tolerates`
         self._taken: dict[str, set[tuple[int, str]]] = {}  # attempt -> damaged copies that were removed
         self._taken_s: dict[str, dict[tuple[int, str], float]] = {}  # and when, also after `expect`
@@ -58,11 +59,14 @@ class Holders:
         return frozenset(self._fragments.get(attempt, ())) | self.parity.anywhere(attempt)
 
     def note_tried(self, attempt: str, node: str) -> None:
-        """Note that a copy to a node failed, so that all or some of its files may be on the node."""
+        """Note that some files of an attempt, or all, may be on a node that does not count as a holder.
+
+        A copy to the node failed, a scrub took the copy away, or the node lists an incomplete folder.
+        """
         self._tried.setdefault(attempt, set()).add(node)
 
     def may_have(self, attempt: str) -> frozenset[str]:
-        """Return the live nodes that hold any part of an attempt, or to which a copy was tried."""
+        """Return the live nodes that hold any part of an attempt, or may have other files of it."""
         return self.live & self.anywhere(attempt).union(self._tried.get(attempt, ()))
 
     def num_copies(self, attempt: str, num_nodes: int) -> int:
@@ -202,6 +206,7 @@ class Holders:
     def remove(self, attempt: str, node_index: int, node: str, now_s: float) -> None:
         """Remove a copy from the registry, because the copy is damaged."""
         self._removed(attempt)
+        self.note_tried(attempt, node)  # the other files stay there
         self._taken.setdefault(attempt, set()).add((node_index, node))
         self._taken_s.setdefault(attempt, {})[node_index, node] = now_s
         held = self._fragments.get(attempt, {})
@@ -212,8 +217,9 @@ class Holders:
                 del held[node]
 
     def remove_all(self, attempt: str, node: str) -> None:
-        """Remove the copies of an attempt on a node from the registry, because they are evicted."""
+        """Remove the files of an attempt on a node from the registry, because they are evicted."""
         self._removed(attempt)
+        self._tried.get(attempt, set()).discard(node)
         for node_index in self._fragments.get(attempt, {}).pop(node, ()):
             self._nodes[attempt][node_index].discard(node)
         self.parity.remove_all(attempt, node)
@@ -260,6 +266,10 @@ class Holders:
             for coded in inventory.parities:
                 if coded.attempt.run_uid == run_uid:
                     self.add_parity(coded.attempt.attempt, coded.group, coded.node_index, node)
+            complete = {held.attempt.attempt for held in inventory.fragments}
+            complete |= {coded.attempt.attempt for coded in inventory.parities}
+            for name in {*map(attempt_of, inventory.directories)} - complete:
+                self.note_tried(name, node)
 
     def table(self) -> dict[str, dict[int, tuple[str, ...]]]:
         """Return a map of attempt -> fragment -> nodes, for status."""

@@ -289,7 +289,7 @@ class Maintenance:
         context, options = self._context, self._context.options
         view = context.retention_view(busy)
         for attempt in choose_evictions(view, keep_local=options.keep_local):
-            for node in sorted(context.holders.anywhere(attempt)):
+            for node in sorted(context.holders.may_have(attempt)):
                 yield self._evicted(attempt, node)
         disks, self._disks = self._disks, {}  # use each reading once: the next reading shows the effect
         for node, disk in sorted(disks.items()):
@@ -376,6 +376,7 @@ class Maintenance:
         for member, nodes in zip(places.group.members, places.parities, strict=True):
             for node in nodes:
                 holders.parity.remove(event.attempt.attempt, member, node)
+                holders.note_tried(event.attempt.attempt, node)
         yield m.Warn(
             text=f"Step {event.attempt.step}: fragment {event.node_index} cannot be computed, because a file "
             "of its parity group had changed on its disk before it was coded. The group's parity no longer "
@@ -459,6 +460,7 @@ class Maintenance:
         coded = [file for file in damage if file.startswith(PARITY_PREFIX)]
         if coded:
             self._context.holders.parity.remove(attempt.attempt, node_index, node)
+            self._context.holders.note_tried(attempt.attempt, node)
         if len(coded) < len(damage):
             self._damaged.append((attempt.attempt, node_index))
             self._context.holders.remove(attempt.attempt, node_index, node, self._context.now_s)

@@ -511,7 +511,7 @@ class DeleteLocalOrphans:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evict:
-    """Delete a node's copy of a checkpoint that other places still have; there is no answer."""
+    """Delete a node's files of a checkpoint that other places still have; there is no answer."""
 
     attempt: AttemptId
     node_id: str

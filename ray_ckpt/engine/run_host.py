@@ -284,7 +284,7 @@ class RunHost:
             self.handle(m.PutAwayEnded(error=None))
 
     def _delete(self, work: NodeDeletes) -> None:
-        """Delete folders on a node; on a node without an agent they are orphans for the next group."""
+        """Delete folders on a node; without an agent, its next inventory shows what is left."""
         if work.node in self.ports.agents():
             order = work.order(epoch=self.machine.epoch)
             self.ports.call(Call(node=work.node, order=order, work=work))
@@ -334,7 +334,7 @@ class RunHost:
             self.ports.revive(call.node)
 
     def _deleted(self, work: NodeDeletes, answer: Answered) -> None:
-        """End each deletion of an order; evicted folders that are left are orphans for the next group."""
+        """End each deletion of an order; the node's next inventory shows evicted folders that are left."""
         failure = answer.failure.text if answer.failure is not None else None
         left = folders_left(work, answer.value, failure)
         for delete in work.deletes:

@@ -306,6 +306,42 @@ def test_only_durable_checkpoints_leave_the_nodes_and_never_the_newest() -> None
     assert run.checkpoint(old).state == "live"
 
 
+def test_files_of_a_copy_that_failed_go_with_the_copies() -> None:
+    run = run_on("abc", remote_every=1, keep_local=1, keep_last=3)
+    old = run.attempt(10)
+    run.feed(run.stored(old, "a"), run.stored(old, "b"), run.copied(old, "a", "b"))
+    (copy,) = of(run.feed(run.copied(old, "b", "a", error="full")), m.Replicate)
+    assert copy.holder == "c"
+    run.drain_all(run.feed(run.copied(old, "b", "c", error="full")))
+    durable(run, 20)
+    assert {(e.attempt, e.node_id) for e in of(look(run), m.Evict)} == {(old, node) for node in "abc"}
+    assert not of(look(run), m.Evict)
+
+
+def test_what_an_eviction_has_left_goes_after_the_next_inventory() -> None:
+    run = run_on("ab", remote_every=1, keep_local=1, keep_last=3)
+    old, new = durable(run, 10), durable(run, 20)
+    assert len(of(look(run), m.Evict)) == 2
+    run.disks["a"].delete(old.attempt)
+    for copy in ((old.attempt, 0), (old.attempt, 1), (new.attempt, 0)):  # their folders stay
+        del run.disks["b"].fragments[copy]
+    run.open("ab")
+    assert [(e.attempt, e.node_id) for e in of(look(run), m.Evict)] == [(old, "b")]
+    assert not of(look(run), m.Evict)
+
+
+def test_what_is_left_of_a_damaged_copy_is_deleted_with_its_checkpoint() -> None:
+    run = Harness("abcd", inventory_wait_s=0.0, keep_last=1, replica_nodes="role=store")
+    run.feed(m.NodesSeen(live=frozenset("abcd"), replica_nodes=frozenset("cd")))
+    run.open("ab")
+    run.save(10)
+    old = run.attempt(10)
+    scrubbed(run, m.Scrub(attempt=old, node_index=0, place="c"), damage=("shard",))
+    assert "c" not in run.machine.view.holders[old.attempt][0]
+    effects = run.save(20)
+    assert {d.place for d in of(effects, m.Delete) if d.attempt == old.attempt} == {*"abcd", m.REMOTE}
+
+
 def test_what_is_below_durable_stays_on_the_nodes() -> None:
     run = run_on("ab", remote_every=100, keep_local=1, keep_last=3)
     for step in (10, 20, 30):
