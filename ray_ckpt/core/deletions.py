@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.messages import REMOTE, Delete, DeleteEnded, DeleteLocalOrphans
 from ray_ckpt.core.values import Inventory
+from ray_ckpt.format.names import attempt_of
 from ray_ckpt.types import CheckpointInfo
 
 RETRY_S = 30.0  # pause before a failed deletion is tried again; long, because nothing waits for a deletion
@@ -78,11 +79,9 @@ class Deletions:
 def delete_retired(
     inventories: Mapping[str, Inventory], checkpoints: Mapping[str, CheckpointInfo], holders: Holders
 ) -> Iterator[DeleteLocalOrphans]:
-    """Order nodes that join to delete the checkpoints that were retired while they were away."""
+    """Order nodes that join to delete the checkpoints, or their parts, that were retired meanwhile."""
     for node, inventory in inventories.items():
-        found = {held.attempt.attempt for held in inventory.fragments}
-        found |= {coded.attempt.attempt for coded in inventory.parities}
-        known = sorted(found & checkpoints.keys())
+        known = sorted({*map(attempt_of, inventory.directories)} & checkpoints.keys())
         retired = [name for name in known if checkpoints[name].state in ("retired", "collected")]
         for name in retired:
             holders.remove_all(name, node)

@@ -265,7 +265,7 @@ class RunMachine:
         yield from self._drain_schedule.committed(checkpoint)
         self._retirement.is_due = True
         if self.plan is not None and checkpoint.id.session == self.plan.session:
-            yield from self._sessions.release_orphans()
+            yield from self._sessions.release_orphans(checkpoint, self._attempts.is_open)
 
     def _on_order_refused(self, event: m.OrderRefused) -> Iterator[m.Effect]:
         if event.epoch > self.epoch:
@@ -427,6 +427,7 @@ class RunMachine:
         yield from self._saves.count_inventory(event.inventories)
         yield from self._saves.agents_lost(renewed)
         yield from delete_retired(event.inventories, self.history.checkpoints, self._context.holders)
+        self._sessions.joined(event.inventories)
 
     def _on_node_restored(self, event: m.NodeRestored) -> Iterator[m.Effect]:
         self._session_end.restored(event)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from ray_ckpt import telemetry
@@ -29,6 +29,7 @@ from ray_ckpt.core.values import (
 from ray_ckpt.errors import CheckpointError, ConfigError, RestoreError, RunInUse, RunSuperseded, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.format.digest import root_digest
+from ray_ckpt.format.names import attempt_of, step_of
 from ray_ckpt.texts import nearest_steps
 from ray_ckpt.types import UNKNOWN_LAUNCH, AttemptId, CheckpointInfo, FileEntry, RankRestore
 
@@ -59,6 +60,7 @@ class Sessions:
         self._has_warned = False  # warned of ranks that do not restore
         self._inventories: dict[str, Inventory] = {}  # of the opening group's nodes, until it trains
         self._orphans: dict[str, tuple[str, ...]] = {}
+        self._joined: dict[str, tuple[str, ...]] = {}  # node that joined this group -> folders to look at
         self.is_training = False  # the group has received `go`
         self._sent_go: SessionKey | None = None  # the last session that received `go`
         self.restores: tuple[RankRestore, ...] = ()
@@ -111,7 +113,7 @@ class Sessions:
         """End the group and send `error` to waiting callers; no group has the run until the next opens."""
         yield from self.fail(error)
         self._context.plan, self._group, self.is_training = None, None, False
-        self._orphans = {}  # listed for the ended group; another group may own these folders
+        self._orphans, self._joined = {}, {}  # of the ended group; another group may own these folders
         self._inventories = {}
 
     def opened(self, event: m.GroupOpened) -> Iterator[m.Effect]:
@@ -120,7 +122,7 @@ class Sessions:
         self._context.plan = None
         self._group, self._since_s = event, self._context.now_s
         self._waiting, self._choosing, self._requested = (event.token,), True, False
-        self._excluded, self.is_training, self._inventories = set(), False, {}
+        self._excluded, self.is_training, self._inventories, self._joined = set(), False, {}, {}
         self._num_rereads, self._reread_s, self._left = 0, -math.inf, set()
         self._learn(event.inventories, event.asked_s - CLOCK_S)
 
@@ -549,9 +551,23 @@ class Sessions:
             return set()
         return {plan.resume.checkpoint.id.attempt}
 
-    def release_orphans(self) -> Iterator[m.Effect]:
-        """Delete folders that belong to no checkpoint; called after a commit of the session."""
+    def joined(self, inventories: Mapping[str, Inventory]) -> None:
+        """Note the folders on nodes that join; some may be of saves that are under way."""
+        self._joined |= {node: inventory.directories for node, inventory in inventories.items()}
+
+    def release_orphans(
+        self, committed: CheckpointInfo, is_open: Callable[[str], bool]
+    ) -> Iterator[m.Effect]:
+        """Delete folders that belong to no checkpoint; called after a commit of the session.
+
+        On nodes that have joined since the group opened, a folder of a later step may be of a save of this
+        group that no node has reported yet. It is looked at again after the next commit.
+        """
         orphans, self._orphans = self._orphans, {}
+        for node, directories in self._joined.items():
+            later = tuple(d for d in directories if step_of(d) > committed.step or is_open(attempt_of(d)))
+            orphans[node] = (*orphans.get(node, ()), *(d for d in directories if d not in later))
+            self._joined[node] = later
         kept = {c.directory for c in self._context.history.live()}
         for node, directories in orphans.items():
             if gone := tuple(d for d in directories if d not in kept):

@@ -48,6 +48,11 @@ def attempt_of(directory: str) -> str:
     return check_directory(directory).rpartition("-")[2]
 
 
+def step_of(directory: str) -> int:
+    """Return the step of the attempt whose folder has this name."""
+    return int(check_directory(directory).partition("-")[0])
+
+
 def shard_file(rank: int, world_size: int, number: int = 0) -> str:
     """Return the name of a rank's shard; number STILL has its still slices."""
     further = f".{number}" if number else ""

@@ -9,7 +9,8 @@ import pytest
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.open_attempts import MAX_DROPPED
 from ray_ckpt.format import records as r
-from tests.core.driver import Harness, of
+from ray_ckpt.types import AttemptId
+from tests.core.driver import Disk, Harness, of
 
 
 def committed(run: Harness) -> list[int]:
@@ -135,6 +136,61 @@ def test_what_was_retired_while_a_node_was_away_is_deleted_when_it_joins() -> No
     assert run.attempt(10).attempt not in run.machine.view.holders or not any(
         "d" in nodes for nodes in run.machine.view.holders[run.attempt(10).attempt].values()
     )
+
+
+def joined(run: Harness, node: str, *attempts: AttemptId) -> list[str]:
+    """Let a node join that lists the folders of these attempts, none complete; return those deleted there."""
+    disk = Disk(folders={attempt.attempt: attempt.directory for attempt in attempts})
+    return deleted(run.feed(m.NodesJoined(inventories={node: disk.inventory()})))
+
+
+def deleted(effects: tuple[m.Effect, ...]) -> list[str]:
+    return [directory for order in of(effects, m.DeleteLocalOrphans) for directory in order.directories]
+
+
+def test_parts_of_what_was_retired_are_deleted_on_a_node_that_joins() -> None:
+    run = Harness("abc", keep_last=1)
+    run.open("ab")
+    for step in (10, 20):
+        run.save(step)
+    old, new = run.attempt(10), run.attempt(20)
+    assert joined(run, "c", old, new) == [old.directory]
+
+
+def test_folders_of_unknown_attempts_on_a_node_that_joins_go_after_the_next_commit() -> None:
+    run = Harness("abc", keep_last=2)
+    run.open("ab")
+    run.save(10)
+    before = run.attempt(15)
+    run.open("ab")
+    run.save(20)
+    current = run.attempt(20)
+    assert not joined(run, "c", before, current)
+    assert deleted(run.save(30)) == [before.directory]
+    assert not deleted(run.save(40))
+
+
+def test_folders_of_saves_that_may_be_under_way_stay_on_a_node_that_joins() -> None:
+    """The node may be a holder, and its folder one of which no node has reported a part yet."""
+    run = Harness("abc", keep_last=2)
+    run.open("ab")
+    run.save(10)
+    newer = run.attempt(30)
+    assert not joined(run, "c", newer)
+    assert not deleted(run.save(20))
+    assert not deleted(run.save(30)), "it is committed now"
+    assert not joined(run, "c", run.attempt(45))
+    assert not deleted(run.save(40))
+    assert deleted(run.save(50)) == [run.attempt(45).directory], "it was overtaken"
+
+
+def test_a_newer_group_does_not_use_the_folders_that_joined_before_it() -> None:
+    run = Harness("abc")
+    run.open("ab")
+    run.save(10)
+    assert not joined(run, "c", run.attempt(15))
+    run.open("ab")
+    assert not deleted(run.save(20)), "its own inventory does not list the folder"
 
 
 @pytest.mark.parametrize("is_older", [True, False])
