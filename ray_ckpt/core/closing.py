@@ -64,18 +64,19 @@ class Closing:
     def empty_nodes(self, drains: Drains, *, busy: Collection[str]) -> Iterator[m.Evict]:
         """Retire, drain or evict the checkpoints on nodes. `busy` are attempts that wait for a drain anyway.
 
-        A checkpoint that must be drained, but has no intact copy on live nodes, is left where it is.
+        A checkpoint that must be drained, but has no intact copy on live nodes, is left where it is. One that
+        is kept only for its items on the storage path is recorded as lost, as these are all that stays of it.
         """
         context, history = self._context, self._context.history
         for decision in decide_at_end(context.retention_view(busy), policies_of(context.options)):
             checkpoint = decision.checkpoint
             if not decision.kept:
                 context.ledger.append(r.Retired(attempt=checkpoint.id.attempt, reason="the run has finished"))
-            elif (
-                decision.reasons != (NEWEST_ITEMS,)
-                and drains.has_room
-                and context.holders.has_all(checkpoint)
-            ):
+            elif decision.reasons == (NEWEST_ITEMS,):
+                if any(map(self._is_safe, history.lineage()[-1:])):
+                    reason = "the run has finished, and keeps only items of it"
+                    context.ledger.append(r.Lost(attempt=checkpoint.id.attempt, reason=reason))
+            elif drains.has_room and context.holders.has_all(checkpoint):
                 drains.start(checkpoint)
         for checkpoint in filter(self._is_safe, history.live()):
             for node in sorted(context.holders.may_have(checkpoint.id.attempt)):

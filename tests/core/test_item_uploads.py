@@ -253,7 +253,36 @@ def test_what_the_user_went_back_from_is_not_uploaded_whole_at_the_end() -> None
         run.drain_all(effects)
         effects = run.tick(MAINTENANCE_S)
     assert not [drain for drain in of(run.transcript, m.Drain) if drain.attempt == newer and not drain.items]
-    assert run.checkpoint(newer).state == "live" and "model" in run.checkpoint(newer).exported_items
+    assert run.checkpoint(newer).state == "lost" and "model" in run.checkpoint(newer).exported_items
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_the_nodes_of_a_finished_run_keep_nothing_for_items_on_the_storage_path(is_pinned: bool) -> None:
+    run = run_on("a", keep_last=1, remote_items_every=2)
+    run.save(10)
+    run.drain_all(run.feed(m.DrainRequested(token="t", attempt=run.attempt(10).attempt)))
+    export(run, run.save(20))
+    newer = run.attempt(20)
+    if is_pinned:
+        run.feed(m.PinRequested(token="p", attempt=newer.attempt, owner="paper", expires_at_s=None))
+    run.open("a", resume="step:10")
+    run.feed(m.FinishRequested(token="end", ends_group=True))
+    for _ in range(3):
+        run.tick(1.0)
+        run.drain_all(drain for drain in of(run.transcript, m.Drain) if not drain.items)
+        run.feed(m.RemoteListed(number=of(run.transcript, m.SweepRemote)[-1].number))
+    assert one(run.transcript, m.PutAway).kept == ()
+    assert run.checkpoint(newer).level is (Level.DURABLE if is_pinned else Level.LOCAL)
+    assert run.checkpoint(newer).state == ("live" if is_pinned else "lost")
+    run.feed(m.PutAwayEnded(error=None))
+    run.disks["a"] = Disk()
+    run.start_coordinator()
+    run.open("a")
+    assert run.plan.resume is not None and run.plan.resume.checkpoint.step == 10
+    run.save(30)
+    assert run.checkpoint(newer).state == ("live" if is_pinned else "lost")
+    export(run, run.save(40))
+    assert is_pinned or run.checkpoint(newer).state in ("retired", "collected")
 
 
 def test_a_retired_checkpoint_ends_its_upload() -> None:
