@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from operator import ne
+from operator import ne, not_
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.items import elements
 from ray_ckpt.capture.overlap_guard import running
 from ray_ckpt.capture.shared_copy import Helpers, SharedCopy, use_one_core
-from ray_ckpt.capture.torch_private import all_versions, copy_all
+from ray_ckpt.capture.torch_private import all_versions, copy_all, version
 from ray_ckpt.capture.walk import LiveSlice
 from ray_ckpt.errors import StateError, Unavailable
 
@@ -70,8 +70,8 @@ class Snapshot:
         self._helpers = helpers
         self.is_late = any(part.is_late for part in parts)
         self._waited = waited  # gets the seconds for which `before_change` stalled training
-        self._late = [part.live for part in parts if part.is_late]
-        self._versions = versions(self._late)
+        self.late: Sequence[LiveSlice] = [part.live for part in parts if part.is_late]
+        self._versions = versions(self.late)
         self._lock = threading.Lock()
         self._changed: list[LiveSlice] | None = None  # None: not checked yet
         self._judged = threading.Event()
@@ -140,8 +140,8 @@ class Snapshot:
         """Note changed slices, once: when every slice is copied, or before the first allowed change."""
         with self._lock:
             if self._changed is None:
-                now = versions(self._late)
-                self._changed = list(compress(self._late, map(ne, now, self._versions)))
+                now = versions(self.late)
+                self._changed = list(compress(self.late, map(ne, now, self._versions)))
         self._judged.set()
 
 
@@ -185,8 +185,13 @@ class Snapshotter:
         safe = background - self._unsafe if self._overlap else frozenset()
         batch, parts = self._split(target, slices, safe)
         snapshot = Snapshot(parts, waited=self._waited, helpers=self._helpers)
+        now = [*batch.sources, *(part.source for part in parts if not part.is_late)]
+        now = list(compress(now, map(not_, map(torch.Tensor.is_inference, now))))
+        seen = all_versions(now)
         with torch.no_grad():
             rest = self._copy_now(target, batch, snapshot)
+        if all_versions(now) != seen:
+            self._refuse_changed(slices, dict(zip(map(id, now), seen, strict=True)))
         if snapshot.is_late:
             running.add(snapshot)
         else:  # no step waits for this copy
@@ -201,6 +206,20 @@ class Snapshotter:
             running.end(snapshot)
             raise Unavailable(f"There is no thread to copy in: {error}.") from error
         return snapshot
+
+    def _refuse_changed(self, slices: Sequence[LiveSlice], seen: Mapping[int, int]) -> None:
+        """Raise StateError for the slices with another version than in `seen`, by id of the tensor."""
+        keys = tuple(
+            live.slice.key
+            for live in slices
+            if id(live.tensor) in seen and version(live.tensor) != seen[id(live.tensor)]
+        )
+        raise StateError(
+            f"{keys[0]} was changed by another thread while it was being captured"
+            + (f", and {len(keys) - 1} others." if len(keys) > 1 else "."),
+            hint="Let the other thread wait while step or save runs.",
+            keys=keys,
+        )
 
     def _run(
         self,
@@ -229,7 +248,7 @@ class Snapshotter:
         finally:
             running.end(snapshot)
             # Frees device copies, references, and views of an arena that may be unmapped.
-            snapshot.parts, snapshot.shared = (), None
+            snapshot.parts, snapshot.shared, snapshot.late = (), None, ()
 
     def close(self) -> None:
         """End the threads after their current copies."""

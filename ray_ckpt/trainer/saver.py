@@ -285,6 +285,14 @@ class Saver:
         if self._snapshot is not None and self._is_ours():
             self._snapshot.before_change()
 
+    def forget_tensors(self) -> None:
+        """Keep no tensor of the last save, so that its memory is free when it is moved or deleted.
+
+        The next save makes a new plan, and copies all slices.
+        """
+        self.settle()
+        self._plan = None
+
     def check(self) -> None:
         """Handle a copy that has ended. Called in the training thread at a safe point between operations."""
         if self._snapshot is not None and self._is_ours():
@@ -300,7 +308,7 @@ class Saver:
         While the memory is lent it stays, until the process ends.
         """
         if self._is_ours() and not self._is_lent:
-            self.settle()
+            self.forget_tensors()
             self._snapshotter.close()
             self._forget_buffers()
             setup, self._setup = self._setup, None

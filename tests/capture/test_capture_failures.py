@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -484,3 +487,40 @@ def test_whoever_waits_for_a_save_does_not_wait_for_itself(monkeypatch: pytest.M
         wait(small.ckpt)
         assert time.monotonic() - start_s < LONG_S
         small.ckpt.close()
+
+
+def test_a_change_by_another_thread_during_the_copy_drops_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tensor that is copied before `save` returns; torch counts a change when it has ended."""
+    link, averages = LocalLink(), {"a": torch.zeros(3), "b": torch.zeros(3)}
+    ckpt = Checkpointer(link=link, averages=averages)
+    ckpt.restore()
+
+    def copied(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        copy_all(targets, sources)
+        thread = threading.Thread(target=averages["b"].fill_, args=(1.0,))
+        thread.start()
+        thread.join()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot_module, "copy_all", copied)
+        assert not ckpt.save(1)
+    assert "averages.b was changed by another thread" in link.skipped[1]
+    assert ckpt.save(1)
+    ckpt.close()
+
+
+def test_a_closed_checkpointer_keeps_no_memory_of_tensors_that_have_moved() -> None:
+    """Also if the program still refers to it, as an object of a framework may."""
+    array = np.ones(4, dtype=np.float32)
+    memory = weakref.ref(array)
+    model = nn.Linear(4, 1, bias=False)
+    model.weight.data = torch.from_numpy(array).view(1, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = Checkpointer(link=LocalLink(), model=model, optimizer=optimizer)
+    ckpt.restore()
+    assert ckpt.save(1)
+    ckpt.close()
+    model.weight.data = torch.zeros(1, 4)
+    del array
+    gc.collect()
+    assert memory() is None
