@@ -128,7 +128,8 @@ class Block:
     local: tuple[torch.Tensor, ...]  # in the memory of the leaves, which they keep alive
     dtypes: list[torch.dtype]
     addresses: list[int]  # 0 after the memory of a storage was freed
-    devices: list[torch.device]
+    devices: list[int]  # -1 is the CPU
+    signs: tuple[list[bool], list[bool]]  # as of `_signs`
     keys: dict[int, str]  # tensor keys by id of the leaf
 
     held: dict[str, HeldLeaf]
@@ -144,9 +145,10 @@ class Block:
             return False
         local = _local_parts(found[1])
         return (
-            list(map(_DEVICE, local)) == self.devices  # torch cannot compare memory of two devices
+            list(map(torch.Tensor.get_device, local)) == self.devices  # torch compares memory of one only
             and list(map(_DTYPE, local)) == self.dtypes
             and list(map(torch.Tensor.data_ptr, local)) == self.addresses
+            and _signs(local, self.dtypes) == self.signs
             and all(map(torch.Tensor.is_set_to, local, self.local))
         )
 
@@ -363,8 +365,9 @@ def _block_of(
         return None
     names, leaves = found
     local = _local_parts(leaves)
-    devices = list(map(_DEVICE, local))
-    if not set(map(type, local)) <= {*_PLAIN} or not {device.type for device in devices} <= {*_COMPARED_ON}:
+    dtypes = list(map(_DTYPE, local))
+    kinds = {part.device.type for part in local}
+    if not set(map(type, local)) <= {*_PLAIN} or not kinds <= {*_COMPARED_ON}:
         return None
     mine = {id(leaf): keys[id(leaf)] for leaf in leaves}
     if len(mine) != num_new or not all(held[mine[id(leaf)]].leaf is leaf for leaf in leaves):
@@ -374,9 +377,10 @@ def _block_of(
         names=names,
         leaves=leaves,
         local=tuple(part.detach() for part in local),
-        dtypes=list(map(_DTYPE, local)),
+        dtypes=dtypes,
         addresses=list(map(torch.Tensor.data_ptr, local)),
-        devices=devices,
+        devices=list(map(torch.Tensor.get_device, local)),
+        signs=_signs(local, dtypes),
         keys=mine,
         held={key: held[key] for key in mine.values()},
         slices=tuple(chain.from_iterable(held[key].slices for key in mine.values())),
@@ -409,13 +413,19 @@ def _memory(leaf: Leaf) -> tuple[Any, ...]:
     if isinstance(leaf, BoxedTensor):
         return ()
     local = local_part(leaf)
-    return local.data_ptr(), local.shape, local.stride(), local.dtype
+    return local.data_ptr(), local.shape, local.stride(), local.dtype, local.is_conj(), local.is_neg()
+
+
+def _signs(tensors: Sequence[torch.Tensor], dtypes: list[torch.dtype]) -> tuple[list[bool], list[bool]]:
+    """Return which tensors are conjugate and which are negative views: memory and layout do not show it."""
+    is_complex = any(dtype.is_complex for dtype in set(dtypes))
+    conjugate = list(map(torch.Tensor.is_conj, tensors)) if is_complex else []
+    return conjugate, list(map(torch.Tensor.is_neg, tensors))
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SCALARS = {str, int, float, bool, type(None)}
 _DTYPE = attrgetter("dtype")
-_DEVICE = attrgetter("device")
 _COMPARED_ON = ("cpu", "cuda")  # devices on which torch compares tensors by address
 
 

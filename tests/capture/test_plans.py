@@ -110,6 +110,15 @@ def _of_another_dtype_in_the_same_memory(tensors: dict[str, Any]) -> None:
     tensors["t3"].data = tensors["t3"].data.view(torch.int32)
 
 
+def _conjugated(tensors: dict[str, Any]) -> None:
+    """Only a bit of the tensor is another one."""
+    tensors["t6"].data = tensors["t6"].data.conj()
+
+
+def _negated(tensors: dict[str, Any]) -> None:
+    tensors["t3"].data = torch._neg_view(tensors["t3"].data)
+
+
 def _added(tensors: dict[str, Any]) -> None:
     tensors["new"] = torch.full((7,), 37.0)
 
@@ -135,6 +144,8 @@ def _a_view_of_a_parameter(tensors: dict[str, Any]) -> None:
         _of_another_dtype,
         _of_another_dtype_in_the_same_memory,
         _turned,
+        _conjugated,
+        _negated,
         _added,
         _removed,
         _swapped,
@@ -146,6 +157,7 @@ def test_a_plan_follows_what_has_changed(change: Callable[[dict[str, Any]], None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tensors = {f"t{i}": torch.full((3,), float(i)) for i in range(40)}  # a block of them
     tensors["t5"] = torch.arange(9.0).view(3, 3)
+    tensors["t6"] = torch.full((3,), 1 + 2j)
     link = LocalLink()
     ckpt = Checkpointer(link=link, tensors=tensors, model=model, optimizer=optimizer)
     ckpt.restore()
