@@ -82,6 +82,14 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, param) for name, param in module._parameters.items() if param is not None)
 
 
+def places(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the live dicts of modules and of parameters in a module and those inside it; no empty ones."""
+    for inside in module.modules():
+        for place in (inside._modules, inside._parameters):
+            if isinstance(place, dict) and place:  # those of a scripted module are in C++, and stay
+                yield place
+
+
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the module's own buffers that are in its state_dict."""
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):

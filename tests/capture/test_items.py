@@ -306,6 +306,65 @@ def test_the_state_of_a_removed_group_is_not_saved() -> None:
     assert len(optimizer.state) == 2
 
 
+def _blocks() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
+
+
+def _modules_change_places(model: Any) -> None:
+    model[0], model[1] = model[1], model[0]
+
+
+def _inner_modules_change_places(model: Any) -> None:
+    model[0][1], model[1][0] = model[1][0], model[0][1]
+
+
+def _parameters_change_places(model: Any) -> None:
+    model[0][0].weight, model[1][1].weight = model[1][1].weight, model[0][0].weight
+
+
+def _a_module_is_renamed(model: Any) -> None:
+    model._modules["head"] = model._modules.pop("1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _modules_change_places,
+        _inner_modules_change_places,
+        _parameters_change_places,
+        _a_module_is_renamed,
+    ],
+)
+def test_the_state_of_parameters_that_change_places_has_their_new_names(
+    change: Callable[[nn.Module], None],
+) -> None:
+    model = _blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    item = adapt("optimizer", optimizer, {"model": model})
+    step(model, optimizer)
+    item.tree()
+    change(model)
+    tree, here = item.tree(), dict(model.named_parameters())
+    assert tree["state"].keys() == here.keys()
+    for name, param in here.items():
+        assert tree["state"][name]["momentum_buffer"] is optimizer.state[param]["momentum_buffer"]
+    named = [here[name] for name in tree["param_groups"][0]["params"]]
+    assert list(map(id, named)) == list(map(id, optimizer.param_groups[0]["params"]))
+
+
+def test_a_parameter_that_is_out_of_its_module_for_a_while_keeps_its_name() -> None:
+    """As sharded parameters of FSDP2 are while they are gathered."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    item = adapt("optimizer", optimizer, {"model": model})
+    step(model, optimizer)
+    names, weight = item.tree()["state"].keys(), model[0].weight
+    model[0].weight = nn.Parameter(torch.zeros(4, 4))
+    assert item.tree()["state"].keys() == names
+    model[0].weight = weight
+    assert item.tree()["state"].keys() == names
+
+
 def test_several_models_put_their_item_name_before() -> None:
     actor, critic = nn.Linear(2, 2), nn.Linear(2, 1)
     modules: dict[str, nn.Module] = {"actor": actor, "critic": critic}

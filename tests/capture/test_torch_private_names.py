@@ -7,6 +7,7 @@ A failure means that a release of torch has moved or renamed something: change t
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -113,6 +114,15 @@ def test_parameters_and_buffers_of_a_module() -> None:
         "Module._non_persistent_buffers_set"
     )
     assert torch_private.EXTRA_STATE_SUFFIX in module.state_dict(), moved("_EXTRA_STATE_KEY_SUFFIX")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_the_places_of_modules_and_parameters() -> None:
+    inside, scripted = nn.Linear(2, 2, bias=False), torch.jit.script(nn.Linear(1, 1))
+    module = nn.Sequential(OrderedDict(a=inside, b=nn.ReLU(), c=scripted))
+    found = list(torch_private.places(module))
+    assert found[0] is module._modules, moved("Module._modules")
+    assert found[1] is inside._parameters and len(found) == 2, moved("Module._parameters")
 
 
 def test_the_module_inside_a_compiled_one() -> None:
