@@ -76,6 +76,11 @@ class Item(ABC):
         """Return whether the tensor at `path` is of a kind that only an optimizer's step changes."""
         return self.is_shared(path)
 
+    @property
+    def rules(self) -> object:
+        """Return a value that is equal for items with the same `is_shared` and `changes_in_step`."""
+        return type(self)
+
     def is_accumulating(self) -> bool:
         """Return whether gradients, which the item does not save, wait for an optimizer step."""
         return False

@@ -80,6 +80,9 @@ class RankItems:
     def hold(self, items: Mapping[str, Item]) -> None:
         """Replace the items of the user; those of ray_ckpt itself stay."""
         own = {name: item for name, item in self.items.items() if name not in self.objects}
+        before = self.items
+        if any(item.rules != before[name].rules for name, item in items.items() if name in before):
+            self.walked = None  # its slices have the ranks that hold them, and may be kept
         self.objects, self.items = items, {**items, **own}
 
     @collector_paused()

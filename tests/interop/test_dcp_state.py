@@ -148,6 +148,26 @@ def test_tensors_that_differ_between_ranks_are_kept_where_the_user_says_so(tmp_p
     on_ranks(2, restore)
 
 
+def test_each_save_follows_its_own_names_of_tensors_that_differ(request: pytest.FixtureRequest) -> None:
+    """The load before, which has no such names, has seen the same tensors. Rank 0 saves the larger ones."""
+    request.addfinalizer(lambda: set_connection(Connection()))
+    block = {f"t{i}": torch.ones(3) for i in range(20)}
+    state = {"model": {"mean": torch.ones(30), "block": block}}
+    link = LocalLink(rank=1, world_size=2)
+    set_connection(Connection(link=link))
+    session = Session()
+    session.load(items_of(state, put=lambda name, value: None))
+
+    def saved(step: int, *per_rank: str) -> set[str]:
+        session.save(step, state, None, per_rank)(Level.LOCAL, 10.0)
+        return {name for name in link.tensors(step) if name.startswith("model.")}
+
+    mean, tensors = {"model.mean"}, {f"model.block.{name}" for name in block}
+    assert saved(1, "model.mean") >= mean
+    assert saved(2, "model.mean", "model.block.*") == mean | tensors
+    assert saved(3, "model.block.*") == tensors
+
+
 def test_metadata_has_sizes_dtypes_and_values_under_the_names_of_dcp(tmp_path: Path) -> None:
     files = Files(tmp_path, 1)
     state = {"model": {"w": torch.ones(2, 3, dtype=torch.bfloat16)}, "step": 4, "pair": [torch.ones(1)]}

@@ -77,6 +77,10 @@ class StateItem(Item):
     def changes_in_step(self, path: tuple[str, ...]) -> bool:
         return True  # the optimizers of the process show which tensors do
 
+    @property
+    def rules(self) -> object:
+        return type(self), tuple(self._per_rank)
+
 
 def items_of(
     state: Mapping[str, Any],
