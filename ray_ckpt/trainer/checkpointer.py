@@ -374,9 +374,9 @@ class Checkpointer:
         or one-element tensors, of rank 0 only; a checkpoint has those of all calls for its step. In the
         middle of an accumulation window, when gradients wait for an optimizer step, `save` returns False, and
         after the window the next `step` saves, or `due` is True, unless `partial_grads` is set: then the
-        gradients are saved too. The argument `step` follows the rules of the method `step`, or is the step of
-        the last call of `step` or `due`. If the method `step` has captured the same state, that save is this
-        one too; so it is with `step` after `save`. A save that returned False may be tried again.
+        gradients are saved too. The argument `step` follows the rules of the method `step`, or is that of the
+        last `step` or `due`. If `step` has captured this step, that save is this one too, without changes in
+        `lock` since then; so it is with `step` after `save`. A save that returned False may be tried again.
         """
         step = self._complete(step, "save")
         self._last_metrics |= detached(metrics)

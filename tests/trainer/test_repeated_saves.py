@@ -101,6 +101,19 @@ def test_a_state_that_an_optimizer_has_changed_since_is_another_one(link: SlowCo
     ckpt.close()
 
 
+def test_a_change_under_the_lock_after_the_capture_is_left_to_the_next_step(link: SlowCommits) -> None:
+    """As an average is swapped in to evaluate it; a second save of a step that is committed is dropped."""
+    ckpt, optimizer = begun(link)
+    link.end()
+    with ckpt.lock(), torch.no_grad():
+        optimizer.param_groups[0]["params"][0].fill_(7.0)
+    assert ckpt.save(4, {"loss": 0.5})
+    assert ckpt.finish()
+    ckpt.close()
+    assert [s.attempt.step for s in link.sealed] == [4]
+    assert [(step, metrics) for step, metrics, *_ in link.annotated] == [(4, {"loss": 0.5})]
+
+
 @pytest.mark.parametrize("is_in_time", [True, False])
 def test_the_last_save_may_take_longer_than_the_limit_for_missing_ranks(
     is_in_time: bool, monkeypatch: pytest.MonkeyPatch
