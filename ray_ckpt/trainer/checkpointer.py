@@ -64,8 +64,7 @@ class Checkpointer:
     """
 
     def __init__(self, *, link: Link | None = None, **items: Any) -> None:
-        connection = get_connection() if link is None else Connection(link=link)
-        self._connection = connection
+        connection = self._connection = get_connection() if link is None else Connection(link=link)
         self._link = link = connection.need_link()
         self._probe = connection.probe
         self._objects: dict[str, Any] = {}
@@ -460,16 +459,18 @@ class Checkpointer:
         return self._saver.setup_s if self._saver is not None else None
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, *, moves: bool = False) -> Iterator[None]:
         """Change parameters or optimizer state other than by `optimizer.step()` inside this context.
 
-        Waits for a capture that is still reading them. Use this context for weights that are clamped, copied
-        or loaded in place, and for a step that is replayed from a CUDA graph, which runs no hooks.
+        Waits for a capture that reads them. It is for weights that are clamped or loaded in place, and steps
+        replayed from a CUDA graph, which run no hooks. With `moves=True`, memory that state leaves is free.
         """
         if self._survivor is not None:
             self._survivor.before_change()
+        if moves and self._items is not None:
+            self._items.walked = None
         if self._saver is not None:
-            self._saver.settle()
+            self._saver.settle(forgets=moves)
         yield
 
     def flush(self, *, commit: bool = False) -> None:

@@ -280,18 +280,16 @@ class Saver:
         finally:
             self._is_lent = False
 
-    def settle(self) -> None:
-        """Wait until training may change its state."""
+    def settle(self, *, forgets: bool = False) -> None:
+        """Wait until training may change its state.
+
+        With `forgets`, no tensor of the last save is kept, so that its memory is free when it is moved. The
+        next save makes a new plan, and copies all slices.
+        """
         if self._snapshot is not None and self._is_ours():
             self._snapshot.before_change()
-
-    def forget_tensors(self) -> None:
-        """Keep no tensor of the last save, so that its memory is free when it is moved or deleted.
-
-        The next save makes a new plan, and copies all slices.
-        """
-        self.settle()
-        self._plan = None
+        if forgets:
+            self._plan = None
 
     def check(self) -> None:
         """Handle a copy that has ended. Called in the training thread at a safe point between operations."""
@@ -308,7 +306,7 @@ class Saver:
         While the memory is lent it stays, until the process ends.
         """
         if self._is_ours() and not self._is_lent:
-            self.forget_tensors()
+            self.settle(forgets=True)
             self._snapshotter.close()
             self._forget_buffers()
             setup, self._setup = self._setup, None

@@ -509,18 +509,29 @@ def test_a_change_by_another_thread_during_the_copy_drops_the_save(monkeypatch: 
     ckpt.close()
 
 
-def test_a_closed_checkpointer_keeps_no_memory_of_tensors_that_have_moved() -> None:
-    """Also if the program still refers to it, as an object of a framework may."""
+@pytest.mark.parametrize("how", ["moved", "closed"])
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_memory_of_tensors_that_have_moved_is_free(how: str, saves: bool) -> None:
+    """After the restore, and after a save; also if the program still refers to a closed Checkpointer."""
     array = np.ones(4, dtype=np.float32)
     memory = weakref.ref(array)
     model = nn.Linear(4, 1, bias=False)
     model.weight.data = torch.from_numpy(array).view(1, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ckpt = Checkpointer(link=LocalLink(), model=model, optimizer=optimizer)
+    link = LocalLink()
+    ckpt = Checkpointer(link=link, model=model, optimizer=optimizer)
     ckpt.restore()
-    assert ckpt.save(1)
-    ckpt.close()
-    model.weight.data = torch.zeros(1, 4)
+    if saves:
+        assert ckpt.save(1)
+        ckpt.flush()
+    if how == "closed":
+        ckpt.close()
+    with ckpt.lock(moves=how == "moved"):
+        model.weight.data = torch.full((1, 4), 2.0)
     del array
     gc.collect()
     assert memory() is None
+    if how == "moved":
+        assert ckpt.save(2)
+        ckpt.close()
+        assert torch.equal(link.tensors(2)["model.weight"], torch.full((1, 4), 2.0))

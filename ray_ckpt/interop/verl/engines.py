@@ -186,7 +186,7 @@ class TrainedEngines:
         if self._part is not None:
             self._part.check()
         checkpointer.save(step)
-        with checkpointer.lock():  # verl moves and merges weights outside of optimizer steps
+        with checkpointer.lock(moves=True):  # verl moves and merges weights outside of optimizer steps
             pass
 
     def _capture_later(self, part: PartLink, checkpointer: Checkpointer, step: int) -> None:
