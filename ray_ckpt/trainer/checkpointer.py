@@ -326,7 +326,7 @@ class Checkpointer:
     def _complete(self, step: int, call: Call) -> int:
         """Note that `step` is complete, at the first call for this step. Raises as `step` does."""
         self._check_open(call)
-        step, is_new = self._count.complete(step, call)
+        step, is_new = self._count.complete(step, call, 0 < self._num_updates() == self._saved_updates)
         if is_new:
             self._signals.completed()
             self._rng, self._last_metrics = None, {}

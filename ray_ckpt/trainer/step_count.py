@@ -63,15 +63,16 @@ class StepCount:
         if self.restored < total and self.last < total:
             log.error("the loop ended without ckpt.step(%d): the state after that step is not saved", total)
 
-    def complete(self, value: Any, call: Call) -> tuple[int, bool]:
+    def complete(self, value: Any, call: Call, is_same: bool = False) -> tuple[int, bool]:
         """Return the step that the argument of `call` names, and True if this step is new.
 
         Raises ConfigError unless the argument is an integer above the previous step. Several calls may name
-        the same step: `due` or `step` and then `save`, and `save` again until the step has been captured.
+        the same step: `due` or `step` and then `save`, and `save` again until the step has been captured, or
+        as long as no optimizer step has followed (`is_same`).
         """
         step = whole_number(value, "The step", hint=HINT)
         is_new = step > self.last
-        if not is_new and not self._may_repeat(step, call):
+        if not is_new and not self._may_repeat(step, call, is_same):
             raise ConfigError(self._why_refused(step), hint=HINT)
         if step > MAX_STEP:
             raise ConfigError(f"Step {step} is above {MAX_STEP:,}.", hint=HINT)
@@ -93,10 +94,10 @@ class StepCount:
         """Note that a call of `save` has captured the last step."""
         self._saved = self.last
 
-    def _may_repeat(self, step: int, call: Call) -> bool:
+    def _may_repeat(self, step: int, call: Call, is_same: bool) -> bool:
         if step != self.last or self._num == 0:
             return False
-        return {"step": step != self._stepped, "due": True, "save": step != self._saved}[call]
+        return {"step": step != self._stepped, "due": True, "save": step != self._saved or is_same}[call]
 
     def _why_refused(self, step: int) -> str:
         if step < 1:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.node_messages import SaveOutcome
-from ray_ckpt.errors import Unavailable
+from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.trainer import outcomes
 from ray_ckpt.trainer.checkpointer import Checkpointer
@@ -78,6 +78,24 @@ def test_a_save_that_goes_on_is_waited_for_and_the_other_ranks_hear_of_it(world_
         ckpt.wait("local", timeout_s=0.1)
     link.end()
     ckpt.wait("local", timeout_s=1.0)
+    ckpt.close()
+
+
+def test_a_step_is_saved_again_only_behind_an_optimizer_step(link: SlowCommits) -> None:
+    """As at the end of an epoch, where a program saves whether its cadence has or not."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = Checkpointer(link=link, model=model, optimizer=optimizer)
+    ckpt.restore()
+    optimizer.step()
+    assert ckpt.save(4)
+    ckpt.flush()
+    link.end()
+    assert ckpt.save(4, {"loss": 0.5})
+    assert [s.attempt.step for s in link.sealed] == [4] and link.annotated[0][:2] == (4, {"loss": 0.5})
+    optimizer.step()
+    with pytest.raises(ConfigError, match="Step 4 comes twice"):
+        ckpt.save(4)
     ckpt.close()
 
 
