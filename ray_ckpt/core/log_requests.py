@@ -202,12 +202,13 @@ class Requests:
 
     def _nothing_there(self, step: int) -> ConfigError:
         history = self._context.history
-        why = "the run has no checkpoint of it"
+        why, advice = "the run has no checkpoint of it", "Annotate steps that are saved."
         for checkpoint in history.checkpoints.values():
             if checkpoint.step == step:
                 why = f"its checkpoint is {_NOT_THERE.get(checkpoint.state, checkpoint.state)}"
+                advice = "Retention must keep a checkpoint as long as its validation takes."
         there = nearest_steps((c.step for c in history.lineage()), step)
         return ConfigError(
             f"Step {step} cannot be annotated: {why}.",
-            hint=f"{there} Retention must keep a checkpoint as long as its validation takes.",
+            hint=f"{there} {advice}",
         )
