@@ -77,9 +77,9 @@ def export(
     ],
     to: Annotated[Form, typer.Option("--to", help="The format of the files.")] = Form.safetensors,
     step: Annotated[int | None, option("--step", "This step instead of the newest durable one.")] = None,
-    item: Annotated[
-        str | None,
-        option("--item", "Only this item, such as model; names are without its prefix."),
+    items: Annotated[
+        list[str] | None,
+        option("--item", "Only this item, such as model; names are without its prefix.", "ITEM"),
     ] = None,
     only: Annotated[
         list[str] | None,
@@ -128,6 +128,7 @@ def export(
         if value is not None and to not in forms:
             hint = f"Give both, or leave {name} out."
             raise ConfigError(f"{name} goes with --to {' or '.join(forms)}.", hint=hint)
+    item = _only_item(items or ())
     catalog = Catalog(path, store_options(storage_option))
     view: CheckpointView | None
     if step is not None:
@@ -160,6 +161,18 @@ def export(
         print(f"ray-ckpt: {printable(str(error))}", file=sys.stderr)
         raise typer.Exit(EXIT_DAMAGED) from error
     _print(request, files, as_json=as_json)
+
+
+def _only_item(items: Sequence[str]) -> str | None:
+    """Return the value of --item. Raise ConfigError if there are several."""
+    if len(items) > 1:
+        patterns = " ".join(f"--only '{item}.*'" for item in dict.fromkeys(items))
+        raise ConfigError(
+            f"--item is given {'twice' if len(items) == 2 else f'{len(items)} times'}.",
+            hint=f"For several items give {patterns}, which keeps their full names; without both, all items "
+            "are exported.",
+        )
+    return items[0] if items else None
 
 
 def _print(request: Request, files: Sequence[Path], *, as_json: bool) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from rich.filesize import decimal
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import ray_ckpt
@@ -713,6 +714,26 @@ def test_verify_without_anything_to_verify_exits_with_2(
         code, out, err = fails(capsys, "verify", *args)
         assert (code, out) == (2, "")
         assert message in err and err.startswith("ray-ckpt: ") and err.count("\n") == 1
+
+
+# export
+
+
+def test_export_of_two_items_says_how_to_write_several(
+    run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    args = ("export", run.folder, out, "--item", "model", "--item", "optimizer")
+    code, _, err = fails(capsys, *args)
+    assert code == 2 and not out.exists()
+    assert "--item is given twice" in err and "--only 'model.*' --only 'optimizer.*'" in err
+    several = ("--only", "model.*", "--only", "optimizer.*")
+    ray_ckpt_cli("export", run.folder, out, *several)
+    written = ray_ckpt.Catalog(run.folder).newest()
+    assert written is not None
+    assert set(load_file(out / "model.safetensors")) == {
+        name for name in written.tensors() if name.partition(".")[0] in ("model", "optimizer")
+    }
 
 
 # In a bucket
