@@ -73,7 +73,7 @@ def export(
     path: PathArgument,
     out: Annotated[
         Path,
-        argument("OUT", "A new or empty folder; a new file for torch."),
+        argument("OUT", "A new or empty folder for the files; for torch, a new file."),
     ],
     to: Annotated[Form, typer.Option("--to", help="The format of the files.")] = Form.safetensors,
     step: Annotated[int | None, option("--step", "This step instead of the newest durable one.")] = None,
@@ -128,6 +128,8 @@ def export(
         if value is not None and to not in forms:
             hint = f"Give both, or leave {name} out."
             raise ConfigError(f"{name} goes with --to {' or '.join(forms)}.", hint=hint)
+    if to is not Form.torch and out.suffix == ".safetensors" and not out.is_dir():
+        raise ConfigError(f"{out} is to be a folder.", hint=f"Give {out.with_suffix('')}, for example.")
     item = _only_item(items or ())
     catalog = Catalog(path, store_options(storage_option))
     view: CheckpointView | None

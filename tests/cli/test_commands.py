@@ -736,6 +736,17 @@ def test_export_of_two_items_says_how_to_write_several(
     }
 
 
+def test_export_to_a_folder_refuses_the_name_of_a_file(
+    run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "gpt.safetensors"
+    code, _, err = fails(capsys, "export", run.folder, out)
+    assert code == 2 and f"{out} is to be a folder" in err and f"Give {tmp_path / 'gpt'}" in err
+    assert not out.exists()
+    out.mkdir()
+    ray_ckpt_cli("export", run.folder, out)  # which is a folder already
+
+
 # In a bucket
 
 
