@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from typing_extensions import Buffer
 
 from ray_ckpt.admin.rollback import LogTail, checked, open_log, read_tail, write_ops
-from ray_ckpt.catalog.catalog import find_runs, runs_text
+from ray_ckpt.catalog.runs import find_runs, runs_text
 from ray_ckpt.core.history import RunHistory
 from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, Fenced
 from ray_ckpt.format import names

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from ray_ckpt.arguments import whole_number, whole_numbers
 from ray_ckpt.catalog.checkpoint import REQUESTS_AT_A_TIME, CheckpointView
+from ray_ckpt.catalog.runs import find_runs, run_at
 from ray_ckpt.catalog.tables import (
     MAX_HTML_METRICS,
     MAX_HTML_ROWS,
@@ -35,13 +36,13 @@ from ray_ckpt.catalog.tables import (
 from ray_ckpt.core.history import SessionInfo
 from ray_ckpt.errors import CheckpointError, ConfigError, FormatError, NoRun, missing_package
 from ray_ckpt.format import names
-from ray_ckpt.location import Location, StoragePath, locate, without_tilde
+from ray_ckpt.location import StoragePath, locate, without_tilde
 from ray_ckpt.storage.checkpoint_files import readable
 from ray_ckpt.storage.log_store import LogStore, MemoryLogStore, read_covered, read_run
 from ray_ckpt.storage.parallel import map_in_order
-from ray_ckpt.storage.remote.file_store import FileStore, children_of
-from ray_ckpt.storage.remote.tier import RemoteTier, open_store
-from ray_ckpt.texts import did_you_mean, html_table, metrics_text, nearest_steps, steps_text, to_datetime
+from ray_ckpt.storage.remote.file_store import children_of
+from ray_ckpt.storage.remote.tier import RemoteTier
+from ray_ckpt.texts import html_table, metrics_text, nearest_steps, steps_text, to_datetime
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, Level, ProgressCallback
 from ray_ckpt.verify.content import Damage, VerifyReport, verify_directory
 
@@ -58,10 +59,6 @@ __all__ = [
 
 log = logging.getLogger("ray_ckpt")
 
-MAX_FOLDERS = 1000  # folders of a storage path that are searched for runs
-_MAX_NAMED_RUNS = 10  # runs that a hint names
-_MAX_BESIDE = 100  # folders beside a path without a run that are searched for the hint
-
 
 class Catalog:
     """A run's log, read once from the newest snapshot on. `path` is `<storage_path>/<run>` or its `ray_ckpt`.
@@ -77,7 +74,7 @@ class Catalog:
     """
 
     def __init__(self, path: StoragePath, storage_options: Mapping[str, str] | None = None) -> None:
-        run = _run_at(locate(path), storage_options)
+        run = run_at(locate(path), storage_options)
         self._tier = RemoteTier(run / names.SERVICE_DIR, storage_options)
         self._warned: set[str] = set()  # attempts in whose place a durable checkpoint was returned
         self.refresh()
@@ -488,79 +485,6 @@ def _surely_has_files(info: CheckpointInfo) -> bool:
 def _items_of(info: CheckpointInfo) -> str:
     """Return the only items that the storage path has of a checkpoint; "" if it has all or none."""
     return "" if info.level is Level.DURABLE else info.exported
-
-
-# Runs of a storage path
-
-
-def find_runs(path: StoragePath, storage_options: Mapping[str, str] | None = None) -> tuple[Location, ...]:
-    """Return the folders of the runs directly below a storage path, by name; empty if the path is missing.
-
-    Only the first MAX_FOLDERS folders are searched, with one request each; a warning is logged if there are
-    more. Raise StoragePathError if the path cannot be read, ConfigError if it cannot be opened.
-    """
-    location = locate(path)
-    with readable(location):
-        return _runs_in(location, open_store(location, storage_options)[0])
-
-
-def _run_at(location: Location, storage_options: Mapping[str, str] | None) -> Location:
-    """Return the folder of the run at `location`. Raise NoRun if it has no run."""
-    with readable(location):
-        files = open_store(location, storage_options)[0]
-        if (run := _run_in(location, files)) is not None:
-            return run
-        found = _runs_in(location, files)
-    hint = "Give <storage_path>/<run name>, as in the RunConfig of the training."
-    if found:
-        hint = f"It holds the runs {runs_text(found)}; open {found[0]}, for example."
-    elif beside := _names_beside(location, storage_options):
-        hint = f"Beside it are other runs. {did_you_mean(location.name, beside)}"
-    raise NoRun(f"There is no run at {location}.", hint=hint, path=str(location))
-
-
-def runs_text(runs: Sequence[Location]) -> str:
-    """Return a text such as `bert, gpt and 3 more`."""
-    more = f" and {len(runs) - _MAX_NAMED_RUNS} more" if len(runs) > _MAX_NAMED_RUNS else ""
-    return ", ".join(run.name for run in runs[:_MAX_NAMED_RUNS]) + more
-
-
-def _names_beside(location: Location, storage_options: Mapping[str, str] | None) -> list[str]:
-    """Return the names of the runs in the parent of `location`; none if it is not to be read."""
-    try:
-        runs = _runs_in(location.parent, open_store(location.parent, storage_options)[0], _MAX_BESIDE)
-    except (CheckpointError, OSError):
-        return []
-    return [run.name for run in runs]
-
-
-def _runs_in(location: Location, files: FileStore, most: int | None = None) -> tuple[Location, ...]:
-    """Return the runs in the first `most` folders, by default MAX_FOLDERS: then warn if there are more."""
-    there = sorted(files.children().folders)
-    folders = there[: most or MAX_FOLDERS]
-    if most is None and len(folders) < len(there):
-        log.warning("%d of the %d folders in %s were searched for runs", len(folders), len(there), location)
-
-    def is_run_folder(folder: str) -> bool:
-        try:
-            return _has_log(files, f"{folder}/{names.SERVICE_DIR}")
-        except PermissionError:  # the folder of another user
-            return False
-
-    are_runs = map_in_order(is_run_folder, folders, threads=REQUESTS_AT_A_TIME, name="runs")
-    return tuple(location / folder for folder, is_run in zip(folders, are_runs, strict=True) if is_run)
-
-
-def _run_in(location: Location, files: FileStore) -> Location | None:
-    """Return the run whose folder, or whose `ray_ckpt` folder, is `location`; `files` is the store there."""
-    if _has_log(files, names.SERVICE_DIR):
-        return location
-    return location.parent if location.name == names.SERVICE_DIR and _has_log(files, "") else None
-
-
-def _has_log(files: FileStore, folder: str) -> bool:
-    log = f"{folder}/{names.LOG_DIR}" if folder else names.LOG_DIR
-    return log in files.children(folder).folders
 
 
 # The log

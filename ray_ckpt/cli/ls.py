@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from ray_ckpt.catalog.catalog import Catalog, find_runs
+from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.catalog.checkpoint import REQUESTS_AT_A_TIME
+from ray_ckpt.catalog.runs import find_runs
 from ray_ckpt.cli.options import EXIT_DAMAGED, JsonOption, StorageOption, argument, option, store_options
 from ray_ckpt.cli.output import (
     MAX_ROWS,
@@ -25,7 +26,7 @@ from ray_ckpt.cli.output import (
     when_text,
 )
 from ray_ckpt.cli.progress import count_bar
-from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, NewerFormat
+from ray_ckpt.errors import CheckpointError, ConfigError, CorruptionError, NewerFormat, NoRun
 from ray_ckpt.location import Location, without_tilde
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.texts import metrics_text
@@ -75,7 +76,7 @@ def ls(
         return
     try:
         catalog = Catalog(path, options)
-    except ConfigError:
+    except NoRun:
         if not (runs := find_runs(path, options)):
             raise
         summaries = map_in_order(

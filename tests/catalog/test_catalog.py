@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -18,14 +19,14 @@ import zstandard
 
 from ray_ckpt.catalog.catalog import Catalog, Damage, find_runs, verify_directory
 from ray_ckpt.catalog.tables import MAX_HTML_ROWS
-from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, StoragePathError
+from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, NoRun, StoragePathError
 from ray_ckpt.format import names, records, zstd
 from ray_ckpt.format.digest import digest, root_digest, root_files
 from ray_ckpt.format.manifest import decode_checkpoint, decode_fragment, encode_checkpoint, encode_fragment
 from ray_ckpt.location import Location, locate
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles
 from ray_ckpt.storage.log_store import trim_log
-from ray_ckpt.storage.remote.file_store import Blocks, PosixFiles
+from ray_ckpt.storage.remote.file_store import Blocks, Children, PosixFiles
 from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.types import AttemptId, FileEntry, Level, RootOf
 from ray_ckpt.verify.content import verify_files
@@ -240,6 +241,28 @@ def test_a_path_without_a_run_names_the_runs_below(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds credentials") as caught:
         Catalog("s3://key:canary@bucket/runs/a")
     assert "canary" not in str(caught.value)
+
+
+def test_folders_that_may_not_be_read_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "private", "secret"):
+        write_run(tmp_path, name, steps=())
+    children = PosixFiles.children
+
+    def refuse(files: PosixFiles, folder: str = "") -> Children:
+        if folder.startswith(("private", "secret")):
+            raise PermissionError(13, "Permission denied", folder)
+        return children(files, folder)
+
+    monkeypatch.setattr(PosixFiles, "children", refuse)
+    sentence = f"No permission to read 2 folders in {tmp_path}; runs are private to the user that trained."
+    with pytest.raises(NoRun, match=re.escape(sentence)):
+        Catalog(tmp_path)
+    with pytest.raises(NoRun, match=re.escape(f"Did you mean a? {sentence}")):
+        Catalog(tmp_path / "aa")
+    assert [run.name for run in find_runs(tmp_path)] == ["a"]
+    assert caplog.messages == [sentence]
 
 
 def test_a_relative_path_counts_from_the_working_directory(

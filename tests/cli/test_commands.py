@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import ray_ckpt
-from ray_ckpt.catalog import catalog as catalog_module
+from ray_ckpt.catalog import runs as runs_module
 from ray_ckpt.cli import app, main
 from ray_ckpt.cli import gc as cli_gc
 from ray_ckpt.cli import ls as cli_ls
@@ -113,7 +113,7 @@ def test_ls_all_shows_what_is_gone(run: SampleRun) -> None:
 def test_ls_says_that_it_has_not_searched_all_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(catalog_module, "MAX_FOLDERS", 3)
+    monkeypatch.setattr(runs_module, "MAX_FOLDERS", 3)
     write_run(tmp_path)
     for name in ("old-1", "old-2"):
         (tmp_path / name).mkdir()
