@@ -292,6 +292,9 @@ class RunOptions:
     """Report pointers to Ray Train, so that `Result.checkpoint` shows the newest checkpoint."""
 
     def __post_init__(self) -> None:
+        for name in ("resume", "init_from"):  # which may be the path of a catalog's checkpoint
+            if isinstance(value := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
         for option in fields(self):
             self._check_type(option.name, option.type)
         for name in ("attempt_timeout_s", "restore_timeout_s"):  # with 0, no group of two ranks could go on
@@ -300,7 +303,8 @@ class RunOptions:
         self._need("overhead_budget", _is_number(budget) and 0 < budget < 1, "a fraction above 0 and below 1")
         is_known = self.resume in ("auto", "never", "must") or resume_step(self.resume) is not None
         is_known = is_known or is_uri(self.resume)
-        self._need("resume", is_known, "'auto', 'never', 'must', 'step:N' or the URI of a checkpoint")
+        wanted = "'auto', 'never', 'must', 'step:N' or the URI of a checkpoint: an absolute path or a URL"
+        self._need("resume", is_known, wanted)
         self._need("memory", self.memory in MEMORY_MODES, f"one of {', '.join(MEMORY_MODES)}")
         modes = f"one of {', '.join(PREFETCH_MODES)}"
         self._need("prefetch", self.prefetch in PREFETCH_MODES, modes)
@@ -391,7 +395,8 @@ class RunOptions:
 
     def _check_origin(self) -> None:
         good = self.init_from is None or is_uri(self.init_from)
-        self._need("init_from", good, "the URI of a checkpoint, such as s3://bucket/runs/gpt@30, or to None")
+        wanted = "the URI of a checkpoint: an absolute path such as /shared/runs/gpt@30, or a URL"
+        self._need("init_from", good, f"{wanted} such as s3://bucket/runs/gpt@30, or to None")
         self._need("init_items", self.init_items != (), "a tuple of at least one name")
         if self.init_from is not None and is_uri(self.resume):
             raise ConfigError(

@@ -136,6 +136,16 @@ def test_a_run_that_must_have_a_checkpoint_begins_with_no_other() -> None:
         RunOptions(init_from="s3://bucket/runs/gpt", resume="must")
 
 
+def test_the_uri_of_a_checkpoint_may_be_a_path_but_not_a_relative_one() -> None:
+    """`Catalog(...).newest().path` is a Path."""
+    for name in ("resume", "init_from"):
+        options = RunOptions.parse(**{name: Path("/shared/runs/gpt@30")})
+        assert getattr(options, name) == "/shared/runs/gpt@30"
+        for relative in ("runs/gpt@30", Path("runs/gpt@30"), "~/runs/gpt@30"):
+            with pytest.raises(ConfigError, match=rf"{name} is '{relative}'\..* an absolute path"):
+                RunOptions.parse(**{name: relative})
+
+
 def test_milestones_need_the_length_of_the_run() -> None:
     with pytest.raises(ConfigError, match=r"needs total_steps. Set total_steps") as caught:
         RunOptions(keep_milestones=(0.5,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 
 from ray_ckpt.catalog.checkpoint import REQUESTS_AT_A_TIME
@@ -17,6 +18,7 @@ from ray_ckpt.texts import count_text, did_you_mean
 
 log = logging.getLogger("ray_ckpt")
 
+AT_STEP = re.compile(r"(.+)@(\d{1,12})\Z")  # a run and a step of it; names of runs contain no @
 MAX_FOLDERS = 1000  # folders of a storage path that are searched for runs
 _MAX_NAMED_RUNS = 10  # runs that a hint names
 _MAX_BESIDE = 100  # folders beside a path without a run that are searched for the hint
@@ -50,7 +52,11 @@ def run_at(location: Location, storage_options: Mapping[str, str] | None) -> Loc
     else:
         beside, unread_beside = _names_beside(location, storage_options)
         unread = unread or unread_beside
-        if beside:
+        if at_step := AT_STEP.match(location.name):
+            run, step = location.parent / at_step[1], at_step[2]
+            hint = f"Give the run alone, {run}, and the step apart: step={step} of `load`, --step {step} of "
+            hint += f"a command, or `ray-ckpt show {run} {step}`."
+        elif beside:
             hint = f"Beside it are other runs. {did_you_mean(location.name, beside)}"
     raise NoRun(f"There is no run at {location}.", hint=f"{hint} {unread}".strip(), path=str(location))
 

@@ -12,12 +12,12 @@ from the storage path of the other run.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ray_ckpt.catalog.load import OpenedCheckpoint, OpenedRun
 from ray_ckpt.catalog.load import open as open_run
+from ray_ckpt.catalog.runs import AT_STEP
 from ray_ckpt.config import RunOptions, is_uri
 from ray_ckpt.core.values import SessionKey
 from ray_ckpt.errors import ConfigError
@@ -27,7 +27,6 @@ from ray_ckpt.restore.reader import FileSource, RestoreTicket
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.types import AttemptId
 
-_STEP = re.compile(r"(.+)@(\d{1,12})\Z")  # names of runs contain no @
 POINTER_PREFIX = "ray_ckpt_"  # of the folders that Ray Train keeps for a run's checkpoints
 
 
@@ -56,7 +55,7 @@ class CheckpointUri:
             if (run.name, run.parent.name) == (names.CHECKPOINTS_DIR, names.SERVICE_DIR):
                 run = run.parent.parent
             return cls(run=run, step=int(directory.partition("-")[0]), directory=directory)
-        if (found := _STEP.match(where.name)) is not None:
+        if (found := AT_STEP.match(where.name)) is not None:
             return cls(run=where.parent / found[1], step=int(found[2]))
         return cls(run=where.parent if where.name == names.SERVICE_DIR else where)
 

@@ -8,6 +8,7 @@ node of its cluster and import Ray only then. Every command can print JSON.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, NoReturn
@@ -86,7 +87,15 @@ def _fail(text: str, code: int) -> NoReturn:
 def _usage_text(error: TyperException) -> str:
     """Return the problem with the command line; empty without arguments, as the help was printed then."""
     text, context = " ".join(error.format_message().split()), getattr(error, "ctx", None)
-    return f"{text.removesuffix('.')}. See `{context.command_path} --help`." if text and context else text
+    if not (text and context):
+        return text
+    step = next((known for known in context.command.params if known.name == "step"), None)
+    hint = ""
+    if step is not None and text.startswith("No such option: --step"):
+        hint = " The step is an argument: leave out --step."
+    elif "--step" in getattr(step, "opts", ()) and (found := re.search(r"extra argument.*\((\d+)\)", text)):
+        hint = f" Name the step with --step {found[1]}."
+    return f"{text.removesuffix('.')}.{hint} See `{context.command_path} --help`."
 
 
 def _system_text(error: OSError) -> str:

@@ -17,6 +17,7 @@ from typing import get_args
 import pytest
 import zstandard
 
+import ray_ckpt
 from ray_ckpt.catalog.catalog import Catalog, Damage, find_runs, verify_directory
 from ray_ckpt.catalog.tables import MAX_HTML_ROWS
 from ray_ckpt.errors import ConfigError, CorruptionError, FormatError, NoRun, StoragePathError
@@ -241,6 +242,13 @@ def test_a_path_without_a_run_names_the_runs_below(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds credentials") as caught:
         Catalog("s3://key:canary@bucket/runs/a")
     assert "canary" not in str(caught.value)
+
+
+def test_the_error_for_a_path_with_a_step_says_where_the_step_goes(branched: SampleRun) -> None:
+    run = branched.folder
+    for opens in (Catalog, ray_ckpt.open):
+        with pytest.raises(NoRun, match=re.escape(f"Give the run alone, {run}, and the step apart: step=30")):
+            opens(f"{run}@30")
 
 
 def test_folders_that_may_not_be_read_are_counted(

@@ -816,12 +816,24 @@ def test_usage_errors_exit_with_2() -> None:
         (["ls"], "Missing argument 'PATH'. See `ray-ckpt ls --help`."),
         (["verify", "x", "--nope"], "No such option: --nope"),
         (["show", "x", "y"], "Invalid value for 'STEP': "),
+        (["verify", "x", "7"], "Got unexpected extra argument(s) (7). Name the step with --step 7. See"),
+        (["export", "x", "out", "7"], "Got unexpected extra argument(s) (7). Name the step with --step 7."),
+        (["tree", "x", "7"], "Got unexpected extra argument(s) (7). See `ray-ckpt tree --help`."),
     ],
 )
 def test_usage_errors_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = fails(capsys, *args)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"ray-ckpt: {message}")
+
+
+def test_an_option_in_place_of_the_step_says_that_the_step_is_an_argument(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for args in (("show", "x", "--step", 7), ("pin", "x", "--step=7", "--owner", "me")):
+        code, _, err = fails(capsys, *args)
+        assert code == 2 and "No such option: --step" in err
+        assert ". The step is an argument: leave out --step. See" in err
 
 
 def test_errors_of_the_system_are_printed_in_words(
