@@ -81,3 +81,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"ray_ckpt.{name}")
     raise AttributeError(f"module 'ray_ckpt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

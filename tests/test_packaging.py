@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import ray_ckpt
 from ray_ckpt.analysis.goodput import Goodput
 from ray_ckpt.catalog.catalog import Catalog
 from ray_ckpt.cli.goodput import draw
@@ -94,6 +95,10 @@ def test_the_product_imports_no_test_and_no_job() -> None:
             assert not re.search(r"^\s*(from|import) (tests|jobs|actors|pytest)\b", path.read_text(), re.M), (
                 path
             )
+
+
+def test_the_package_lists_its_public_names() -> None:
+    assert set(ray_ckpt.__all__) <= set(dir(ray_ckpt))
 
 
 def test_importing_the_product_needs_no_extra() -> None:

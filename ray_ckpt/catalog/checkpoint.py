@@ -37,7 +37,7 @@ from ray_ckpt.storage.checkpoint_files import CheckpointFiles, files_on, readabl
 from ray_ckpt.storage.log_store import read_run
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.storage.remote.tier import RemoteTier
-from ray_ckpt.texts import html_table, metrics_text, to_datetime
+from ray_ckpt.texts import html_table, local_time_text, metrics_text, size_text, to_datetime
 from ray_ckpt.types import CheckpointInfo, FileEntry, Fragment, FragmentMetadata, ProgressCallback
 from ray_ckpt.verify.content import Damage, verify_files
 
@@ -58,6 +58,16 @@ class CheckpointView:
     info: CheckpointInfo
     tier: RemoteTier | None
     items: str = ""
+
+    def __repr__(self) -> str:
+        info, items = self.info, f" of {self.items}" if self.items else ""
+        size, saved = size_text(self.size_bytes), local_time_text(info.committed_at_s)
+        facts = f"step {info.step}, {info.level.label}, {info.state}, {size}{items}, saved {saved}"
+        return f"CheckpointView({facts})"
+
+    @property
+    def step(self) -> int:
+        return self.info.step
 
     @property
     def root_digest(self) -> str:

@@ -29,6 +29,7 @@ from ray_ckpt.storage.checkpoint_files import CheckpointFiles
 from ray_ckpt.storage.log_store import trim_log
 from ray_ckpt.storage.remote.file_store import Blocks, Children, PosixFiles
 from ray_ckpt.storage.remote.tier import open_store
+from ray_ckpt.texts import local_time_text, size_text
 from ray_ckpt.types import AttemptId, FileEntry, Level, RootOf
 from ray_ckpt.verify.content import verify_files
 from tests.servers.stores import bucket_url
@@ -225,6 +226,18 @@ def test_a_snapshot_alone_hides_no_event(branched: SampleRun) -> None:
     events = Catalog(branched.folder).events()
     branched.log.snapshot(time_s=0.0)
     assert Catalog(branched.folder).events() == events
+
+
+def test_a_view_is_printed_on_one_line(branched: SampleRun) -> None:
+    catalog = Catalog(branched.folder)
+    found = catalog[30]
+    assert found.step == 30
+    saved = local_time_text(found.info.committed_at_s)
+    size = size_text(found.size_bytes)
+    assert repr(found) == f"CheckpointView(step 30, durable, live, {size}, saved {saved})"
+    assert max(len(repr(view)) for view in catalog.views(all=True)) < 100
+    lost = catalog.find(20, all=True)
+    assert "step 20, replicated, lost, " in repr(lost)
 
 
 # What it refuses
