@@ -179,8 +179,9 @@ class RunOptions:
     /tmp/ray_ckpt-<uid>."""
     resume: Resume = "auto"
     """auto: restore the newest checkpoint if there is one; never: start from scratch; must: fail if there is
-    none; step:N: go back to the checkpoint of step N. The URI of another run, `<storage_path>/<run>` or
-    `<storage_path>/<run>@STEP`: start with the complete state of that checkpoint if this run has no
+    none; step:N: go back to the checkpoint of step N. After never and step:N, the first saves delete the
+    checkpoints that were left aside, unless they are pinned. The URI of another run, `<storage_path>/<run>`
+    or `<storage_path>/<run>@STEP`: start with the complete state of that checkpoint if this run has no
     checkpoint yet. The URI of this run means must or step:N."""
     init_from: str | None = None
     """URI of a checkpoint of another run, as for `resume`, for fine-tuning: if this run has no checkpoint

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, replace
 
 from ray_ckpt import telemetry
-from ray_ckpt.config import is_uri, resume_step
+from ray_ckpt.config import resume_step
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.awaited import AWAITED_AFTER_S, Awaited, awaited_restore
 from ray_ckpt.core.context import CLOCK_S, Context
 from ray_ckpt.core.history import RunHistory
+from ray_ckpt.core.opening_warnings import warn_of_opening
 from ray_ckpt.core.ownership import check_claim
 from ray_ckpt.core.placement import place_groups
 from ray_ckpt.core.placement_warnings import warn_of_placement
@@ -325,7 +326,8 @@ class Sessions:
         return RestoreError(
             f"No checkpoint of run {self._context.history.run_name} can be restored "
             f"(recorded steps without a full set of copies: {steps}).",
-            hint="Bring back the nodes that held them, or start over with resume='never' or another name.",
+            hint="Bring back the nodes that held them, or start over with another name, or with "
+            "resume='never', which deletes the run's checkpoints from its first saves on.",
         )
 
     def _no_such_step(self, step: int, candidates: list[CheckpointInfo]) -> RestoreError:
@@ -369,26 +371,9 @@ class Sessions:
         self._restored, self._calls, self.is_training, self._since_s = {}, (), False, context.now_s
         self._forget_restored()
         yield from warn_of_placement(context, context.plan)
-        yield from self._warn_of_ignored(history)
+        yield from warn_of_opening(context, history, group.resume)
         tokens, self._waiting = self._waiting, ()
         yield m.StartSession(tokens=tokens, plan=context.plan)
-
-    def _warn_of_ignored(self, history: RunHistory) -> Iterator[m.Warn]:
-        """Warn if the run has a checkpoint, so that it does not begin with the one that an option names.
-
-        Only for the first group of a launcher: the later ones continue what it has begun.
-        """
-        options, session = self._context.options, history.session
-        name, uri = ("resume", options.resume) if is_uri(options.resume) else ("init_from", options.init_from)
-        if uri is None or session is None or session.resumed_from is None:
-            return
-        launched = [(s.service, s.owner) for s in history.sessions.values() if s.session != session.session]
-        if (session.service, session.owner) not in launched:
-            step = history.checkpoints[session.resumed_from].step
-            yield from self._context.warn_once(
-                f"The run goes on from its own step {step}: {name} is ignored, since it is for a run without "
-                "checkpoints."
-            )
 
     def _resume_point(self, history: RunHistory, attempt: str | None) -> ResumePoint | None:
         if attempt is None:

@@ -974,6 +974,30 @@ def test_resume_never_starts_from_scratch() -> None:
     assert live_steps(run) == [10], "the old branch stays until the new one has its level"
 
 
+def test_a_group_that_leaves_checkpoints_aside_warns_that_they_will_be_deleted() -> None:
+    def warned(resume: str) -> list[str]:
+        texts = [warned.text for warned in of(run.open("ab", resume=resume), m.Warn)]
+        return [text for text in texts if "resume=" in text]
+
+    run = Harness("ab", keep_last=3)
+    assert not warned("never"), "the run has no checkpoint"
+    for step in (10, 20, 30):
+        run.save(step)
+    assert not warned("auto")
+    assert warned("step:20") == [
+        "resume='step:20' leaves 1 checkpoint aside, the newest of step 30: deleted from the first saves on, "
+        "unless pinned. To keep checkpoints, pin them or use another run name."
+    ]
+    run.save(25)
+    first = next(c for c in run.machine.history.live() if c.step == 10)
+    run.feed(m.PinRequested(token="pin", attempt=first.id.attempt, owner="me", expires_at_s=None))
+    (text,) = warned("never")
+    assert "resume='never' leaves 2 checkpoints aside, the newest of step 25" in text
+    assert not warned("never"), "once"
+    run.save(5)
+    assert live_steps(run) == [10, 5]
+
+
 def test_resume_must_needs_a_checkpoint() -> None:
     run = Harness("ab")
     fail = one(run.feed(run.group("ab", token="t", resume="must")), m.Fail)

@@ -92,8 +92,8 @@ class Session:
                 raise ConfigError(
                     f"The run has a checkpoint of step {step_to_load}, which was not loaded.",
                     hint="Load it before the first save, as the guide of your framework shows, such as "
-                    "dcp.load(state, storage_reader=ray_ckpt.dcp.Reader()); or start another run name, or "
-                    'use the option resume="never".',
+                    "dcp.load(state, storage_reader=ray_ckpt.dcp.Reader()); or start another run name; "
+                    'or use resume="never", whose first saves delete that checkpoint unless it is pinned.',
                 )
             self.load(items)
         if self._optimizers is None:
