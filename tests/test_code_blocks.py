@@ -36,6 +36,8 @@ from ray_ckpt.cli import app
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import CheckpointError
 from ray_ckpt.format import names, records
+from ray_ckpt.trainer.checkpointer import Checkpointer
+from tests.capture.local import LocalLink
 from tests.catalog.test_load import items_of, save
 from tests.cluster.test_code_blocks import PARTS
 from tests.hostile.samples import SAMPLES
@@ -135,6 +137,25 @@ def test_a_stock_reader_reads_a_model_with_tied_weights(tmp_path: Path) -> None:
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
+class _WithHead(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, classes)
+
+
+def test_a_new_run_begins_with_all_but_the_head_of_a_model(tmp_path: Path) -> None:
+    saved, model = _WithHead(classes=3), _WithHead(classes=5)
+    save(RunLog(folder=tmp_path / "gpt"), [items_of(model=saved)], step=3000)
+    built = model.head.weight.detach().clone()
+    ckpt = Checkpointer(link=LocalLink(), model=model)
+    given, replace = {"ray_ckpt": ray_ckpt, "ckpt": ckpt, "model": model}, {"s3://bucket/runs": str(tmp_path)}
+    found = run_python(find(*PARTIAL), given, {**replace, "10_000": "2"})
+    assert torch.equal(model.body.weight, saved.body.weight) and torch.equal(model.body.bias, saved.body.bias)
+    assert torch.equal(model.head.weight, built)
+    assert set(found["loaded"].missing_keys) == {"head.weight", "head.bias"}
+    ckpt.close()
+
+
 def _hooks(tmp_path: Path) -> tuple[Given, Replaced]:
     return {"ray_ckpt": ray_ckpt, "Callback": object}, {}  # tests/trainer/test_callbacks.py trains with it
 
@@ -170,6 +191,7 @@ README_SCRIPTS = (
     ("README.md", "CheckpointCallback("),
 )  # tests/cluster/test_readme.py
 STOCK = ("docs/guides/reading.md", "lacking = state")
+PARTIAL = ("docs/guides/resume.md", "strict=False")
 PYTHON: Mapping[tuple[str, str], Callable[[Path], tuple[Given, Replaced]]] = {
     ("docs/guides/cadence.md", "CheckpointCallback(every_s=300)"): _callback,
     ("docs/guides/cadence.md", "CheckpointCallback(salvage=True)"): _callback,
@@ -198,7 +220,7 @@ def test_a_python_block_runs(tmp_path: Path, document: str, anchor: str) -> None
 
 
 def test_every_python_block_runs_here_or_on_a_cluster() -> None:
-    treated = [find(*place) for place in (*PYTHON, *PARTS, STOCK, *README_SCRIPTS)]
+    treated = [find(*place) for place in (*PYTHON, *PARTS, STOCK, PARTIAL, *README_SCRIPTS)]
     assert len(set(treated)) == len(treated), "a block is run twice"
     passed_over = [block for block in blocks() if block.language == "python" and block not in treated]
     assert not passed_over, [str(block) for block in passed_over]
