@@ -42,6 +42,7 @@ from ray_ckpt.plan.regions import Box
 from ray_ckpt.plan.restore import Copy, Read, RestorePlan, RowKey, plan_restore, row_key
 from ray_ckpt.restore.manifest import SavedRows
 from ray_ckpt.restore.reader import Sink, SourceReader
+from ray_ckpt.texts import count_text
 from ray_ckpt.types import ManifestRow, RestoredPart, Slice
 
 log = logging.getLogger("ray_ckpt")
@@ -60,6 +61,7 @@ class RestoreInfo:
 
     step: int
     metrics: Mapping[str, float]
+    """The metrics of the checkpoint; none if all items of `init_from` begin anew."""
     parts: tuple[RestoredPart, ...]
     seconds: float
     changed: tuple[Changed, ...] = ()
@@ -141,14 +143,11 @@ def load_items(
     )
     all_items = items
     while True:
-        begun = frozenset(
-            name
-            for name in all_items.keys() & set(anew)
-            if name not in state["items"]
-            or difference(name, all_items[name], classes) is not None
-            or of_rank().add(name, all_items[name], state["items"][name]).plan().problems
-        )
-        trees = _trees(all_items, state["items"], begun)
+        begun: dict[str, str] = {}
+        for name in sorted(all_items.keys() & set(anew)):
+            if reason := of_rank().reason_to_begin(name, all_items[name], state["items"]):
+                begun[name] = reason
+        trees = _trees(all_items, state["items"], begun.keys())
         items = {name: item for name, item in all_items.items() if name in trees}
         wanted = of_rank()
         for name, item in items.items():
@@ -172,7 +171,7 @@ def load_items(
                 item.load_for_new_rank(tree, rank)
             else:
                 item.load(taken(name, item, tree, classes))
-        return begun
+        return begun.keys()
 
     return load_all
 
@@ -193,8 +192,13 @@ def _trees(items: Mapping[str, Item], saved: Mapping[str, Any], begun: Set[str])
     return trees | {name: tree for name, tree in rates.items() if tree is not None}
 
 
+def _listed(problems: Sequence[str], limit: int = MAX_LISTED) -> str:
+    """Return the number of differences, with the first of them."""
+    listed = "; ".join(problems[:limit]) + ("; ..." if len(problems) > limit else "")
+    return f"{count_text(len(problems), 'difference')}: {listed}"
+
+
 def _mismatch(step: int, problems: Sequence[str], misfits: Sequence[str]) -> MismatchError:
-    listed = "; ".join(problems[:MAX_LISTED]) + ("; ..." if len(problems) > MAX_LISTED else "")
     hint = "Build the same model as the run that saved it, or start another run name."
     if misfits:
         named = ", ".join(f'"{name}"' for name in misfits)
@@ -203,15 +207,15 @@ def _mismatch(step: int, problems: Sequence[str], misfits: Sequence[str]) -> Mis
             f"use the option anew=({named},); in load(into=...), leave it out of `into`."
         )
     return MismatchError(
-        f"The checkpoint of step {step} does not fit, {len(problems)} differences: {listed}.",
+        f"The checkpoint of step {step} does not fit, {_listed(problems)}.",
         hint=hint,
         problems=tuple(problems),
     )
 
 
-def _log_classes(items: Mapping[str, Item], begun: Set[str], classes: Classes) -> None:
-    for name in sorted(begun):
-        log.warning("%s begins anew: the checkpoint has no state that is for it", name)
+def _log_classes(items: Mapping[str, Item], begun: Mapping[str, str], classes: Classes) -> None:
+    for name, reason in begun.items():
+        log.warning("%s begins anew: %s", name, reason)
     for name, item in items.items():
         if name not in begun and (text := difference(name, item, classes)) is not None:
             log.warning("%s; the form of their state is the same", text)
@@ -239,8 +243,7 @@ class _Wanted:
 
     def add(self, name: str, item: Item, tree: Any, *, check: bool = True) -> _Wanted:
         """Add all tensors of the saved `tree` of an item; with `check`, also check that it fits the item."""
-        here = {path: self.walked.held[ref.key] for path, ref in tensor_refs(self.walked.trees[name]).items()}
-        refs = tensor_refs(tree)
+        here, refs = self._held(name), tensor_refs(tree)
         self._saved |= self.rows.first_of(ref.key for ref in refs.values())
         is_lacking = any(
             ref.key not in self._saved and (path not in here or here[path].slices)
@@ -260,6 +263,33 @@ class _Wanted:
             if misfits or (found and isinstance(item, TreeItem)):
                 self.misfits.append(name)
         return self
+
+    def reason_to_begin(self, name: str, item: Item, trees: Mapping[str, Any]) -> str | None:
+        """Return why an item of the option `anew` begins anew; None if its saved state fits."""
+        if name not in trees:
+            return "it is not in the checkpoint"
+        refs, num_fitting = tensor_refs(trees[name]), 0
+        if (text := difference(name, item, self.classes)) is not None:
+            problems: Sequence[str] = [text]
+        elif problems := self.add(name, item, trees[name]).plan().problems:
+            here = self._held(name)
+            num_fitting = sum(path in here and self._fits(ref.key, here[path]) for path, ref in refs.items())
+        if not problems:
+            return None
+        fitting = f", {num_fitting:,} of them would fit" if num_fitting else ""
+        sizes = f" ({count_text(len(refs), 'tensor')}{fitting})" if refs else ""
+        return f"its state in the checkpoint is not used{sizes}; {_listed(problems, 1)}"
+
+    def _held(self, name: str) -> dict[Path, HeldLeaf]:
+        """Return the live tensors of an item by their paths."""
+        return {p: self.walked.held[ref.key] for p, ref in tensor_refs(self.walked.trees[name]).items()}
+
+    def _fits(self, key: str, held: HeldLeaf) -> bool:
+        """Return whether a saved tensor has the shape and dtype of a live one."""
+        row = self._own.get(key, self._saved.get(key))
+        if row is None or row.slice is None:
+            return False
+        return (row.slice.global_shape, DTYPES[row.slice.dtype]) == (tuple(held.leaf.shape), held.leaf.dtype)
 
     def plan(self) -> RestorePlan:
         """Return the plan of all reads, with all problems."""

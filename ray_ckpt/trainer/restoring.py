@@ -76,6 +76,8 @@ class Restoring:
         info = self._info(ticket, origin, report)
         begun = load()
         if info is not None:
+            if origin is not None and self._is_as_built(begun):
+                info = replace(info, metrics={})  # they are of state that was not restored
             info = replace(info, changed=self._changed(begun))
             if self._options.keep:
                 check_settings(self._items.items)
@@ -141,6 +143,11 @@ class Restoring:
         if report.origin_step is not None:
             self._warn_of_other_world(checkpoint)
         return replace(info, step=report.origin_step or 0)
+
+    def _is_as_built(self, begun: Set[str]) -> bool:
+        """Return whether this run begins with `init_from`, and all items from there begin anew."""
+        chosen = self._items.items.keys() & set(self._options.init_items)
+        return self._options.init_from is not None and bool(chosen) and chosen <= begun
 
     def _changed(self, begun: Set[str]) -> tuple[Changed, ...]:
         """Return the hyperparameters that differ from the built values; the items in `begun` begin anew."""

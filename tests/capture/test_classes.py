@@ -325,13 +325,32 @@ def test_an_optimizer_with_other_groups_begins_anew(tmp_path: Path) -> None:
     assert not state_of(training.optimizer)
 
 
-def test_an_item_that_the_checkpoint_lacks_begins_anew(tmp_path: Path) -> None:
+def test_an_item_that_the_checkpoint_lacks_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     link = saved(Training(OPTIMIZERS["AdamW"]))
     training = Training(OPTIMIZERS["AdamW"], lambda o: lr_scheduler.ExponentialLR(o, 0.9))
     with pytest.raises(MismatchError, match="scheduler"):
         restored(link, tmp_path, training)
     restored(link, tmp_path, training, anew=("scheduler",))
     assert training.scheduler is not None and training.scheduler.last_epoch == 0
+    assert "scheduler begins anew: it is not in the checkpoint" in caplog.messages
+
+
+def test_a_model_that_begins_anew_logs_what_is_not_used_and_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    link, training = saved(Training(OPTIMIZERS["AdamW"])), Training(OPTIMIZERS["AdamW"])
+    training.model[1] = nn.Linear(4, 2)
+    training.optimizer = optim.SGD(training.model.parameters())
+    restored(link, tmp_path, training, anew=("model", "optimizer"))
+    lines = [line for line in caplog.messages if "begins anew" in line]
+    assert lines == [
+        "model begins anew: its state in the checkpoint is not used (4 tensors, 2 of them would fit); "
+        "2 differences: model.1.weight: shape (1, 4) in the checkpoint, (2, 4) here; ...",
+        "optimizer begins anew: its state in the checkpoint is not used (12 tensors); "
+        "1 difference: optimizer was saved by AdamW, and is SGD here",
+    ]
 
 
 def test_a_name_of_no_item_cannot_begin_anew(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tests.capture.local import LocalLink
 
 UID = "1" * 32
 STEP = 50_000
+METRICS = {"loss": 0.5}
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Begins(LocalLink):
             size_bytes=1,
             root_digest=UID,
             committed_at_s=0.0,
-            metrics={},
+            metrics=METRICS,
         )
         return replace(self.ticket(), checkpoint=checkpoint)
 
@@ -180,6 +181,18 @@ def checkpointer_of(link: LocalLink, model: torch.nn.Linear) -> Checkpointer:
 def rows_in(ticket: RestoreTicket) -> list[ManifestRow]:
     assert isinstance(ticket.manifest, ListedRows)
     return list(ticket.manifest.meeting(()))
+
+
+@pytest.mark.parametrize("size, metrics", [(4, METRICS), (5, {})])
+def test_a_run_has_metrics_of_another_only_with_state_of_it(
+    tmp_path: Path, size: int, metrics: dict[str, float]
+) -> None:
+    given = replace(saved_model(tmp_path).given, checkpoint=None)
+    link = Begins(options=RunOptions(init_from="s3://bucket/other", anew=("model",)), given=given)
+    ckpt = checkpointer_of(link, torch.nn.Linear(4, size))
+    info = ckpt.restore()
+    assert info is not None and info.step == 0 and info.metrics == metrics
+    ckpt.close()
 
 
 @pytest.mark.parametrize("missing", ["", "state", "slice"])
