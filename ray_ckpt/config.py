@@ -193,9 +193,10 @@ class RunOptions:
     ("optimizer.lr", "scheduler.*"). Others become what was saved; those that differ are listed."""
     anew: tuple[str, ...] = ()
     """Names of items that begin as they were built where the checkpoint has nothing for them, or state of
-    another class or form: ("optimizer",) when it is another optimizer from here on. This is
-    for whole items: if one tensor of a model differs, none of them is restored. For parts of a model see "The
-    model has changed" in docs/guides/resume.md."""
+    another class or form: ("optimizer",) when it is another optimizer from here on. Saved
+    state of an item that is no longer registered is left if its name is here. This is for whole items: if one
+    tensor of a model differs, none of them is restored. For parts of a model see "The model has changed" in
+    docs/guides/resume.md."""
     static_items: tuple[str, ...] = ()
     """Names of items that training does not change. Their bytes are stored and sent once and then shared, as
     those of frozen parameters are in any case; a change is saved all the same. With several ranks this is

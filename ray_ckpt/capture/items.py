@@ -8,7 +8,7 @@ sets only the rest of the tree.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, TypeAlias
@@ -289,6 +289,9 @@ AS_BUILT = IMPLEMENTATION | {"params", "param_names"}
 """Entries of a group that a restore leaves; the live parameters may have another order."""
 
 
+OTHER_GROUPS = "its groups have other parameters than in the checkpoint"  # a problem of an optimizer
+
+
 class BaseOptimizerItem(Item):
     """An optimizer with state by parameter name: {"state": {name: {...}}, "param_groups": [...]}.
 
@@ -360,10 +363,13 @@ class BaseOptimizerItem(Item):
     def problems(self, saved: Any) -> list[str]:
         if not is_optimizer_state(saved):
             return ["is an optimizer here, and none in the checkpoint"]
-        here = list(map(set, self._group_names()))
-        if here != [set(g["params"]) for g in saved["param_groups"]]:  # sets: the order depends on wrappers
-            return ["groups its parameters otherwise than the checkpoint"]
-        return []
+        return [OTHER_GROUPS] if self.has_other_groups(saved) else []
+
+    def has_other_groups(self, saved: Any, without: Set[str] = frozenset()) -> bool:
+        """Return whether the groups have other parameters than the saved ones, those in `without` aside."""
+        groups = self._group_names(), [group["params"] for group in saved["param_groups"]]
+        here, there = ([set(names) - without for names in each] for each in groups)
+        return here != there  # sets: the order depends on wrappers
 
     def is_shared(self, path: tuple[str, ...]) -> bool:
         return path[:1] != ("common",)

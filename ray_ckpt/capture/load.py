@@ -21,7 +21,15 @@ from ray_ckpt.capture.classes import (
 )
 from ray_ckpt.capture.dtensors import boxes_on, is_dtensor
 from ray_ckpt.capture.hyperparameters import Changed
-from ray_ckpt.capture.items import Item, Leaf
+from ray_ckpt.capture.items import (
+    OTHER_GROUPS,
+    BaseOptimizerItem,
+    Item,
+    Leaf,
+    ModuleItem,
+    is_optimizer_state,
+)
+from ray_ckpt.capture.mismatch import IN_WINDOW, check_names, listed, misfit, problem_of
 from ray_ckpt.capture.sinks import Target, sink_for
 from ray_ckpt.capture.trees import TreeItem
 from ray_ckpt.capture.walk import (
@@ -35,7 +43,7 @@ from ray_ckpt.capture.walk import (
     walk,
 )
 from ray_ckpt.collector import collector_paused
-from ray_ckpt.errors import CheckpointError, InsufficientSpace, MismatchError
+from ray_ckpt.errors import CheckpointError, InsufficientSpace
 from ray_ckpt.format.names import shard_files
 from ray_ckpt.format.tree import IMPORTED_FROM, TensorRef
 from ray_ckpt.plan.regions import Box
@@ -46,8 +54,6 @@ from ray_ckpt.texts import count_text
 from ray_ckpt.types import ManifestRow, RestoredPart, Slice
 
 log = logging.getLogger("ray_ckpt")
-
-MAX_LISTED = 20  # differences named in one error
 
 Path: TypeAlias = tuple[str, ...]
 """Keys and indices of a leaf in the tree of an item."""
@@ -118,7 +124,8 @@ def load_items(
     several of `node_ranks` (the ranks of this node) hold a row, the node's agent reads the row if possible.
     `ranks` are the ranks that may hold the same tensors, if only a part of the group may (`walk`). A rank
     without state in the checkpoint starts per-rank items from the state of rank 0. An item in `anew` stays as
-    it is if the checkpoint has no fitting state for it, or state of another class. An imported checkpoint has
+    it is if the checkpoint has no fitting state for it, or state of another class; saved state of an item in
+    `anew` that is not in `items` is left. An imported checkpoint has
     no random state, and may have more items than `items`. `before` is an earlier walk of the items.
     If `rows` are a part of the manifest that lacks something, they are completed; see `SavedRows.complete`
     for the errors.
@@ -127,6 +134,7 @@ def load_items(
     everyone = tuple(ranks) or tuple(range(world_size))
     if IMPORTED_FROM in state:
         state, anew = _of_import(items, state, is_first=rank == everyone[0]), {*anew, "rng"}
+    state = _without_dropped(items, state, anew, is_first=rank == everyone[0])
     saved = {name: items[name].renamed(t) if name in items else t for name, t in state["items"].items()}
     state = {**state, "items": saved}
     walked = walk(items, rank=rank, world_size=len(everyone), first=everyone[0], before=before)
@@ -147,7 +155,7 @@ def load_items(
         for name in sorted(all_items.keys() & set(anew)):
             if reason := of_rank().reason_to_begin(name, all_items[name], state["items"]):
                 begun[name] = reason
-        trees = _trees(all_items, state["items"], begun.keys())
+        trees = _trees(all_items, state, begun.keys())
         items = {name: item for name, item in all_items.items() if name in trees}
         wanted = of_rank()
         for name, item in items.items():
@@ -156,7 +164,8 @@ def load_items(
         if not (plan.problems or begun) or not rows.complete():
             break
     if plan.problems:
-        raise _mismatch(state["step"], plan.problems, wanted.misfits)
+        modules = [name for name, item in items.items() if isinstance(item, ModuleItem)]
+        raise misfit(state["step"], plan.problems, modules=modules, begins=wanted.misfits)
     if rank == everyone[0]:
         _log_classes(items, begun, classes)
     _read(plan.reads, wanted.targets, reader, [k for k in node_ranks if k in everyone], everyone[0])
@@ -184,33 +193,24 @@ def _of_import(items: Mapping[str, Item], state: Mapping[str, Any], *, is_first:
     return {**state, "items": {name: tree for name, tree in saved.items() if name in items}}
 
 
-def _trees(items: Mapping[str, Item], saved: Mapping[str, Any], begun: Set[str]) -> dict[str, Any]:
+def _without_dropped(
+    items: Mapping[str, Item], state: Mapping[str, Any], anew: Collection[str], *, is_first: bool
+) -> Mapping[str, Any]:
+    """Return the state without items in `anew` that nobody has registered."""
+    saved = state["items"]
+    dropped = sorted((saved.keys() & set(anew)) - items.keys() - {IN_WINDOW})
+    for name in dropped * is_first:
+        log.warning("%s is not restored: it is not registered, and the option anew has it", name)
+    return {**state, "items": {name: tree for name, tree in saved.items() if name not in dropped}}
+
+
+def _trees(items: Mapping[str, Item], state: Mapping[str, Any], begun: Set[str]) -> dict[str, Any]:
     """Return the tree to load of each item; for an optimizer that begins anew, only the learning rates."""
-    _check_names(items.keys() - begun, saved.keys() - begun)
+    saved = state["items"]
+    check_names(state["step"], items.keys() - begun, saved.keys() - begun)
     rates = {name: rates_of(items[name], saved[name]) for name in begun & saved.keys()}
     trees = {name: saved[name] for name in items if name not in begun}
     return trees | {name: tree for name, tree in rates.items() if tree is not None}
-
-
-def _listed(problems: Sequence[str], limit: int = MAX_LISTED) -> str:
-    """Return the number of differences, with the first of them."""
-    listed = "; ".join(problems[:limit]) + ("; ..." if len(problems) > limit else "")
-    return f"{count_text(len(problems), 'difference')}: {listed}"
-
-
-def _mismatch(step: int, problems: Sequence[str], misfits: Sequence[str]) -> MismatchError:
-    hint = "Build the same model as the run that saved it, or start another run name."
-    if misfits:
-        named = ", ".join(f'"{name}"' for name in misfits)
-        hint = (
-            "Build the same objects as the run that saved it. To begin without the saved state, "
-            f"use the option anew=({named},); in load(into=...), leave it out of `into`."
-        )
-    return MismatchError(
-        f"The checkpoint of step {step} does not fit, {_listed(problems)}.",
-        hint=hint,
-        problems=tuple(problems),
-    )
 
 
 def _log_classes(items: Mapping[str, Item], begun: Mapping[str, str], classes: Classes) -> None:
@@ -235,6 +235,8 @@ class _Wanted:
     targets: list[LiveSlice] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)  # names of items that do not fit the saved class
+    renamed: set[str] = field(default_factory=set)  # parameters of a module only, or of the checkpoint only
+    groups: dict[str, Callable[[Set[str]], bool]] = field(default_factory=dict)  # by problem; see `plan`
     leaves: dict[str, dict[Path, Leaf]] = field(default_factory=dict)  # new leaves of each item
     _saved: dict[str, ManifestRow] = field(default_factory=dict)  # the first row of each saved tensor
     _own: dict[str, ManifestRow] = field(default_factory=dict)  # rows that may differ between ranks
@@ -257,11 +259,16 @@ class _Wanted:
         for path, ref in refs.items():
             self._add(name, item, path, ref.key, here.get(path))
         if check:
-            found = [f"{name}.{problem}" for problem in item.problems(tree)]
+            found = [problem_of(name, problem) for problem in item.problems(tree)]
             misfits = list(class_problems(name, item, tree, self.classes))
             self.problems += found + misfits
-            if misfits or (found and isinstance(item, TreeItem)):
+            if misfits or (found and isinstance(item, TreeItem | BaseOptimizerItem)):
                 self.misfits.append(name)
+            if isinstance(item, ModuleItem) and isinstance(tree, Mapping):
+                names = self.walked.trees[name].keys() ^ tree.keys()
+                self.renamed |= {*names, *(f"{name}.{n}" for n in names)}
+            if isinstance(item, BaseOptimizerItem) and is_optimizer_state(tree):
+                self.groups[problem_of(name, OTHER_GROUPS)] = partial(item.has_other_groups, tree)
         return self
 
     def reason_to_begin(self, name: str, item: Item, trees: Mapping[str, Any]) -> str | None:
@@ -278,7 +285,7 @@ class _Wanted:
             return None
         fitting = f", {num_fitting:,} of them would fit" if num_fitting else ""
         sizes = f" ({count_text(len(refs), 'tensor')}{fitting})" if refs else ""
-        return f"its state in the checkpoint is not used{sizes}; {_listed(problems, 1)}"
+        return f"its state in the checkpoint is not used{sizes}; {listed(problems, 1)}"
 
     def _held(self, name: str) -> dict[Path, HeldLeaf]:
         """Return the live tensors of an item by their paths."""
@@ -292,12 +299,16 @@ class _Wanted:
         return (row.slice.global_shape, DTYPES[row.slice.dtype]) == (tuple(held.leaf.shape), held.leaf.dtype)
 
     def plan(self) -> RestorePlan:
-        """Return the plan of all reads, with all problems."""
+        """Return the plan of all reads, with all problems.
+
+        Other parameters in the groups of an optimizer are none if a module lists them already.
+        """
         targets = [target.slice for target in self.targets]
         met = self.rows.meeting(targets, (*self.own_files, *self.near_files))
         rows = (*self._own.values(), *met)  # also if one of them has another form, and meets no target
         plan = plan_restore(targets, rows, own_files=self.own_files, near_files=self.near_files)
-        return replace(plan, problems=(*self.problems, *plan.problems, *self._clashes(plan)))
+        own = [text for text in self.problems if text not in self.groups or self.groups[text](self.renamed)]
+        return replace(plan, problems=(*own, *plan.problems, *self._clashes(plan)))
 
     def _clashes(self, plan: RestorePlan) -> Iterator[str]:
         """Yield a problem for each target in the memory of an earlier one that would get other bytes."""
@@ -416,17 +427,6 @@ def _shares_memory(live: LiveSlice) -> bool:
 def _under(live: LiveSlice, key: str) -> LiveSlice:
     """Return the slice under the saved `key`; names of ranks and of tied weights may differ."""
     return live if live.slice.key == key else replace(live, slice=replace(live.slice, item=key, name=""))
-
-
-def _check_names(items: Set[str], saved: Set[str]) -> None:
-    missing, unexpected = sorted(items - saved), sorted(saved - items - {"rng"})
-    if missing or unexpected:
-        raise MismatchError(
-            f"The checkpoint has other items: missing {missing}, unexpected {unexpected}.",
-            hint="Register the same items as the run that saved it.",
-            missing=tuple(missing),
-            unexpected=tuple(unexpected),
-        )
 
 
 def wanted_trees(items: Mapping[str, Item], saved: Mapping[str, Any]) -> dict[str, Any]:

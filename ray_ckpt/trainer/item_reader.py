@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from ray_ckpt.format.names import state_file
 from ray_ckpt.format.tree import decode_state
 from ray_ckpt.restore.manifest import PartialRows, SavedRows
 from ray_ckpt.restore.reader import FileSource, ProgressLog, RestoreTicket, SourceReader
+from ray_ckpt.texts import did_you_mean
 from ray_ckpt.trainer.link import RestoreLink
 from ray_ckpt.types import GroupPart, RankRestore, ranks_of
 
@@ -63,7 +64,7 @@ class ItemReader:
                     world_size=identity.world_size,
                     node_ranks=ticket.node_ranks,
                     ranks=identity.ranks,
-                    anew=self._anew(),
+                    anew=self.link.options.anew,
                     before=self.walked,
                 )
         except _Damaged as error:
@@ -145,15 +146,20 @@ class ItemReader:
 
         return PartialRows(rows, complete)
 
-    def _anew(self) -> tuple[str, ...]:
-        anew = self.link.options.anew
-        if not self.link.identity.parts:  # with parts, another part may have the item
-            _need_all(anew, self.items, "registered with the Checkpointer", option="anew")
-        return anew
+    def _warn_of_unknown(self, saved: Collection[str]) -> None:
+        """Log names in the option `anew` of no item. No error: a dropped item is in no later checkpoint."""
+        identity, known = self.link.identity, sorted({*self.items, *saved})
+        if identity.parts or identity.rank:  # with parts, another part may have the item
+            return
+        for name in (name for name in self.link.options.anew if name not in known):
+            hint = did_you_mean(name, known)
+            log.warning("anew has %s, which is neither registered nor in the checkpoint. %s", name, hint)
 
     def _all_items(self, states: _States) -> tuple[Mapping[str, Item], dict[str, Any]] | None:
         """Return the state of this rank, or for a new rank of the first in its part; None if unreadable."""
         state = self._own_state(states)
+        if state is not None:
+            self._warn_of_unknown(state["items"])
         if state is not None and any(item.is_partial for item in self.items.values()):
             state["items"] = wanted_trees(self.items, state["items"])
         if state is None or _has_gradients(state):
@@ -193,6 +199,7 @@ class ItemReader:
                 return None
             saved, first = {**other["items"], **saved}, first + part.world_size
             classes = {**other.get("classes", {}), **classes}
+        self._warn_of_unknown(saved)
         here = [name for name in names if name in self.items]
         if not self.link.identity.parts:  # with parts, another part may have the item
             _need_all(names, self.items, "registered with the Checkpointer")
@@ -254,13 +261,13 @@ def _has_gradients(state: Mapping[str, Any]) -> bool:
     return saved is not None and bool(saved["gradients"])
 
 
-def _need_all(names: Sequence[str], known: Mapping[str, Any], where: str, option: str = "init_items") -> None:
+def _need_all(names: Sequence[str], known: Mapping[str, Any], where: str) -> None:
     missing = [name for name in names if name not in known]
     if missing:
         raise ConfigError(
-            f"{option} has {', '.join(missing)}, which is not {where}.",
+            f"init_items has {', '.join(missing)}, which is not {where}.",
             hint=f"There are {', '.join(sorted(known))}.",
-            option=option,
+            option="init_items",
         )
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer, lr_scheduler
 import ray_ckpt
 from ray_ckpt.capture.load import RestoreInfo
 from ray_ckpt.config import RunOptions
-from ray_ckpt.errors import ConfigError, MismatchError
+from ray_ckpt.errors import MismatchError
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink
 from tests.catalog.test_load import items_of
@@ -317,8 +317,9 @@ def test_an_optimizer_with_other_groups_begins_anew(tmp_path: Path) -> None:
         return optim.AdamW(groups)
 
     link = saved(Training(OPTIMIZERS["AdamW"]))
-    with pytest.raises(MismatchError, match="groups its parameters otherwise"):
+    with pytest.raises(MismatchError, match="optimizer: its groups have other parameters than in") as caught:
         restored(link, tmp_path, Training(halves))
+    assert 'anew=("optimizer",)' in caught.value.hint
     training = Training(halves)
     restored(link, tmp_path, training, anew=("optimizer",))
     assert [group["lr"] for group in training.optimizer.param_groups] == [1e-3, 0.5]
@@ -330,8 +331,9 @@ def test_an_item_that_the_checkpoint_lacks_begins_anew(
 ) -> None:
     link = saved(Training(OPTIMIZERS["AdamW"]))
     training = Training(OPTIMIZERS["AdamW"], lambda o: lr_scheduler.ExponentialLR(o, 0.9))
-    with pytest.raises(MismatchError, match="scheduler"):
+    with pytest.raises(MismatchError, match="step 7 lacks 'scheduler', which is registered here") as caught:
         restored(link, tmp_path, training)
+    assert 'anew=("scheduler",)' in caught.value.hint
     restored(link, tmp_path, training, anew=("scheduler",))
     assert training.scheduler is not None and training.scheduler.last_epoch == 0
     assert "scheduler begins anew: it is not in the checkpoint" in caplog.messages
@@ -353,11 +355,25 @@ def test_a_model_that_begins_anew_logs_what_is_not_used_and_why(
     ]
 
 
-def test_a_name_of_no_item_cannot_begin_anew(tmp_path: Path) -> None:
+def test_an_item_that_is_no_longer_registered_is_dropped_on_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = saved(Training(OPTIMIZERS["AdamW"], lambda o: lr_scheduler.ExponentialLR(o, 0.9)))
+    training = Training(OPTIMIZERS["AdamW"])
+    with pytest.raises(MismatchError, match="step 7 has 'scheduler', which is not registered here") as caught:
+        restored(link, tmp_path, training)
+    assert 'anew=("scheduler",)' in caught.value.hint
+    restored(link, tmp_path, training, anew=("scheduler",))
+    assert state_of(training.optimizer)
+    assert "scheduler is not restored: it is not registered, and the option anew has it" in caplog.messages
+
+
+def test_a_name_of_no_item_in_anew_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No error: an item that was dropped is in no later checkpoint, and the option may stay."""
     link = saved(Training(OPTIMIZERS["AdamW"]))
-    with pytest.raises(ConfigError, match="anew has optimiser") as caught:
-        restored(link, tmp_path, Training(OPTIMIZERS["AdamW"]), anew=("optimiser",))
-    assert "model, optimizer" in caught.value.hint
+    restored(link, tmp_path, Training(OPTIMIZERS["AdamW"]), anew=("optimiser",))
+    assert "anew has optimiser, which is neither registered nor in the checkpoint" in caplog.text
+    assert "Did you mean optimizer?" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["exponential", "cosine", "lambda"])

@@ -340,6 +340,45 @@ def test_a_parameter_that_is_gone_here_is_a_difference(tmp_path: Path) -> None:
         saved.load(items_of(model=nn.Linear(4, 3, bias=False)))
 
 
+class Named(nn.Module):
+    """A body, and a head under the given name."""
+
+    def __init__(self, name: str, width: int = 2) -> None:
+        super().__init__()
+        self.body = nn.Linear(2, 2)
+        self.add_module(name, nn.Linear(2, width))
+
+
+def test_a_renamed_layer_is_a_difference_of_the_model_alone(tmp_path: Path) -> None:
+    def items(name: str, groups: int = 1) -> dict[str, Item]:
+        model = Named(name)
+        params = list(model.parameters())
+        each = [{"params": params[: len(params) // groups]}, {"params": params[len(params) // groups :]}]
+        return items_of(model=model, optimizer=torch.optim.AdamW(each[:groups], lr=0.1))
+
+    saved = Saved(tmp_path).save(items("head"))
+    with pytest.raises(MismatchError) as caught:
+        saved.load(items("cls"))
+    assert caught.value.fields["problems"] == (
+        "model.head.weight: in the checkpoint, not in the model",
+        "model.head.bias: in the checkpoint, not in the model",
+        "model.cls.weight: not in the checkpoint",
+        "model.cls.bias: not in the checkpoint",
+    )
+    assert "load_state_dict" in caught.value.hint and "init_from" in caught.value.hint
+    assert "anew" not in caught.value.hint
+    with pytest.raises(MismatchError, match=r"5 differences: .*optimizer: its groups have other") as caught:
+        saved.load(items("cls", groups=2))
+    assert "load_state_dict" in caught.value.hint and 'anew=("optimizer",)' in caught.value.hint
+
+
+def test_one_difference_is_a_singular(tmp_path: Path) -> None:
+    saved = Saved(tmp_path).save(items_of(model=nn.Linear(2, 2, bias=False)))
+    with pytest.raises(MismatchError, match=r"does not fit, 1 difference: model\.weight: shape") as caught:
+        saved.load(items_of(model=nn.Linear(2, 3, bias=False)))
+    assert "load_state_dict" in caught.value.hint
+
+
 def test_names_of_other_wrappers_are_left_out_if_no_two_become_one(tmp_path: Path) -> None:
     state = {"module._orig_mod.weight": torch.ones(1, 1), "module.bias": torch.ones(1)}
     model = nn.Linear(1, 1)
@@ -356,9 +395,18 @@ def test_names_of_other_wrappers_are_left_out_if_no_two_become_one(tmp_path: Pat
 
 def test_other_items_are_named(tmp_path: Path) -> None:
     saved = Saved(tmp_path).save(items_of(model=nn.Linear(1, 1), state={"a": 1}))
-    with pytest.raises(MismatchError, match=r"missing \['ema'\], unexpected \['state'\]") as caught:
+    with pytest.raises(MismatchError, match=r"lacks 'ema', .* It has 'state', which is not reg") as caught:
         saved.load(items_of(model=nn.Linear(1, 1), ema={"a": 1}))
+    assert 'anew=("ema", "state")' in caught.value.hint and "another name" in caught.value.hint
     assert caught.value.fields == {"missing": ("ema",), "unexpected": ("state",)}
+
+
+def test_gradients_of_a_window_are_no_item_to_leave_out(tmp_path: Path) -> None:
+    saved = Saved(tmp_path).save(items_of(model=nn.Linear(1, 1), gradients={"a": 1}))
+    load = partial(load_items, items_of(model=nn.Linear(1, 1)), saved.states[0], ListedRows(saved.rows))
+    with pytest.raises(MismatchError, match="has 'gradients', which is not registered here") as caught:
+        load(saved.reader(), rank=0, world_size=1, anew=("gradients",))
+    assert "partial_grads=True" in caught.value.hint and "anew" not in caught.value.hint
 
 
 class Counts(torch.optim.SGD):
@@ -391,7 +439,7 @@ def test_other_parameter_groups_leave_the_model_as_it_was(tmp_path: Path) -> Non
     other = nn.Linear(2, 2)
     groups: list[dict[str, Any]] = [{"params": [other.weight]}, {"params": [other.bias]}]
     before = other.weight.detach().clone()
-    with pytest.raises(MismatchError, match="groups its parameters otherwise"):
+    with pytest.raises(MismatchError, match="its groups have other parameters"):
         saved.load(items_of(model=other, optimizer=torch.optim.SGD(groups, lr=0.1)))
     assert torch.equal(other.weight, before)
 

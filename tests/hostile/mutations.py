@@ -89,7 +89,7 @@ def mutate(run: Path, seed: int, root_of: RootOf = "fragments") -> Mutation:
         if rng.random() < 0.3:
             compress(run)
         file = STATE if kind.startswith("state") else SHARD
-        known = (file, "manifest-", "has other items", "has no item")
+        known = (file, "manifest-", "registered here", "has no item")
         return Mutation(kind=kind, file=file, names_of_file=known, is_sound=True)
     files = [path for path in sorted(run.rglob("*")) if path.is_file()]
     groups = sorted({_group(path) for path in files})

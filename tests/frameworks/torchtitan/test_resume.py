@@ -128,5 +128,5 @@ def test_another_number_of_ranks_has_the_same_weights_and_moments(tmp_path: Path
     assert_equal(three, there)
     codes, text = run(Setup(folder=str(tmp_path), flags=[*FLAG, *steps], **saved), 1)
     assert codes != [0]
-    assert "dataloader.is that of dp_rank_0 of 2 in the checkpoint, of dp_rank_0 of 1 here" in text
+    assert "dataloader: is that of dp_rank_0 of 2 in the checkpoint, of dp_rank_0 of 1 here" in text
     assert "--checkpoint.exclude_from_loading dataloader begins the data anew" in text
