@@ -38,6 +38,9 @@ class DrainSchedule:
         self._policy = DrainPolicy()
         self._items = ItemUploads(context, drains=drains, uploads=item_uploads)
         self._waits: dict[Token, tuple[str, float]] = {}  # by call: attempt, end (monotonic)
+        self._refused: dict[
+            str, CheckpointError
+        ] = {}  # attempts that were given up since a finish was requested
 
     def recount(self, checkpoint: CheckpointInfo) -> None:
         """Count a commit of an earlier coordinator; call for all of these in log order."""
@@ -69,6 +72,8 @@ class DrainSchedule:
         yield from self._drains.assign()
 
     def ticked(self) -> Iterator[m.Effect]:
+        if not self._finishing:
+            self._refused = {}
         yield from self._answer()
         yield from self.assign()
         yield from self._items.assign()
@@ -79,19 +84,28 @@ class DrainSchedule:
         yield from self.assign()
 
     def finish(self) -> Iterator[m.Effect]:
-        """Answer requests to finish once the newest readable checkpoint is durable; drain it if needed.
+        """Answer requests to finish once the newest checkpoint is durable; drain it if needed.
 
-        If a newer one is lost, requests after a run that did not fail get an error.
+        If it cannot be drained, the newest readable one is; requests after a run that did not fail then get
+        an error.
         """
         context, newest = self._context, self._context.newest
-        if newest is not None and context.holders.needs_upload(newest):
-            yield from self.bring(newest)
-            return
         last = next(reversed(context.history.lineage()), None)
-        if last is not None and last.level < Level.DURABLE and not self._finishing.has_failed:
-            yield from self.bring(last)  # in vain, with an error that says why
+        for checkpoint in (last, newest):
+            if checkpoint is None or checkpoint.id.attempt in self._refused:
+                continue
+            if context.holders.needs_upload(checkpoint):
+                yield from self.bring(checkpoint)
+                if checkpoint.id.attempt not in self._refused:
+                    return
+        refused, self._refused = self._refused, {}
+        error = refused.get(last.id.attempt) if last is not None else None
+        if error is None:
+            yield from self._finishing.reply(last)
+        elif self._finishing.has_failed and newest is not None and newest.id.attempt not in refused:
+            yield from self._finishing.reply(newest)
         else:
-            yield from self._finishing.reply(last if last and last.level is Level.DURABLE else newest)
+            yield from self._finishing.fail(error)
 
     def rescue(self) -> Iterator[m.Effect]:
         """Drain the newest readable checkpoint; call if nodes will leave soon, and copies with them."""
@@ -222,8 +236,5 @@ class DrainSchedule:
         error = Unavailable(f"Step {attempt.step} did not reach the storage path: {reason}")
         yield from self._context.warn_once(str(error))
         yield from self.fail(error, attempt.attempt)
-        newest = [checkpoint.id for checkpoint in self._context.history.lineage()[-1:]]
-        if self._context.newest is not None:
-            newest.append(self._context.newest.id)
-        if attempt in newest:
-            yield from self._finishing.fail(error)
+        if self._finishing:
+            self._refused[attempt.attempt] = error

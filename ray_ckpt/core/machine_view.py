@@ -236,6 +236,7 @@ class MachineView:
         those that are to be uploaded before its nodes are emptied.
         """
         context, history = self._parts.context, self._parts.context.history
+        yield from history.lineage()[-1:]  # nodes that hold parts of it may be away for a while
         if (newest := context.newest) is not None:
             yield newest
         yield from (c for c in history.live() if pinned_by(c, context.wall_s))

@@ -171,7 +171,8 @@ def test_nodes_that_are_needed_while_no_group_is_at_work_hold_what_can_be_restor
     run.save(10)
     saved_without_copies(run, 20)
     run.lose("b")
-    assert [c.step for c in run.machine.view._kept_alone()] == [10], "d alone has a part of it"
+    kept = [c.step for c in run.machine.view._kept_alone()]
+    assert kept == [20, 10], "d alone has a part of step 10, and b may come back with its part of step 20"
 
 
 def test_nodes_that_leave_upload_the_newest_one_that_can_be_read() -> None:
@@ -182,3 +183,37 @@ def test_nodes_that_leave_upload_the_newest_one_that_can_be_read() -> None:
     left_s = dict.fromkeys("abc", 120.0)
     effects = run.feed(m.NodesSeen(live=frozenset("abc"), draining=frozenset("abc"), left_s=left_s))
     assert {drain.attempt.step for drain in of(effects, m.Drain)} == {10}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_finish_waits_for_an_upload_of_which_a_dead_node_has_made_its_part(is_first: bool) -> None:
+    run = run_on(replicas=0)
+    durable(run, 10)
+    run.save(20)
+    attempt = run.attempt(20)
+    orders = of(run.feed(m.DrainRequested(token="t", attempt=attempt.attempt)), m.Drain)
+    by_node = {order.node_id: order for order in orders}
+    run.drained(by_node["b"])
+    finish = m.FinishRequested(token="end", ends_group=True, has_failed=True)
+    effects = run.feed(finish) if is_first else ()
+    effects += run.lose("b")
+    effects += () if is_first else run.feed(finish)
+    assert not of(effects + run.tick(1.0), m.Reply | m.Fail)
+    effects = run.drained(by_node["a"])
+    assert of(effects, m.WriteDescription)
+    assert replied(run.feed(m.DescriptionWritten(attempt=attempt, error=None))) == 20
+
+
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_a_finish_that_loses_the_newest_one_meanwhile_uploads_an_older_one(has_failed: bool) -> None:
+    run = run_with_holders()
+    run.save(10)
+    older = run.attempt(10)
+    saved_without_copies(run, 20)
+    finish = m.FinishRequested(token="end", ends_group=True, has_failed=has_failed)
+    assert {drain.attempt.step for drain in of(run.feed(finish), m.Drain)} == {20}
+    effects = run.lose("b")
+    assert not of(effects, m.Reply | m.Fail)
+    effects = run.drain_all(effects)
+    assert run.checkpoint(older).level is Level.DURABLE
+    assert replied(effects) == 10 if has_failed else of(effects, m.Fail)
