@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from ray_ckpt.capture.arena import Arena, Ring
 from ray_ckpt.capture.items import elements
 from ray_ckpt.capture.overlap_guard import running
 from ray_ckpt.capture.shared_copy import Helpers, SharedCopy, use_one_core
-from ray_ckpt.capture.torch_private import all_versions, copy_all, version
+from ray_ckpt.capture.torch_private import all_versions, copy_all
 from ray_ckpt.capture.walk import LiveSlice
 from ray_ckpt.errors import StateError, Unavailable
 
@@ -33,6 +33,7 @@ log = logging.getLogger("ray_ckpt")
 
 COPY_WAIT_S = 300.0  # longest wait of training for a copy: a copy takes about a second, so a longer one hangs
 MAX_CLONED_BYTES = 1 << 30  # device memory for copies of tensors that may change at any time
+MAX_COPIES = 4  # of a tensor that another thread changes at the same time; a small one is still by then
 OPERATION_S = 2.0  # longest time that an operation on a tensor may still run after the copy has ended
 
 
@@ -67,6 +68,7 @@ class Snapshot:
     def __init__(self, parts: Sequence[_Piece], *, waited: Callable[[float], None], helpers: Helpers) -> None:
         self.parts = parts
         self.shared: SharedCopy | None = None  # the copy beside training, from host memory
+        self.restless: list[torch.Tensor] = []  # changed by another thread in each of MAX_COPIES copies
         self._helpers = helpers
         self.is_late = any(part.is_late for part in parts)
         self._waited = waited  # gets the seconds for which `before_change` stalled training
@@ -162,6 +164,7 @@ class Snapshotter:
         self._streams: dict[torch.device, Any] = {}
         # Slices that changed during a copy; later copies of them are made before `start` returns.
         self._unsafe: set[str] = set()
+        self._restless: set[str] = set()  # slices that another thread changes; a warning named them
 
     def start(
         self,
@@ -185,13 +188,10 @@ class Snapshotter:
         safe = background - self._unsafe if self._overlap else frozenset()
         batch, parts = self._split(target, slices, safe)
         snapshot = Snapshot(parts, waited=self._waited, helpers=self._helpers)
-        now = [*batch.sources, *(part.source for part in parts if not part.is_late)]
-        now = list(compress(now, map(not_, map(torch.Tensor.is_inference, now))))
-        seen = all_versions(now)
         with torch.no_grad():
             rest = self._copy_now(target, batch, snapshot)
-        if all_versions(now) != seen:
-            self._refuse_changed(slices, dict(zip(map(id, now), seen, strict=True)))
+        if snapshot.restless:
+            self._warn_of_restless(slices, set(map(id, snapshot.restless)))
         if snapshot.is_late:
             running.add(snapshot)
         else:  # no step waits for this copy
@@ -207,19 +207,16 @@ class Snapshotter:
             raise Unavailable(f"There is no thread to copy in: {error}.") from error
         return snapshot
 
-    def _refuse_changed(self, slices: Sequence[LiveSlice], seen: Mapping[int, int]) -> None:
-        """Raise StateError for the slices with another version than in `seen`, by id of the tensor."""
-        keys = tuple(
-            live.slice.key
-            for live in slices
-            if id(live.tensor) in seen and version(live.tensor) != seen[id(live.tensor)]
-        )
-        raise StateError(
-            f"{keys[0]} was changed by another thread while it was being captured"
-            + (f", and {len(keys) - 1} others." if len(keys) > 1 else "."),
-            hint="Let the other thread wait while step or save runs.",
-            keys=keys,
-        )
+    def _warn_of_restless(self, slices: Sequence[LiveSlice], ids: Set[int]) -> None:
+        """Warn, once for each tensor: without these saves the run would have none."""
+        keys = {live.slice.key for live in slices if id(live.tensor) in ids} - self._restless
+        self._restless |= keys
+        if keys:
+            log.warning(
+                "%s: another thread changes it while saves copy it, so that a checkpoint may have two of its "
+                "states; let that thread wait while step or save runs",
+                ", ".join(sorted(keys)),
+            )
 
     def _run(
         self,
@@ -286,7 +283,7 @@ class Snapshotter:
         parts = snapshot.parts
         if isinstance(target, Arena):
             on_host = [part for part in parts if _is_on_host(part.source)]
-            _copy([batch, *(part for part in on_host if not part.is_late)])
+            snapshot.restless = _copy([batch, *(part for part in on_host if not part.is_late)])
             snapshot.device_copied = self._start_devices([p for p in parts if not _is_on_host(p.source)])
             late = [part for part in on_host if part.is_late]
             snapshot.shared = SharedCopy([(p.view, p.source) for p in late if p.view is not None])
@@ -390,8 +387,8 @@ def _copy_from_device(part: _Piece) -> None:
     part.view.copy_(part.source, non_blocking=True)
 
 
-def _copy(parts: Sequence[_Piece | _Batch]) -> None:
-    """Copy all parts in one call."""
+def _copy(parts: Sequence[_Piece | _Batch]) -> list[torch.Tensor]:
+    """Copy all parts in one call, and those that another thread changes meanwhile again; return the last."""
     views: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for part in parts:
@@ -401,8 +398,21 @@ def _copy(parts: Sequence[_Piece | _Batch]) -> None:
         elif part.view is not None:
             views.append(part.view)
             sources.append(part.source)
-    if views:
+    for _ in range(MAX_COPIES if views else 0):
+        counted = list(
+            map(not_, map(torch.Tensor.is_inference, sources))
+        )  # torch counts no changes of others
+        watched = list(compress(sources, counted))
+        seen = all_versions(watched)
         copy_all(views, sources)
+        if (now := all_versions(watched)) == seen:
+            return []
+        pairs = zip(compress(views, counted), watched, map(ne, now, seen), strict=True)
+        again = [(view, source) for view, source, is_new in pairs if is_new and source.numel() > 1]
+        views, sources = [view for view, _ in again], [source for _, source in again]
+        if not again:  # a single element has one state
+            return []
+    return sources
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
