@@ -134,9 +134,9 @@ def _step_of_twin(
     accepted = inspect.signature(kind.__init__).parameters
     options = {k: _plain(v) for k, v in group.items() if k in accepted and k != "params"}
     options |= {k: False for k in _REAL_DEVICES_ONLY if k in options}
+    locals_ = [local_tensor(param) for param in params]  # the mode would refer weakly to what it detaches
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            locals_ = [local_tensor(param) for param in params]
             copies = [torch.empty(p.shape, dtype=p.dtype, requires_grad=True) for p in locals_]
             twin = kind(copies, **options)
             for copy in copies:

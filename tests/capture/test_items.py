@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -531,6 +532,13 @@ def test_groups_with_other_settings_are_predicted_alone() -> None:
         {"momentum_buffer"},
         {"momentum_buffer"},
     ]
+
+
+def test_nothing_refers_to_predicted_parameters_when_they_are_swapped() -> None:
+    """torch refuses to swap a parameter with weak references, as `Module.to` does if it is set to."""
+    model = nn.Linear(3, 3)
+    assert predicted_bytes(torch.optim.AdamW(model.parameters()))
+    assert not [ref for param in model.parameters() for ref in weakref.getweakrefs(param)]
 
 
 def test_an_optimizer_that_cannot_be_predicted_counts_as_nothing() -> None:
