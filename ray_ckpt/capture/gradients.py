@@ -8,7 +8,8 @@ which keeps unsynchronized gradients in its own buffers, nor with an optimizer t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -107,6 +108,19 @@ class Window:
         for used in self._used:
             used.is_ignored = used.has_unused()
 
+    @contextmanager
+    def moved(self) -> Iterator[None]:
+        """Move or cast gradients inside this context; those that were used before stay used.
+
+        torch may swap the attributes of a tensor too, as `Module.to` does under FSDP2: the marks are lost.
+        """
+        before = [used.used_by() for used in self._used]
+        try:
+            yield
+        finally:
+            for used, params in zip(self._used, before, strict=True):
+                used.note_moved(params)
+
     def _has_hidden(self) -> bool:
         return any(map(has_hidden_gradients, self._sharded))
 
@@ -127,19 +141,34 @@ class _Used:
         # An attribute holds no memory and belongs to one object, while the next gradient may reuse an id.
         # With weak references torch would refuse to swap tensors, as `Module.to` does under FSDP2.
         with collector_paused():  # 5,000 new attributes would be seven reasons to collect garbage
-            for grad in self._gradients():
+            for _, grad in self._gradients():
                 setattr(grad, self._mark, _num_changes(grad))
 
+    def used_by(self) -> set[int]:
+        """Return the ids of the parameters whose gradients are used."""
+        return {id(param) for param, grad in self._gradients() if self._is_marked(grad)}
+
+    def note_moved(self, params: Set[int]) -> None:
+        """Mark the gradients of `params`, by id, that have lost their mark; not those that have changed."""
+        with collector_paused():
+            for param, grad in self._gradients():
+                if id(param) in params and not hasattr(grad, self._mark):
+                    setattr(grad, self._mark, _num_changes(grad))
+
     def has_unused(self) -> bool:
-        changed = [g for g in self._gradients() if getattr(g, self._mark, None) != _num_changes(g)]
+        changed = [grad for _, grad in self._gradients() if not self._is_marked(grad)]
         # In an open window the first gradient is nonzero in most cases.
         return _any_nonzero(changed[:1]) or _any_nonzero(changed[1:])
 
-    def _gradients(self) -> Iterator[torch.Tensor]:
+    def _is_marked(self, grad: torch.Tensor) -> bool:
+        return getattr(grad, self._mark, None) == _num_changes(grad)
+
+    def _gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each parameter that has a gradient, and the gradient."""
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if (grad := param.grad) is not None:
-                    yield grad
+                    yield param, grad
 
 
 _NUMBERS = count()

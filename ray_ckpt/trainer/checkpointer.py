@@ -467,11 +467,10 @@ class Checkpointer:
         """
         if self._survivor is not None:
             self._survivor.before_change()
-        if moves and self._items is not None:
-            self._items.walked = None
         if self._saver is not None:
             self._saver.settle(forgets=moves)
-        yield
+        with self._items.moved() if moves and self._items is not None else contextlib.nullcontext():
+            yield
 
     def flush(self, *, commit: bool = False) -> None:
         """Wait, up to a limit, until the last capture has left this process, or is committed if `commit`."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -152,6 +153,13 @@ class RankItems:
                 self.window.ignore_unused()
                 self._num_postponed = 0
         return self.is_postponing
+
+    @contextmanager
+    def moved(self) -> Iterator[None]:
+        """Move tensors inside this context; nothing here keeps their old memory."""
+        self.walked = None
+        with self.window.moved():
+            yield
 
     def close(self) -> None:
         self.window.close()

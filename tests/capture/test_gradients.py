@@ -20,9 +20,11 @@ from ray_ckpt.capture.gradients import GradientsItem, Window, check_public
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.overlap_guard import hooks_in_backward
 from ray_ckpt.capture.walk import walk
+from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import UnsupportedItem
 from ray_ckpt.format.tree import decode_tree, encode_tree
-from tests.capture.local import resolve_leaves
+from ray_ckpt.trainer.checkpointer import Checkpointer
+from tests.capture.local import LocalLink, resolve_leaves
 
 
 class Loop:
@@ -71,6 +73,28 @@ def test_a_module_is_converted_as_without_a_window(loop: Loop) -> None:
     assert all(param.grad.dtype == torch.float64 for param in loop.model.parameters())
     loop.optimizer.zero_grad()
     assert not loop.window.is_open()
+
+
+@pytest.mark.usefixtures("swaps_parameters")
+@pytest.mark.parametrize("how", ["swapped", "replaced"])
+def test_used_gradients_stay_used_when_they_are_moved(loop: Loop, how: str) -> None:
+    def move() -> None:
+        if how == "swapped":
+            loop.model.to(torch.float64).to(torch.float32)
+        for param in loop.model.parameters() if how == "replaced" else ():
+            param.grad = param.grad.clone()
+
+    loop.backward()
+    with loop.window.moved():
+        move()
+    assert loop.window.is_open(), "nothing has used them"
+    loop.step()
+    with loop.window.moved():
+        move()
+    assert not loop.window.is_open()
+    with loop.window.moved():
+        loop.model[1].bias.grad.add_(1)
+    assert loop.window.is_open(), "that is another gradient"
 
 
 def test_two_optimizers_use_the_same_gradients_each_on_its_own() -> None:
@@ -306,6 +330,24 @@ def test_what_fsdp2_hides_while_it_does_not_synchronize_is_seen(mesh: Any) -> No
         loop.step()
         assert not loop.window.is_open()
         loop.optimizer.zero_grad()
+
+
+def test_a_step_is_saved_after_fsdp2_was_moved_under_the_lock(mesh: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    link = LocalLink(RunOptions(memory="double", every_steps=1))
+    ckpt = Checkpointer(link=link, model=model, optimizer=optimizer)
+    ckpt.restore()
+    for step in (1, 2):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).square().sum().backward()
+        optimizer.step()
+        with ckpt.lock(moves=True):
+            model.to(torch.float64).to(torch.float32)  # as an offload to another device does
+        ckpt.step(step)
+    ckpt.close()
+    assert [shard.attempt.step for shard in link.sealed] == [1, 2]
 
 
 def test_gradients_that_are_not_public_are_refused_by_name(mesh: Any) -> None:
