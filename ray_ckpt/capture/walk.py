@@ -253,7 +253,7 @@ def walk(
         def visit(value: Any, path: tuple[str, ...]) -> Any:
             leaf = leaf_of(value, (name, *path))
             if leaf is None:
-                return visit_container(value, path)
+                return visit_container(value, path)  # noqa: F821
             if id(value) not in keys:
                 prefix, inner = place_in(name, item, leaf, path, rank)
                 name_in = ".".join(inner)
@@ -293,7 +293,10 @@ def walk(
                 blocks[at] = made
             return refs
 
-        return visit(item.tree(), ())
+        try:
+            return visit(item.tree(), ())
+        finally:
+            del visit_container  # a cycle of two functions would keep the tensors until garbage is collected
 
     trees: dict[str, Any] = {}
     for name, item in items.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -54,6 +55,14 @@ def test_tensors_are_named_by_item_and_path() -> None:
     assert by_key["model.weight"].tensor.data_ptr() == model.weight.data_ptr()
     assert not by_key["model.weight"].tensor.requires_grad
     assert by_key["scale"].slice.name == "" and by_key["scale"].nbytes == 4
+
+
+def test_tensors_are_free_without_a_collection_of_garbage_after_a_walk() -> None:
+    tree = {"state": [torch.zeros(1)]}
+    tensor = weakref.ref(tree["state"][0])
+    walk(items_of(tree=tree), rank=0, world_size=1)
+    del tree
+    assert tensor() is None
 
 
 def test_stateful_items_are_named_by_rank() -> None:
