@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import compress
 from operator import is_not
 
@@ -245,16 +246,8 @@ class Handoff:
             self.released.set_exception(error)
             return
         self._is_known, self._buffer.layout = True, layout
-        sealed.add_done_callback(self._release)
-
-    def _release(self, sealed: Future[None]) -> None:
-        error = sealed.exception()
-        if self.released.done():
-            return
-        if error is None:
-            self.released.set_result(None)
-        else:
-            self.released.set_exception(error)
+        # The callback waits for the agent, so it keeps no tensor of this save.
+        sealed.add_done_callback(partial(_release, self.released))
 
     def fail(self, error: Exception) -> None:
         """Cancel the save after `error`."""
@@ -274,3 +267,13 @@ class Handoff:
             self._buffer.target.give_up()
         if not self._is_known and not self.released.done():
             self.released.set_result(None)
+
+
+def _release(released: Future[None], sealed: Future[None]) -> None:
+    error = sealed.exception()
+    if released.done():
+        return
+    if error is None:
+        released.set_result(None)
+    else:
+        released.set_exception(error)

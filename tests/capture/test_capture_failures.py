@@ -552,3 +552,23 @@ def test_the_memory_of_tensors_that_have_moved_is_free(how: str, saves: bool) ->
         assert ckpt.save(2)
         ckpt.close()
         assert torch.equal(link.tensors(2)["model.weight"], torch.full((1, 4), 2.0))
+
+
+@pytest.mark.parametrize("memory", ["double", "stream"])
+def test_the_memory_of_tensors_that_have_moved_is_free_while_the_agent_writes(memory: Any) -> None:
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    link = LocalLink(RunOptions(memory=memory))
+    ckpt = Checkpointer(link=link, model=model, optimizer=optimizer)
+    ckpt.restore()
+    link.go.clear()
+    assert ckpt.save(1)
+    left = model.weight.untyped_storage()._weak_ref()
+    with ckpt.lock(moves=True):
+        model.weight.data = torch.full((1, 4), 2.0)
+    until_s = time.monotonic() + 10
+    while not torch.UntypedStorage._expired(left) and time.monotonic() < until_s:
+        time.sleep(0.01)  # the copying thread notifies the agent, and ends
+    assert torch.UntypedStorage._expired(left) and not link.files
+    link.go.set()
+    ckpt.close()
