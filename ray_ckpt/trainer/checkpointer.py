@@ -466,7 +466,7 @@ class Checkpointer:
         replayed from a CUDA graph, which run no hooks. With `moves=True`, memory that state leaves is free.
         """
         if self._survivor is not None:
-            self._survivor.before_change()
+            self._survivor.before_change(forgets=moves)
         if self._saver is not None:
             self._saver.settle(forgets=moves)
         with self._items.moved() if moves and self._items is not None else contextlib.nullcontext():

@@ -105,6 +105,11 @@ class _StepCopy:
             looks=self._looks,
         )
 
+    def forget(self) -> None:
+        """Free the memory of the copy, and keep no live tensor. The next step is copied into new memory."""
+        self._common = self._uncopied = self._versions = self._looks = ()
+        self._moving, self._copies = [], []
+
     def _choose(self, common: tuple[LiveSlice, ...]) -> None:
         """Choose the tensors to copy, and allocate memory for them."""
         self._copies = []  # frees the memory
@@ -164,16 +169,25 @@ class Survivor:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.before_change()
 
-    def before_change(self) -> None:
+    def before_change(self, *, forgets: bool = False) -> None:
         """Wait until training may change its state, and note that it does; called by the training thread.
 
-        The live state is that of no finished step from now on, until the end of the next step.
+        The live state is that of no finished step from now on, until the end of the next step. With `forgets`
+        no tensor and no copy is kept, so that their memory is free when tensors are moved.
         """
         if self._pid == os.getpid():
             with self._state:
                 self._settle()
-                self._copy_step()
+                if forgets:
+                    self._forget()
+                else:
+                    self._copy_step()
                 self._begun += 1
+
+    def _forget(self) -> None:
+        self._kept = self._copied = None
+        if self._copy is not None:
+            self._copy.forget()
 
     def _copy_step(self) -> None:
         """Copy the last step before the first optimizer step after it. An error ends this for the process."""
@@ -391,8 +405,8 @@ class Survivor:
     def _freeze(self) -> list[_Kept]:
         """Hold off optimizer steps, and return the finished steps whose tensors are here, the newest first.
 
-        There are none before the first step. Raises Unavailable if there is no copy, and the live state is
-        that of no finished step.
+        There are none before the first step, nor after `before_change` with `forgets`. Raises Unavailable if
+        there is no copy, and the live state is that of no finished step.
         """
         with self._state:
             if not self._state.wait_for(lambda: not self._is_saving, UNSAVED_S):

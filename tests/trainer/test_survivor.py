@@ -354,6 +354,39 @@ def test_after_a_change_under_the_lock_the_live_state_is_not_offered(
             assert torch.equal(training.link.tensors(1)["model.0.weight"], weight)
 
 
+@pytest.mark.parametrize("has_copy", [True, False])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_the_memory_of_tensors_that_have_moved_is_free(
+    has_copy: bool, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survivor, "WHOLE_S", 0.01)
+    with loop(salvage_copy=has_copy, is_frozen=True) as training:
+        training.ckpt.restore()
+        for step in (1, 2, 3):
+            training.forward()
+            training.optimizer.step()
+            training.ckpt.step(step)
+        left = [param.untyped_storage()._weak_ref() for param in training.model.parameters()]
+        with training.ckpt.lock(moves=True):
+            for param in training.model.parameters():
+                param.data = param.data.clone()
+        assert all(map(torch.UntypedStorage._expired, left))
+        if goes_on:
+            for step in (4, 5):
+                training.forward()
+                training.optimizer.step()
+                if step == 4:
+                    training.ckpt.step(4)
+                    weight = training.model[1].weight.detach().clone()
+            if has_copy:
+                training.decide(4, 0)
+        training.link.question.set_result(True)
+        end_of_salvage()
+        assert training.link.offers == ([(4,)] if has_copy and goes_on else [])
+        if has_copy and goes_on:
+            assert torch.equal(training.link.tensors(4)["model.1.weight"], weight)
+
+
 def test_a_step_in_which_no_optimizer_step_was_seen_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survivor, "WHOLE_S", 0.01)
     with loop() as training:
