@@ -353,12 +353,7 @@ class BaseOptimizerItem(Item):
         self._load_state(tree["state"])
         self.optimizer.state.update(common)
         for group, values in zip(self.optimizer.param_groups, tree["param_groups"], strict=True):
-            as_built = {
-                "params",
-                "param_names",
-                *IMPLEMENTATION,
-            }  # the live parameters may have another order
-            group.update({k: v for k, v in values.items() if k not in as_built})
+            group.update({k: v for k, v in values.items() if k not in AS_BUILT})
 
     def problems(self, saved: Any) -> list[str]:
         if not is_optimizer_state(saved):

@@ -152,12 +152,15 @@ def load_items(
     all_items = items
     while True:
         begun: dict[str, str] = {}
-        for name in sorted(all_items.keys() & set(anew)):
-            if reason := of_rank().reason_to_begin(name, all_items[name], state["items"]):
+        changed = set[str]()
+        for name in sorted(all_items.keys() & set(anew), key=lambda name: _is_optimizer(all_items[name])):
+            one = of_rank(changed=changed)
+            if reason := one.reason_to_begin(name, all_items[name], state["items"]):
                 begun[name] = reason
+                changed |= one.changed_parameters(name, state["items"].get(name))
         trees = _trees(all_items, state, begun.keys())
         items = {name: item for name, item in all_items.items() if name in trees}
-        wanted = of_rank()
+        wanted = of_rank(changed=changed)
         for name, item in items.items():
             wanted.add(name, item, trees[name], check=name not in begun)
         plan = wanted.plan()
@@ -232,6 +235,7 @@ class _Wanted:
     everyone: tuple[int, ...] = field(kw_only=True)
     own_files: tuple[str, ...] = field(kw_only=True)  # shards of this rank
     near_files: frozenset[str] = field(kw_only=True)  # shards of the ranks on this node
+    changed: Set[str] = field(kw_only=True)  # names of `changed_parameters` of items that begin anew
     targets: list[LiveSlice] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)  # names of items that do not fit the saved class
@@ -259,7 +263,8 @@ class _Wanted:
         for path, ref in refs.items():
             self._add(name, item, path, ref.key, here.get(path))
         if check:
-            found = [problem_of(name, problem) for problem in item.problems(tree)]
+            problems = [*item.problems(tree), *self._state_problems(item, tree)]
+            found = [problem_of(name, problem) for problem in problems]
             misfits = list(class_problems(name, item, tree, self.classes))
             self.problems += found + misfits
             if misfits or (found and isinstance(item, TreeItem | BaseOptimizerItem)):
@@ -270,6 +275,22 @@ class _Wanted:
             if isinstance(item, BaseOptimizerItem) and is_optimizer_state(tree):
                 self.groups[problem_of(name, OTHER_GROUPS)] = partial(item.has_other_groups, tree)
         return self
+
+    def changed_parameters(self, name: str, tree: Any) -> set[str]:
+        """Return the tensors of an item with another shape or dtype than in the saved `tree`.
+
+        They have the names that optimizers may have for them: with and without the name of the item.
+        """
+        here = self._held(name)
+        others = [p for p, ref in tensor_refs(tree).items() if p in here and not self._fits(ref.key, here[p])]
+        return {".".join(names) for path in others for names in (path, (name, *path))}
+
+    def _state_problems(self, item: Item, tree: Any) -> Iterator[str]:
+        """Yield a problem if an optimizer's saved state is of parameters that have another shape now."""
+        others = sorted(self.changed & tree["state"].keys()) if is_optimizer_state(tree) else []
+        if others and _is_optimizer(item):
+            more = f" and {len(others) - 1} more" * bool(others[1:])
+            yield f"it has state of {others[0]}{more} with another shape or dtype, which begin anew here"
 
     def reason_to_begin(self, name: str, item: Item, trees: Mapping[str, Any]) -> str | None:
         """Return why an item of the option `anew` begins anew; None if its saved state fits."""
@@ -393,6 +414,10 @@ class _Wanted:
     def _bytes_of(self, key: str) -> set[tuple[object, ...]]:
         slices = ((row.slice, row.digest) for row in self.rows.of_key(key))
         return {(part.offset, part.shape, found) for part, found in slices if part is not None}
+
+
+def _is_optimizer(item: Item) -> bool:
+    return isinstance(item, BaseOptimizerItem)
 
 
 def _has_grown(item: Item, leaf: Leaf, row: ManifestRow) -> bool:

@@ -355,6 +355,30 @@ def test_a_model_that_begins_anew_logs_what_is_not_used_and_why(
     ]
 
 
+@pytest.mark.parametrize("make", [optim.AdamW, Lion, optim.Adafactor])
+def test_the_optimizer_of_a_model_that_begins_anew_keeps_no_state_of_other_shapes(
+    make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = saved(Training(make))
+
+    def wider() -> Training:
+        training = Training(make)
+        training.model[1] = nn.Linear(4, 2)
+        training.optimizer = make(training.model.parameters())
+        return training
+
+    with pytest.raises(MismatchError, match=r"optimizer: it has state of 1\.bias and 1 more") as caught:
+        restored(link, tmp_path, wider(), anew=("model",))
+    assert 'anew=("optimizer",)' in caught.value.hint
+    training = wider()
+    restored(link, tmp_path, training, anew=("model", "optimizer"))
+    assert "1.bias and 1 more with another shape or dtype, which begin anew here" in caplog.text
+    training.step(1)
+    training = Training(make)  # the state fits, and is used
+    restored(link, tmp_path, training, anew=("model", "optimizer"))
+    assert state_of(training.optimizer)
+
+
 def test_an_item_that_is_no_longer_registered_is_dropped_on_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
