@@ -152,12 +152,10 @@ def load_items(
     all_items = items
     while True:
         begun: dict[str, str] = {}
-        changed = set[str]()
+        changed = set[int]()
         for name in sorted(all_items.keys() & set(anew), key=lambda name: _is_optimizer(all_items[name])):
-            one = of_rank(changed=changed)
-            if reason := one.reason_to_begin(name, all_items[name], state["items"]):
+            if reason := of_rank(changed=changed).reason_to_begin(name, all_items[name], state["items"]):
                 begun[name] = reason
-                changed |= one.changed_parameters(name, state["items"].get(name))
         trees = _trees(all_items, state, begun.keys())
         items = {name: item for name, item in all_items.items() if name in trees}
         wanted = of_rank(changed=changed)
@@ -235,7 +233,7 @@ class _Wanted:
     everyone: tuple[int, ...] = field(kw_only=True)
     own_files: tuple[str, ...] = field(kw_only=True)  # shards of this rank
     near_files: frozenset[str] = field(kw_only=True)  # shards of the ranks on this node
-    changed: Set[str] = field(kw_only=True)  # names of `changed_parameters` of items that begin anew
+    changed: set[int] = field(kw_only=True)  # live tensors by id that begin anew, of another shape or dtype
     targets: list[LiveSlice] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)  # names of items that do not fit the saved class
@@ -276,32 +274,29 @@ class _Wanted:
                 self.groups[problem_of(name, OTHER_GROUPS)] = partial(item.has_other_groups, tree)
         return self
 
-    def changed_parameters(self, name: str, tree: Any) -> set[str]:
-        """Return the tensors of an item with another shape or dtype than in the saved `tree`.
-
-        They have the names that optimizers may have for them: with and without the name of the item.
-        """
-        here = self._held(name)
-        others = [p for p, ref in tensor_refs(tree).items() if p in here and not self._fits(ref.key, here[p])]
-        return {".".join(names) for path in others for names in (path, (name, *path))}
-
     def _state_problems(self, item: Item, tree: Any) -> Iterator[str]:
         """Yield a problem if an optimizer's saved state is of parameters that have another shape now."""
-        others = sorted(self.changed & tree["state"].keys()) if is_optimizer_state(tree) else []
-        if others and _is_optimizer(item):
+        if not (self.changed and isinstance(item, BaseOptimizerItem) and is_optimizer_state(tree)):
+            return
+        others = [n for n, p in item.parameters.items() if id(p) in self.changed and n in tree["state"]]
+        if others:
             more = f" and {len(others) - 1} more" * bool(others[1:])
             yield f"it has state of {others[0]}{more} with another shape or dtype, which begin anew here"
 
     def reason_to_begin(self, name: str, item: Item, trees: Mapping[str, Any]) -> str | None:
-        """Return why an item of the option `anew` begins anew; None if its saved state fits."""
+        """Return why an item of the option `anew` begins anew; None if its saved state fits.
+
+        If it begins anew, add its live tensors that do not fit to `changed`.
+        """
         if name not in trees:
             return "it is not in the checkpoint"
-        refs, num_fitting = tensor_refs(trees[name]), 0
+        refs, here, num_fitting = tensor_refs(trees[name]), self._held(name), 0
         if (text := difference(name, item, self.classes)) is not None:
             problems: Sequence[str] = [text]
         elif problems := self.add(name, item, trees[name]).plan().problems:
-            here = self._held(name)
-            num_fitting = sum(path in here and self._fits(ref.key, here[path]) for path, ref in refs.items())
+            fits = {path: self._fits(ref.key, here[path]) for path, ref in refs.items() if path in here}
+            num_fitting = sum(fits.values())
+            self.changed |= {id(here[path].leaf) for path, is_fit in fits.items() if not is_fit}
         if not problems:
             return None
         fitting = f", {num_fitting:,} of them would fit" if num_fitting else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ from torch import nn, optim
 from torch.optim import Optimizer, lr_scheduler
 
 import ray_ckpt
+from ray_ckpt.capture.items import OptimizerItem
 from ray_ckpt.capture.load import RestoreInfo
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import MismatchError
@@ -122,11 +124,11 @@ class Training:
         self.model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
         self.optimizer: Any = make(list(self.model.parameters()))
         self.scheduler = schedule(self.optimizer) if schedule is not None else None
+        self.more: dict[str, Any] = {} if self.scheduler is None else {"scheduler": self.scheduler}
 
     @property
     def objects(self) -> dict[str, Any]:
-        more = {} if self.scheduler is None else {"scheduler": self.scheduler}
-        return {"model": self.model, "optimizer": self.optimizer, **more}
+        return {"model": self.model, "optimizer": self.optimizer, **self.more}
 
     def step(self, times: int = 1) -> Training:
         for number in range(times):
@@ -367,16 +369,46 @@ def test_the_optimizer_of_a_model_that_begins_anew_keeps_no_state_of_other_shape
         training.optimizer = make(training.model.parameters())
         return training
 
-    with pytest.raises(MismatchError, match=r"optimizer: it has state of 1\.bias and 1 more") as caught:
+    with pytest.raises(MismatchError, match=r"optimizer: it has state of 1\.weight and 1 more") as caught:
         restored(link, tmp_path, wider(), anew=("model",))
     assert 'anew=("optimizer",)' in caught.value.hint
     training = wider()
     restored(link, tmp_path, training, anew=("model", "optimizer"))
-    assert "1.bias and 1 more with another shape or dtype, which begin anew here" in caplog.text
+    assert "1.weight and 1 more with another shape or dtype, which begin anew here" in caplog.text
     training.step(1)
     training = Training(make)  # the state fits, and is used
     restored(link, tmp_path, training, anew=("model", "optimizer"))
     assert state_of(training.optimizer)
+
+
+def test_an_optimizer_fits_beside_another_item_that_begins_anew_with_its_names(tmp_path: Path) -> None:
+    def registered(dtype: torch.dtype) -> Training:
+        training = Training(optim.AdamW)
+        ema = {n: p.detach().to(dtype, copy=True) for n, p in training.model.named_parameters()}
+        training.more["ema"] = ema
+        return training
+
+    link, training = saved(registered(torch.bfloat16)), registered(torch.float32)
+    restored(link, tmp_path, training, anew=("ema", "optimizer"))
+    assert len(state_of(training.optimizer)) == 4
+
+
+def test_an_optimizer_that_may_begin_anew_is_restored_with_the_memory_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, most, allocate = list[weakref.ref[torch.Tensor]](), 0, OptimizerItem.allocate
+
+    def counting(*args: Any) -> torch.Tensor:
+        nonlocal most
+        tensor = allocate(*args)
+        made.append(weakref.ref(tensor))
+        most = max(most, sum(each() is not None for each in made))
+        return tensor
+
+    link = saved(Training(optim.AdamW))
+    monkeypatch.setattr(OptimizerItem, "allocate", counting)
+    restored(link, tmp_path, Training(optim.AdamW), anew=("optimizer",))
+    assert most == 4 * 3  # step, exp_avg and exp_avg_sq of 4 parameters
 
 
 def test_an_item_that_is_no_longer_registered_is_dropped_on_request(
