@@ -169,6 +169,12 @@ class Drains:
         return tuple(sorted(found, key=lambda drain: (drain.started_s is None, drain.step)))
 
     @property
+    def put_off(self) -> set[str]:
+        """Attempts without a drain that get none for a while, since no intact copy of a part was found."""
+        now_s = self._context.now_s
+        return {name for name, at_s in self._not_before_s.items() if now_s < at_s} - self._tasks.keys()
+
+    @property
     def has_room(self) -> bool:
         """Return True if a new drain would not displace another drain."""
         return len(self._tasks) < self._max_tasks

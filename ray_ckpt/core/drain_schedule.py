@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
@@ -86,30 +86,41 @@ class DrainSchedule:
     def finish(self) -> Iterator[m.Effect]:
         """Answer requests to finish once the newest checkpoint is durable; drain it if needed.
 
-        If it cannot be drained, the newest readable one is; requests after a run that did not fail then get
-        an error.
+        If it cannot be drained, the newest one that can be read and drained is; requests after a run that did
+        not fail then get an error.
         """
-        context, newest = self._context, self._context.newest
-        last = next(reversed(context.history.lineage()), None)
-        for checkpoint in (last, newest):
-            if checkpoint is None or checkpoint.id.attempt in self._refused:
-                continue
-            if context.holders.needs_upload(checkpoint):
-                yield from self.bring(checkpoint)
-                if checkpoint.id.attempt not in self._refused:
-                    return
-        refused, self._refused = self._refused, {}
-        error = refused.get(last.id.attempt) if last is not None else None
+        last = next(reversed(self._context.history.lineage()), None)
+        while (checkpoint := self._to_bring(last)) is not None:
+            yield from self.bring(checkpoint)
+            if checkpoint.id.attempt not in self._refused:
+                return
+        newest = self._newest(without=self._refused)
+        error = self._refused.get(last.id.attempt) if last is not None else None
         if error is None:
             yield from self._finishing.reply(last)
-        elif self._finishing.has_failed and newest is not None and newest.id.attempt not in refused:
+        elif self._finishing.has_failed and newest is not None:
             yield from self._finishing.reply(newest)
         else:
             yield from self._finishing.fail(error)
+        if not self._finishing:  # else the end of the session is appended before the answer
+            self._refused = {}
+
+    def _to_bring(self, last: CheckpointInfo | None) -> CheckpointInfo | None:
+        """Return the checkpoint for whose drain a finish waits: the last one, or the newest readable one."""
+        found = (last, self._newest(without=self._refused))
+        wanted = (c for c in found if c is not None and c.id.attempt not in self._refused)
+        return next(filter(self._context.holders.needs_upload, wanted), None)
+
+    @property
+    def is_rescue_due(self) -> bool:
+        """True if nodes will leave soon, and copies with them, or if the launcher has died."""
+        context = self._context
+        is_leaving = context.is_leaving or (bool(context.draining) and self._maintenance.is_stranded)
+        return is_leaving or self._finishing.end_cause == "launcher"
 
     def rescue(self) -> Iterator[m.Effect]:
-        """Drain the newest readable checkpoint; call if nodes will leave soon, and copies with them."""
-        context, newest = self._context, self._context.newest
+        """Drain the newest checkpoint that can be read and drained; call if `is_rescue_due`."""
+        context, newest = self._context, self._newest(without=self._drains.put_off)
         if newest is None:
             return
         ends = [at_s for node, at_s in context.leaves_at_s.items() if node in context.holders.live]
@@ -117,6 +128,14 @@ class DrainSchedule:
         if fits and context.holders.needs_upload(newest):
             self._drains.start(newest, is_urgent=True)
             yield from self.assign()
+
+    def _newest(self, *, without: Container[str]) -> CheckpointInfo | None:
+        """Return the newest checkpoint of the lineage that can be read, those in `without` aside.
+
+        A drain may know of damage in a checkpoint that seems readable until a scrub has read it.
+        """
+        found = (c for c in reversed(self._context.history.lineage()) if c.id.attempt not in without)
+        return next(filter(self._context.holders.can_serve, found), None)
 
     def start_again(self, *, is_end: bool = False) -> None:
         """Start drains that are due and not under way; items alone only before the end of the run.

@@ -542,9 +542,7 @@ _DECISIONS = (  # taken in this order, after each event, while no record is pend
     _Decision(lambda run: run._retirement.is_due, lambda run: run._retirement.decide()),
     _Decision(lambda run: run._maintenance.is_due, RunMachine._maintain),
     _Decision(
-        lambda run: run._context.is_leaving or (run._context.draining and run._maintenance.is_stranded),
-        lambda run: run._drain_schedule.rescue(),
-        appends=False,
+        lambda run: run._drain_schedule.is_rescue_due, lambda run: run._drain_schedule.rescue(), appends=False
     ),
     _Decision(lambda run: True, lambda run: run._sweeps.order_listing(run._context.wall_s), appends=False),
     _Decision(lambda run: run._finishing and not run._attempts, lambda run: run._drain_schedule.finish()),

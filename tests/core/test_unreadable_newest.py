@@ -218,3 +218,51 @@ def test_a_finish_that_loses_the_newest_one_meanwhile_uploads_an_older_one(has_f
     effects = run.drain_all(effects)
     assert run.checkpoint(older).level is Level.DURABLE
     assert replied(effects) == 10 if has_failed else of(effects, m.Fail)
+
+
+def damaged_in_drain(run: Harness, effects: tuple[m.Effect, ...]) -> tuple[m.Effect, ...]:
+    """Let the drain of step 20 find the copy of node a damaged, which no scrub has read yet."""
+    order = next(each for each in of(effects, m.Drain) if (each.attempt.step, each.node_id) == (20, "a"))
+    index = order.node_index
+    ended = m.DrainEnded(attempt=order.attempt, node_index=index, node_id="a", error="bad", is_damage=True)
+    return run.feed(ended)
+
+
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_a_finish_whose_drain_finds_the_damage_uploads_an_older_one(has_failed: bool) -> None:
+    run = run_on(replicas=0, keep_last=5)
+    run.save(10)
+    older = run.attempt(10)
+    run.save(20)
+    finish = m.FinishRequested(token="end", ends_group=True, has_failed=has_failed)
+    effects = damaged_in_drain(run, run.feed(finish))
+    assert not of(effects, m.Reply) and not of(effects, m.Fail)
+    assert {drain.attempt.step for drain in of(effects, m.Drain)} == {10}
+    effects = run.drain_all(effects)
+    assert run.checkpoint(older).level is Level.DURABLE
+    assert replied(effects) == 10 if has_failed else of(effects, m.Fail)
+    assert not of(effects, m.Drain), "step 20 is not tried again before the answer"
+
+
+def test_the_end_of_a_launcher_uploads_an_older_one_if_the_drain_finds_damage() -> None:
+    run = run_on(replicas=0, keep_last=5)
+    run.save(10)
+    older = run.attempt(10)
+    run.save(20)
+    effects: tuple[m.Effect, ...] = ()
+    for _ in range(3):
+        effects += run.feed(m.OwnerDied(owner="driver"))
+        effects += run.tick(10.0)
+    effects = damaged_in_drain(run, effects)
+    assert {drain.attempt.step for drain in of(effects, m.Drain)} == {10}
+    run.drain_all(effects)
+    assert run.checkpoint(older).level is Level.DURABLE
+
+
+def test_nodes_that_leave_upload_an_older_one_if_the_drain_finds_damage() -> None:
+    run = run_on(replicas=0, keep_last=5)
+    run.save(10)
+    run.save(20)
+    leaving = m.NodesSeen(live=frozenset("ab"), draining=frozenset("ab"), left_s=dict.fromkeys("ab", 120.0))
+    effects = damaged_in_drain(run, run.feed(leaving))
+    assert {drain.attempt.step for drain in of(effects, m.Drain)} == {10}
