@@ -251,7 +251,7 @@ class RayPorts:
             self._engine.spawn(self._work(work))
 
     async def _append(self, work: m.Append) -> None:
-        run, record, service, missing = self._run, work.record, "", ""
+        run, record, service, why = self._run, work.record, "", ""
         outcome: Literal["ok", "exists", "unknown"] = "unknown"
         try:
             create = run.log_threads.run(create_record, run.store, record.seq, encode_record(record))
@@ -262,10 +262,12 @@ class RayPorts:
                     outcome = "exists"
                     service = await asyncio.wait_for(self._last_service(), STORE_TIMEOUT_S)
             if outcome == "unknown":
+                why = run.store.last_error
                 missing = await asyncio.wait_for(run.log_threads.run(run.remote.missing), STORE_TIMEOUT_S)
+                why = missing or why
         except Exception as error:  # without an answer, the log would wait for ever
             log.warning("%s: record %d: %s", run.spec.name, record.seq, reason(error))
-        run.host.handle(m.Appended(seq=record.seq, outcome=outcome, service=service, reason=missing))
+        run.host.handle(m.Appended(seq=record.seq, outcome=outcome, service=service, reason=why))
 
     async def _last_service(self) -> str:
         """Return the service whose coordinator wrote the last epoch of the log."""

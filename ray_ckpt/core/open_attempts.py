@@ -255,14 +255,14 @@ class OpenAttempts:
             parity = self._parity(op.attempt, copies)
             self._context.ledger.amend(op, replace(op, level=level, replicas=copies, parity=parity))
 
-    def drop_excess(self) -> Iterator[m.Effect]:
-        """Keep the newest of the commits that wait for a silent store; drop the others."""
+    def drop_excess(self, reason: str) -> Iterator[m.Effect]:
+        """Keep the newest of the commits that wait for a store without an answer; drop the others."""
         queue = self._context.ledger.waiting()
         built_on = {op.resumed_from for op in queue if isinstance(op, r.Session)}
         waiting = [op for op in queue if isinstance(op, r.Commit) and op.attempt not in built_on]
         for op in waiting[:-MAX_WAITING_COMMITS]:
-            error = Unavailable(f"Step {op.step}: the storage path did not take its commit record.")
-            yield from self._withdraw(op, error)
+            text = f"Step {op.step}: the storage path did not take its commit record. {reason}"
+            yield from self._withdraw(op, Unavailable(text.rstrip()))
 
     def _withdraw(self, op: r.Commit, error: CheckpointError) -> Iterator[m.Effect]:
         self._context.ledger.withdraw(op)

@@ -204,10 +204,10 @@ class RunMachine:
         op = self._ledger.settle(event, self._context.now_s)
         if op == "unknown":
             self._context.measure(telemetry.FAILURES, cause="store")
-            yield from self._attempts.drop_excess()
+            yield from self._attempts.drop_excess(event.reason)
+            reason = f" {event.reason}" if event.reason else ""
             yield from self._context.warn_once(
-                f"The log did not answer for record {event.seq}; trying again."
-                + (f" {event.reason}" if event.reason else "")
+                f"The log did not take record {event.seq}; trying again.{reason}"
             )
         elif op == "lost":
             yield from self._step_down(f"Another coordinator wrote record {event.seq}", event.service)

@@ -55,6 +55,8 @@ class LogStore(Protocol):
     call has no limit.
     """
 
+    last_error: str  # of the last create: what the store has answered; "" if it has taken the object
+
     def create(self, name: str, data: bytes) -> CreateResult: ...
 
     def read(self, name: str) -> bytes | None:
@@ -78,6 +80,7 @@ class MemoryLogStore:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.last_error = ""
 
     def create(self, name: str, data: bytes) -> CreateResult:
         return CreateResult.OK if self.objects.setdefault(name, data) == data else CreateResult.EXISTS
@@ -103,15 +106,17 @@ class PosixLogStore:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self.last_error = ""
 
     def create(self, name: str, data: bytes) -> CreateResult:
         temporary: Path | None = None
+        self.last_error = ""
         try:
             temporary = files.write_temporary(self._directory, [data])
             files.fsync_dir(self._directory)  # another writer may have created the previous record
             os.link(temporary, self._directory / name)
-        except OSError:
-            pass  # the comparison with the stored file gives the result
+        except OSError as error:  # the comparison with the stored file gives the result
+            self.last_error = str(error)
         finally:
             with contextlib.suppress(OSError):
                 if temporary is not None:
@@ -120,7 +125,8 @@ class PosixLogStore:
         if outcome is CreateResult.OK:
             try:
                 files.fsync_dir(self._directory)
-            except OSError:
+            except OSError as error:
+                self.last_error = str(error)
                 return CreateResult.UNKNOWN
         return outcome
 
@@ -180,15 +186,16 @@ class ObjectLogStore:
     def __init__(self, objects: SmallObjects, folder: str) -> None:
         self._objects = objects
         self._folder = folder
+        self.last_error = ""
 
     def create(self, name: str, data: bytes) -> CreateResult:
-        absent = CreateResult.UNKNOWN
+        absent, self.last_error = CreateResult.UNKNOWN, ""
         try:
             self._objects.create(self._path(name), data)
-        except Unsupported:
-            absent = CreateResult.UNSUPPORTED
-        except OSError:
-            pass  # the comparison with the stored object gives the result
+        except OSError as error:  # the comparison with the stored object gives the result
+            self.last_error = str(error)
+            if isinstance(error, Unsupported):
+                absent = CreateResult.UNSUPPORTED
         return compare(self, name, data, absent=absent)
 
     def read(self, name: str) -> bytes | None:
@@ -215,16 +222,28 @@ def max_bytes(name: str) -> int:
 
 
 def compare(store: LogStore, name: str, data: bytes, *, absent: CreateResult) -> CreateResult:
-    """Compare `data` with the stored object and return the result of the create."""
+    """Compare `data` with the stored object and return the result of the create.
+
+    A record is another writer's only if it is intact: damaged bytes are UNKNOWN, since a proxy may have
+    damaged the answer, and the object may have exactly `data`.
+    """
     try:
         there = store.read(name)
-    except FormatError:
+        if there is None or there == data:
+            return absent if there is None else CreateResult.OK
+        if names.record_seq(name) is not None:
+            decode_record(there)
+    except NewerFormat:
         return CreateResult.EXISTS
-    except OSError:
+    except FormatError as error:
+        if names.record_seq(name) is None:
+            return CreateResult.EXISTS
+        store.last_error = f"{name} was read with damaged bytes: {error.message}"
         return CreateResult.UNKNOWN
-    if there is None:
-        return absent
-    return CreateResult.OK if there == data else CreateResult.EXISTS
+    except OSError as error:
+        store.last_error = store.last_error or str(error)
+        return CreateResult.UNKNOWN
+    return CreateResult.EXISTS
 
 
 def probe(directory: Path) -> None:
@@ -376,7 +395,8 @@ def create_record(store: LogStore, seq: int, data: bytes) -> CreateResult:
         return outcome
     try:
         covered = any(snapshot >= seq for snapshot in _snapshots(store))
-    except OSError:
+    except OSError as error:
+        store.last_error = str(error)
         return CreateResult.UNKNOWN
     return CreateResult.EXISTS if covered else CreateResult.OK
 

@@ -23,6 +23,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
 from ray_ckpt.errors import Fenced, RunInUse, Unavailable
 from ray_ckpt.format.names import make_attempt
+from ray_ckpt.storage.local import files
 from ray_ckpt.storage.remote.tier import RemoteTier
 from tests.actors.test_overview import trained
 from tests.actors.test_shutdown import SPEC, make_engine, training
@@ -193,6 +194,26 @@ def test_an_error_in_a_report_is_the_answer_to_that_report(monkeypatch: pytest.M
     report = GatheredReport(method="save_refused", arguments=(refused,), waits=False, may_wait_s=0.0)
     answer = engine.take(report)
     assert answer is not None and isinstance(answer.error, Unavailable)
+
+
+def test_a_record_that_the_store_refuses_has_the_error_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        engine = make_engine()
+        at_work = training(engine)
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def refuse(*_: object) -> None:
+            raise PermissionError("Operation not permitted: log")
+
+        monkeypatch.setattr(at_work.host, "handle", answered.set_result)
+        monkeypatch.setattr(ports_module, "encode_record", lambda _: b"{}")
+        monkeypatch.setattr(files, "write_temporary", refuse)
+        monkeypatch.setattr(RemoteTier, "missing", lambda _: "")  # its folder is there
+        RayPorts(engine, at_work).start(m.Append(record=SimpleNamespace(seq=9)))  # type: ignore[arg-type]
+        event = await asyncio.wait_for(answered, 10.0)
+        assert (event.outcome, event.reason) == ("unknown", "Operation not permitted: log")
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("failing", ["create_record", "encode_record"])

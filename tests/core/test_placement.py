@@ -241,7 +241,9 @@ def test_every_node_gets_the_holders_that_the_options_name(
         most = max([2 * fleet.replicas, *held.values()])
         outside = {n for n in others - inside if held[n] < most}
         wanted = fleet.replicas - near if near else min(fleet.replicas, num_outside)
-        assert len(set(holders) - inside) >= wanted or not outside - set(holders), "none is left that could hold more"
+        assert len(set(holders) - inside) >= wanted or not outside - set(holders), (
+            "none is left that could hold more"
+        )
 
 
 @given(st.integers(1, 3), st.integers(0, 5), st.integers(1, 5), st.randoms(use_true_random=False))

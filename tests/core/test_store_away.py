@@ -73,6 +73,16 @@ def test_of_many_that_wait_the_newest_stay_besides_the_one_in_flight() -> None:
     assert MAX_WAITING_COMMITS == 2
 
 
+def test_a_commit_that_is_dropped_names_the_error_of_the_store() -> None:
+    run = away()
+    for step in (20, 30, 40, 50):
+        run.save(step)
+    seq = run.machine.history.next_seq
+    refused = m.Appended(seq=seq, outcome="unknown", reason="403 AccessDenied")
+    (gone,) = of(run.feed(refused), m.NotifyOutcome)
+    assert gone.attempt.step == 30 and "its commit record. 403 AccessDenied" in str(gone.error)
+
+
 # -- groups ------------------------------------------------------------------------------------------
 
 
@@ -424,4 +434,4 @@ def test_the_reason_for_a_silent_log_is_in_the_warning() -> None:
     run.save(20)
     seq = run.machine.history.next_seq
     warned = one(run.feed(m.Appended(seq=seq, outcome="unknown", reason="/x is not there any more.")), m.Warn)
-    assert warned.text == f"The log did not answer for record {seq}; trying again. /x is not there any more."
+    assert warned.text == f"The log did not take record {seq}; trying again. /x is not there any more."

@@ -209,6 +209,33 @@ class TestObjects(LogStoreTests):
         assert store.create("a", b"2") is CreateResult.EXISTS
         assert store.read("a") == b"1"
 
+    @pytest.mark.parametrize("change", [lambda data: data[:-9], lambda data: b"?" + data[1:], lambda _: b""])
+    def test_a_record_that_is_read_with_damaged_bytes_is_no_record_of_another_writer(
+        self, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes]
+    ) -> None:
+        """As through a proxy that shortens the bodies of answers."""
+        store = on(CreatesOnce())
+        writer = Writer(store)
+        writer.write_to(2)
+        with monkeypatch.context() as patch:
+            whole = store.read
+            patch.setattr(store, "read", lambda name: change(whole(name) or b""))
+            assert writer.write(r.Note(text="mine")) is CreateResult.UNKNOWN
+            assert "00002.json was read with damaged bytes" in store.last_error
+        other = replace(writer.record(r.Note(text="other")), writer="other")
+        assert create_record(store, 2, r.encode_record(other)) is CreateResult.EXISTS
+        assert writer.write(r.Note(text="mine")) is CreateResult.OK
+
+    def test_the_last_error_is_that_of_the_last_create(self) -> None:
+        fs = CreatesOnce()
+        store = on(fs)
+        fs.before = failing(PermissionError("AccessDenied"))
+        assert store.create("a", b"1") is CreateResult.UNKNOWN
+        assert "AccessDenied" in store.last_error
+        fs.before = bool
+        assert store.create("a", b"1") is CreateResult.OK
+        assert store.last_error == ""
+
     @pytest.mark.parametrize(
         ("error", "outcome"),
         [
@@ -370,6 +397,7 @@ class TestPosix(LogStoreTests):
         with monkeypatch.context() as patch:
             patch.setattr(files, "fsync_dir", fail)
             assert store.create("a", b"1") is CreateResult.UNKNOWN
+            assert "injected" in store.last_error
         assert store.create("a", b"1") is CreateResult.OK
 
     def test_a_store_below_a_file_is_empty_and_takes_nothing(self, tmp_path: Path) -> None:
