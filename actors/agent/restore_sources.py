@@ -19,7 +19,7 @@ from ray_ckpt.format.digest import digest, root_digest
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, choose_fragments, decode_places
 from ray_ckpt.format.names import fragment_file, is_file_name, shard_files
 from ray_ckpt.restore.parity import GroupReader
-from ray_ckpt.restore.reader import FileSource, RestoreTicket, parity_sources
+from ray_ckpt.restore.reader import FileSource, RestoreTicket, further_sources, parity_sources
 from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.local.files import read_small
@@ -280,7 +280,8 @@ class SourceFinder:
         is_there = False
         checkpoint = resume.checkpoint
         name = fragment_file(index, checkpoint.num_nodes)
-        for source in self._sources(resume, index, name):
+        sources = self._sources(resume, index, name)
+        for source in (*sources, *further_sources(sources)):
             try:
                 data = self._read_whole(checkpoint.id, name, source)
                 with self._decoders:

@@ -48,15 +48,22 @@ class GroupSources:
     """The addresses of the nodes with the files of a parity group; see `GroupPlaces`.
 
     With `prefers_q` a single lost member is computed from Q, which helps if P has damaged bytes. The member
-    at position `without` counts as lost, which helps if that member has some.
+    at position `without` counts as lost, which helps if that member has some. `nodes` are those of the
+    `fragments`, by their ids.
     """
 
     group: ParityGroup
     num_nodes: int
+    nodes: tuple[tuple[str, ...], ...]
     fragments: tuple[tuple[str, ...], ...]
     parities: tuple[tuple[str, ...], ...]
     prefers_q: bool = False
     without: int | None = None
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The nodes with the files of the member that is left out."""
+        return () if self.without is None else self.nodes[self.without]
 
 
 def group_sources(
@@ -70,10 +77,22 @@ def group_sources(
     first = GroupSources(
         group=places.group,
         num_nodes=num_nodes,
+        nodes=places.fragments,
         fragments=addresses(places.fragments),
         parities=addresses(places.parities),
     )
     return (first, replace(first, prefers_q=True))[: places.group.parity]
+
+
+def further_ways(first: GroupSources) -> Iterator[GroupSources]:
+    """Yield the ways for files that P and Q have computed wrong; each leaves another member out.
+
+    A member has damaged bytes then that nobody knows of. One sum does not show which.
+    """
+    if first.group.parity > 1:
+        for at, held in enumerate(first.fragments):
+            if held:
+                yield replace(first, without=at)
 
 
 class _Gone(Exception):
@@ -419,9 +438,10 @@ class GroupReader:
 class Coded(ByteSource):
     """A file of a lost member of a parity group."""
 
-    def __init__(self, group: GroupReader, file: str) -> None:
+    def __init__(self, group: GroupReader, file: str, left_out: tuple[str, ...] = ()) -> None:
         self._group = group
         self._file = file
+        self.left_out = left_out
 
     def open(self) -> None:
         self._group.header()

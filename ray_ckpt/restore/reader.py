@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -32,7 +33,7 @@ from ray_ckpt.format.digest import Digester, digest
 from ray_ckpt.plan.restore import RowKey, row_key
 from ray_ckpt.restore.extents import Extent, Tally, cut_extents, first_rows, rows_by_file
 from ray_ckpt.restore.manifest import ManifestRef
-from ray_ckpt.restore.parity import PARITY, Coded, GroupReader, GroupSources, group_sources
+from ray_ckpt.restore.parity import PARITY, Coded, GroupReader, GroupSources, further_ways, group_sources
 from ray_ckpt.restore.sources import ByteSource, Disk, Mapped, Peer, Peers, Remote
 from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.texts import tier_text
@@ -103,6 +104,14 @@ def parity_sources(
         if index in places.group.members and any(places.parities)
         for sources in group_sources(places, num_nodes, endpoints)
     ]
+
+
+def further_sources(sources: Iterable[FileSource]) -> Iterator[FileSource]:
+    """Yield the sources to read after all others, of a file that may be computed: see `further_ways`."""
+    coded = next((source for source in sources if source.group is not None), None)
+    if coded is not None and coded.group is not None:
+        for way in further_ways(coded.group):
+            yield replace(coded, group=way)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +228,7 @@ class SourceReader:
         self._lock = threading.Lock()
         self._busy: set[str] = set()  # files with a source that answered, and could not serve
         self._unreached: set[str] = set()  # files with a source that was not reached
+        self._miscomputed: set[RowKey] = set()  # rows that a parity group has computed wrong
         self._is_lost = False  # all sources of a row have answered, and none has it intact
         self.parts: list[RestoredPart] = []
         self.damage: list[str] = []
@@ -296,20 +306,11 @@ class SourceReader:
         return extents
 
     def _source(self, file: str, turn: int) -> FileSource | None:
-        """Return source number `turn` of a file; None if there are fewer.
-
-        After the others come those for rows that P and Q of a parity group have computed wrong, since a
-        member has damaged bytes that nobody knows of: each leaves another member out.
-        """
+        """Return source number `turn` of a file, the further ones last; None if there are fewer."""
         sources = self._sources.get(file, ())
         if turn < len(sources):
             return sources[turn]
-        for coded in sources:
-            if coded.group is not None and coded.group.group.parity > 1:
-                there = [at for at, held in enumerate(coded.group.fragments) if held]
-                for without in there[turn - len(sources) :][:1]:
-                    return replace(coded, group=replace(coded.group, without=without))
-        return None
+        return next(islice(further_sources(sources), turn - len(sources), None), None)
 
     def _byte_source(self, source: FileSource, file: str) -> ByteSource:
         if source.is_in_memory:
@@ -321,7 +322,7 @@ class SourceReader:
             if source.group not in self._groups:
                 group = GroupReader(self._attempt, source.group, self._peers, self._limiter)
                 self._groups[source.group] = group
-            return Coded(self._groups[source.group], file)
+            return Coded(self._groups[source.group], file, source.group.left_out)
         if source.tier == "peer":
             name = FileName(run_uid=self._attempt.run_uid, directory=self._attempt.directory, file=file)
             return Peer(self._peers, source.endpoint, name)
@@ -460,8 +461,12 @@ class SourceReader:
             at = start + row.nbytes
             if sink is not None:
                 intact.append((row, sink))
+                if row_key(row) in self._miscomputed:
+                    self.bad_nodes.update(extent.source.left_out)
             else:
-                if extent.tally.tier in ("local", "peer"):
+                if isinstance(extent.source, Coded):
+                    self._miscomputed.add(row_key(row))
+                elif extent.tally.tier in ("local", "peer"):
                     self.bad_nodes.add(extent.tally.where)
                 self._reject(f"{row.file}: {row.label} on {extent.tally.source_text}: wrong digest")
         blocks.at_end()  # the source checks here that it has sent all bytes, and no more

@@ -31,6 +31,7 @@ class ByteSource(ABC):
 
     tries = 1
     is_verified = False  # the bytes were compared with their digests, and nobody can change them since
+    left_out: tuple[str, ...] = ()  # nodes whose files a computed file does without
 
     def open(self) -> None:  # noqa: B027
         """Prepare a read; OSError, EOFError or Unavailable if the read cannot succeed."""

@@ -19,7 +19,7 @@ from ray_ckpt.core.values import GroupPlaces
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format import names
 from ray_ckpt.format.manifest import FragmentVersion, choose_fragments, version_files
-from ray_ckpt.restore.parity import PARITY, GroupReader, GroupSources, group_sources
+from ray_ckpt.restore.parity import PARITY, GroupReader, GroupSources, further_ways, group_sources
 from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.checkpoint_files import CheckpointFile, SavedFiles, files_on
 from ray_ckpt.storage.parallel import map_in_order
@@ -51,7 +51,8 @@ def verify_copies(
     A checkpoint can be restored if the fragments match the log and cover every element exactly once, and if
     some holder has each file with the right size and header. Other findings are reported even then: a holder
     without a file that it should have, or a fragment on fewer nodes than its level promises. If there are
-    findings, the checkpoint is checked once more in the state that `retry` returns. Returns None if the
+    findings, the checkpoint is checked once more in the state that `retry` returns; if it could not be
+    restored, also with the files that a parity group gives without one of its members. Returns None if the
     checkpoint has been retired in the meantime.
 
     Raises NewerFormat if no copy of a fragment can be read and one has a newer version, but no error for
@@ -61,7 +62,9 @@ def verify_copies(
     if report.ok:
         return report
     found = retry(live)
-    return None if found is None else _check(*found, lambda num_copies: None)
+    if found is None:
+        return None
+    return _check(*found, lambda num_copies: None, is_further=not report.is_restorable)
 
 
 def num_copies(live: LiveCheckpoint) -> int:
@@ -70,11 +73,15 @@ def num_copies(live: LiveCheckpoint) -> int:
     return sum(map(len, live.holders)) + on_storage
 
 
-def _check(live: LiveCheckpoint, access: ReadAccess, progress: ProgressCallback) -> PlanReport:
+def _check(
+    live: LiveCheckpoint, access: ReadAccess, progress: ProgressCallback, *, is_further: bool = False
+) -> PlanReport:
     info = live.checkpoint
     live, bad_parities = _without_bad_parities(live, access)
     wanted = tuple(names.fragment_file(index, info.num_nodes) for index in range(info.num_nodes))
-    holders = tuple(_holders(live, wanted, access))
+    usual = tuple(_holders(live, wanted, access))
+    further = tuple(_further_holders(live, wanted, access)) if is_further else ()
+    holders = usual + further
     versions: dict[str, dict[str, FragmentVersion]] = {}  # versions of each fragment, by digest
     for read in _each(_HolderCheck.read_fragments, holders):
         for name, version in read.items():
@@ -99,7 +106,7 @@ def _check(live: LiveCheckpoint, access: ReadAccess, progress: ProgressCallback)
         is_restorable=not fatal,
         read_bytes=sum(holder.check.size_bytes for holder in holders),
         damages=[*fatal, *bad_parities, *_too_few(live, wanted)],
-        holders=[holder.report(wanted) for holder in holders],
+        holders=[holder.report(wanted) for holder in (*usual, *(one for one in further if one.is_whole))],
     )
 
 
@@ -111,8 +118,7 @@ def _holders(live: LiveCheckpoint, wanted: Sequence[str], access: ReadAccess) ->
         files: _FilesOfPeers = _HeldFiles(held, info.id, access.credentials, access.endpoints.get(node, ""))
         yield _HolderCheck(f"node {node[:SHORT_ID]}", held, files, node)
     for places in live.groups:
-        lost = {at for at in places.group.members if not live.holders[at]} - lost_members(places)
-        if lost:
+        if lost := _computed(live, places):
             computed = [wanted[at] for at in sorted(lost)]
             ways = group_sources(places, info.num_nodes, access.endpoints)
             for name, sources in zip("PQ", ways if len(lost) == 1 else ways[:1], strict=False):
@@ -120,6 +126,30 @@ def _holders(live: LiveCheckpoint, wanted: Sequence[str], access: ReadAccess) ->
                 yield _HolderCheck(f"{PARITY} ({name})" if len(lost) == 1 else PARITY, computed, files)
     if info.level >= Level.DURABLE and access.remote is not None:
         yield _StorageCheck(access.remote, info, wanted)
+
+
+def _further_holders(
+    live: LiveCheckpoint, wanted: Sequence[str], access: ReadAccess
+) -> Iterator[_HolderCheck]:
+    """Yield a check for each member of a group with a lost one, as if that member were damaged.
+
+    It is of files that the others give, those of both members; see `further_ways`.
+    """
+    info = live.checkpoint
+    for places in live.groups:
+        lost = _computed(live, places)
+        ways = group_sources(places, info.num_nodes, access.endpoints) if len(lost) == 1 else ()
+        for sources in further_ways(ways[0]) if ways else ():
+            assert sources.without is not None
+            computed = [wanted[at] for at in sorted({*lost, places.group.members[sources.without]})]
+            files = _ComputedFiles(computed, info.id, access.credentials, sources)
+            left_out = ", ".join(node[:SHORT_ID] for node in sources.left_out)
+            yield _HolderCheck(f"{PARITY} without {left_out}", computed, files)
+
+
+def _computed(live: LiveCheckpoint, places: GroupPlaces) -> set[int]:
+    """Return the members of a group without a holder whose files can be computed."""
+    return {at for at in places.group.members if not live.holders[at]} - lost_members(places)
 
 
 def _each(look: Callable[[_HolderCheck], R], holders: Sequence[_HolderCheck]) -> Iterator[R]:
@@ -217,6 +247,10 @@ class _HolderCheck:
     def is_silent(self) -> bool:
         """True if the holder does not answer, so that its files are unknown."""
         return isinstance(self._files, _FilesOfPeers) and self._files.is_silent
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.check.damages
 
     def read_fragments(self) -> dict[str, FragmentVersion]:
         """Read the readable fragments of this holder."""

@@ -19,7 +19,7 @@ from ray_ckpt.format.manifest import (
 )
 from ray_ckpt.format.names import fragment_file
 from ray_ckpt.restore.parity import GroupReader
-from ray_ckpt.restore.reader import FileSource, parity_sources
+from ray_ckpt.restore.reader import FileSource, further_sources, parity_sources
 from ray_ckpt.restore.sources import Peers
 from ray_ckpt.storage.remote.tier import RemoteTier
 from ray_ckpt.transport.client import PeerClient
@@ -127,7 +127,8 @@ class LiveManifest:
         """
         newer: NewerFormat | None = None
         is_found, name = False, self._name(index)
-        for source in self.sources_of(index):
+        sources = self.sources_of(index)
+        for source in (*sources, *further_sources(sources)):
             start_s = time.monotonic()
             try:
                 data = self._read(name, source)

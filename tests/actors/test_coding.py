@@ -16,11 +16,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typing_extensions import Buffer
 
 from ray_ckpt.actors.agent.coding import compute, damaged_parity
 from ray_ckpt.actors.agent.files import scrub
+from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
 from ray_ckpt.actors.agent.priority import ActiveCopies
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.run import NodeRun
@@ -33,7 +36,7 @@ from ray_ckpt.format.names import STILL, fragment_file, is_still_name, make_atte
 from ray_ckpt.format.parity import ParityHeader, decode_header, header_bytes
 from ray_ckpt.restore import parity
 from ray_ckpt.restore.parity import GroupReader, group_sources
-from ray_ckpt.restore.reader import FileSource, FlatSink, SourceReader, parity_sources
+from ray_ckpt.restore.reader import FileSource, FlatSink, RestoreTicket, SourceReader, parity_sources
 from ray_ckpt.restore.sources import BUSY_TRIES, Peers
 from ray_ckpt.storage.local.disks import Disks
 from ray_ckpt.storage.remote.tier import RemoteRef
@@ -286,21 +289,25 @@ def _checkpoint(group: Group) -> CheckpointInfo:
     )
 
 
-def test_a_ticket_has_the_manifest_and_the_files_of_lost_nodes(coded: Group) -> None:
-    lost, saved = (1, 4), coded.saved
-    places = coded.places(*lost)
-    resume = ResumePoint(checkpoint=_checkpoint(coded), holders=places.fragments, groups=(places,))
-    plan = SessionPlan(run_uid=UID, session=2, world_size=1, nodes=(), resume=resume)
+def _ticket(group: Group, *lost: int) -> tuple[RestoreTicket, ManifestMemory]:
+    """Return the ticket of a new node, with the memory of its manifest."""
+    places = group.places(*lost)
+    resume = ResumePoint(checkpoint=_checkpoint(group), holders=places.fragments, groups=(places,))
     finder = SourceFinder(
         run_uid=UID,
         node_id="spare",
         credentials=KEYS.credentials(UID),
         arenas={},
-        staging=coded.runs["spare"].staging,
-        storage=RemoteRef(storage_path=str(coded.root), run_name="gpt"),
-        endpoints=coded.endpoints,
+        staging=group.runs["spare"].staging,
+        storage=RemoteRef(storage_path=str(group.root), run_name="gpt"),
+        endpoints=group.endpoints,
     )
-    ticket, memory = finder.ticket(plan)
+    return finder.ticket(SessionPlan(run_uid=UID, session=2, world_size=1, nodes=(), resume=resume))
+
+
+def test_a_ticket_has_the_manifest_and_the_files_of_lost_nodes(coded: Group) -> None:
+    lost, saved = (1, 4), coded.saved
+    ticket, memory = _ticket(coded, *lost)
     try:
         assert ticket.manifest is not None
         manifest = ticket.manifest.open()
@@ -361,6 +368,51 @@ def test_a_flipped_bit_counts_as_one_loss(
             else:
                 assert found == saved.files[row.file][row.byte_offset : row.byte_offset + row.nbytes]
     assert bool(reader.damage) == bool(num_wrong) and not reader.is_unreachable
+
+
+def _harm(coded: Group, harm: str, member: int, lost: int) -> None:
+    """Damage files of a member on its node, so that P and Q compute a wrong fragment of `lost`."""
+    if harm == "zeroed":
+        for name in coded.files(member)[1:]:
+            path = coded.folder(NODES[member]) / name
+            path.write_bytes(bytes(path.stat().st_size))
+        return
+    name = coded.files(lost)[0]
+    columns = pq.ParquetFile(pa.BufferReader(coded.saved.files[name])).metadata.row_group(0)
+    found = {columns.column(at).path_in_schema: columns.column(at) for at in range(columns.num_columns)}
+    (header,) = coded.runs[NODES[0]].staging.parities(UID)
+    (span,) = header.layers[0].spans(name, [(found["digest"].data_page_offset + 50, 1)], WINDOW_BYTES)
+    ((file, offset, _, _),) = header.layers[0].pieces(member, span)
+    _flip(coded.folder(NODES[member]) / file, offset)
+
+
+@pytest.mark.parametrize("harm", ["zeroed", pytest.param("digests", id="in a column that is read later")])
+def test_a_lost_fragment_is_computed_without_a_member_that_is_damaged(coded: Group, harm: str) -> None:
+    """Damaged bytes that nobody knows of count as one loss for the manifest too."""
+    lost, damaged, saved = 5, 2, coded.saved
+    _harm(coded, harm, damaged, lost)
+    ticket, memory = _ticket(coded, lost)
+    try:
+        reader = SourceReader(saved.attempt, ticket.sources, credentials=ticket.credentials)
+        for row in saved.fragments[lost].rows[::3]:
+            wanted = saved.files[row.file][row.byte_offset : row.byte_offset + row.nbytes]
+            assert reader.read_bytes(row) == wanted
+        assert reader.bad_nodes == ({NODES[damaged]} if harm == "zeroed" else set()), "to be scrubbed"
+    finally:
+        memory.close()
+
+    whole = coded.places()
+    live = LiveCheckpoint(checkpoint=_checkpoint(coded), holders=whole.fragments, groups=(whole,))
+    access = ReadAccess(endpoints=coded.endpoints, credentials=KEYS.credentials(UID))
+    found = dry_run(live, Scenario(name="one node", lost=frozenset({NODES[lost]})), access)
+    assert found.verdict == "passed", found.problems
+
+    left = coded.places(lost)
+    after = replace(live, holders=left.fragments, groups=(left,))
+    report = verify_copies(after, access, retry=lambda known: (known, access))
+    assert report is not None and report.is_restorable
+    wheres = [holder.where for holder in report.holders if not holder.node]
+    assert wheres == ["parity (P)", "parity (Q)", "parity without node-2"]
 
 
 @pytest.mark.slow  # 3 s
