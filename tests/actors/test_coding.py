@@ -361,7 +361,7 @@ def test_a_flipped_bit_counts_as_one_loss(
     sources = _sources_of(coded, lost)
     reader = SourceReader(saved.attempt, sources, credentials=KEYS.credentials(UID))
     for member in {*flipped, *lost}:
-        for row in saved.fragments[member].rows[::3]:
+        for row in saved.fragments[member].rows[:3]:
             found = reader.read_bytes(row) if row.nbytes else b""
             if num_wrong:
                 assert found in (None, saved.files[row.file][row.byte_offset : row.byte_offset + row.nbytes])
