@@ -71,6 +71,7 @@ class NodeRun:
         ] = {}  # digests of ranks' still shards
         # file -> the session in which an earlier still shard was read, its entry, device and inode
         self.read_still: dict[str, tuple[SessionKey | None, FileEntry, tuple[int, int]]] = {}
+        self.bad_still: dict[str, tuple[SessionKey | None, FileEntry, tuple[int, int]]] = {}  # found damaged
         self.mended: dict[FileEntry, str] = {}  # still shards that were mended, and in which folder
         self.endpoints: dict[str, str] = {}  # addresses of agents, by node
         self._warned_of_space: SessionKey | None = None  # the last session that was warned of a full disk

@@ -82,10 +82,15 @@ def is_intact(run: NodeRun, directory: str, entry: FileEntry) -> bool:
         known = plan.session_key if plan else None, entry, (found.st_dev, found.st_ino)
         if run.read_still.get(entry.name) == known:
             return True
+        if run.bad_still.get(entry.name) == known:
+            return False
         blocks = read_written(path)
         for _ in checked(blocks, size_bytes=entry.size_bytes, digest=entry.digest, what=entry.name):
             pass
-    except (OSError, CorruptionError):
+    except OSError:
+        return False
+    except CorruptionError:
+        run.bad_still[entry.name] = known
         return False
     run.read_still[entry.name] = known
     return True

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from ray_ckpt.actors.agent import files
+from ray_ckpt.actors.agent import files, still_files
 from ray_ckpt.actors.agent.still_files import has_remotely, scrub_stored
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import messages as m
@@ -104,6 +104,32 @@ def test_with_parity_a_shard_is_read_before_it_is_linked(make: Callable[..., Sti
     node.path(5).unlink()
     node.path(5).write_bytes(data)
     assert node.save(6, BASE, head(6)).shared_bytes and node.inode(6) == node.inode(4), "another file"
+
+
+def test_a_damaged_shard_that_checkpoints_share_is_read_once(
+    make: Callable[..., StillNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be large, and each save would read it again while no scrub has found the damage."""
+    node = make("a", options=RunOptions(parity=(2, 1)))
+    for step in (1, 2, 3, 4):
+        node.save(step, BASE, head(step))
+    flip(node.path(1))
+    reads = list[Path]()
+
+    def counted(path: Path) -> Iterator[memoryview]:
+        reads.append(path)
+        return direct.read_written(path)
+
+    monkeypatch.setattr(still_files, "read_written", counted)
+    node.run.machine.plan.session_key = (1, 2)
+    assert not node.save(5, BASE, head(5)).shared_bytes and len(reads) == 1
+    node.path(5).unlink()  # the damaged one is the newest again
+    assert not node.save(6, BASE, head(6)).shared_bytes and len(reads) == 1
+    assert node.save(7, BASE, head(7)).shared_bytes and len(reads) == 2, "another file"
+    node.run.machine.plan.session_key = (1, 3)
+    for step in (6, 7):
+        node.path(step).unlink()
+    assert not node.save(8, BASE, head(8)).shared_bytes and len(reads) == 3, "another session"
 
 
 def test_the_rows_of_a_linked_shard_are_those_of_its_bytes(node: StillNode) -> None:

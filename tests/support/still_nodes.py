@@ -76,6 +76,7 @@ class StillNode:
             reach_epoch=lambda _: None,
             still={},
             read_still={},
+            bad_still={},
             mended={},
             limiter=Limiter(),
             drain_limiter=Limiter(),
