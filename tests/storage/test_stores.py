@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -174,6 +174,17 @@ class TestFiles:
         with pytest.raises(OSError):
             store.files.copy(f"{folder}/a", f"{folder}/b")
         assert uploads_in(store.files, folder) == [] and store.files.size(f"{folder}/b") is None
+
+    def test_a_copy_with_other_bytes_than_its_source_fails(
+        self, open_store: Callable[[str], Store], folder: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        files: Any = open_store("fsspec-gcs").files
+        put(files, f"{folder}/a", random_bytes(1000))
+        assert files.copy(f"{folder}/a", f"{folder}/b") == 1000
+        write, other = files._fs.pipe_file, random_bytes(1000, seed=1)
+        monkeypatch.setattr(files._fs, "cp_file", lambda source, target: write(target, other))
+        with pytest.raises(OSError, match="or other ones"):
+            files.copy(f"{folder}/a", f"{folder}/b")
 
     def test_a_missing_file_is_not_copied(self, store: Store, folder: str) -> None:
         with pytest.raises(OSError):

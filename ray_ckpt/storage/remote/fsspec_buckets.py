@@ -40,10 +40,16 @@ class BucketStore(FsspecStore):
     def copy(self, source: str, name: str) -> int:
         with self._errors(name):
             self._fs.cp_file(self._path(source), self._path(name))
-        size, source_size = self.size(name), self.size(source)
-        if size is None or size != source_size:
-            raise OSError(f"{self.where}/{name}: the store has {size} bytes of {source}, not {source_size}.")
+        copied, copied_from = self._info(name), self._info(source)
+        if copied is None or copied_from is None:
+            raise FileNotFoundError(f"{self.where}: {source} or its copy {name} is not there")
+        size = int(copied["size"])
+        if size != copied_from["size"] or not self._has_equal_checksums(copied, copied_from):
+            raise OSError(f"{self.where}/{name}: the store has {size} bytes, or other ones, of {source}.")
         return size
+
+    def _has_equal_checksums(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        return True  # S3 compares the checksum of an object with that of its copy
 
     def _make_parent(self, path: str) -> None:
         pass  # nothing to create; s3fs would create the bucket
@@ -139,7 +145,7 @@ class S3FsStore(BucketStore):
 
 
 class GcsFsStore(BucketStore):
-    """GCS through gcsfs. The checksum of a put is compared with the CRC32C that GCS computes for each object.
+    """GCS through gcsfs. Puts and copies are compared by the CRC32C that GCS computes for each object.
 
     gcsfs sends resumable uploads. GCS does not list or bill unfinished ones, and deletes them after a week.
     """
@@ -173,6 +179,9 @@ class GcsFsStore(BucketStore):
     def _has_checksum(self, info: Mapping[str, Any], checksum: Checksum | None) -> bool:
         stored = info.get("crc32c")  # an emulator may not compute checksums
         return stored is None or checksum is None or stored == base64.b64encode(checksum.digest()).decode()
+
+    def _has_equal_checksums(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        return bool(one.get("crc32c") == other.get("crc32c"))
 
 
 def open_buckets(location: Location, options: Mapping[str, str]) -> tuple[BucketStore, BucketStore]:
