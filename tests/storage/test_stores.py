@@ -175,6 +175,17 @@ class TestFiles:
             store.files.copy(f"{folder}/a", f"{folder}/b")
         assert uploads_in(store.files, folder) == [] and store.files.size(f"{folder}/b") is None
 
+    def test_a_part_that_is_answered_with_no_result_leaves_no_upload(
+        self, open_store: Callable[[str], Store], folder: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        files: Any = open_store("strict-s3").files
+        put(files, f"{folder}/a", random_bytes(1000))
+        monkeypatch.setattr(s3, "MAX_COPY_BYTES", 999)
+        monkeypatch.setattr(files._bucket._client, "upload_part_copy", lambda **_: {})
+        with pytest.raises(OSError, match="CopyPartResult"):
+            files.copy(f"{folder}/a", f"{folder}/b")
+        assert uploads_in(files, folder) == [] and files.size(f"{folder}/b") is None
+
     def test_a_copy_with_other_bytes_than_its_source_fails(
         self, open_store: Callable[[str], Store], folder: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

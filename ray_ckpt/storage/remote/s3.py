@@ -138,11 +138,11 @@ class S3Bucket:
                 )
                 parts.append({"PartNumber": number, "ETag": part["CopyPartResult"]["ETag"]})
             self._client.complete_multipart_upload(**target, MultipartUpload={"Parts": parts})
-        except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
+        except Exception as error:  # also for an answer of a server that lacks what the API promises
             if "UploadId" in target:
                 with contextlib.suppress(OSError):
                     self.abort(Upload(name=name, id=target["UploadId"], started_s=0.0))
-            raise OSError(f"{self.where}/{name}: {short_error(error)}") from None
+            raise OSError(f"{self.where}/{name}: {type(error).__name__}: {short_error(error)}") from None
         return True
 
     def _encryption(self) -> dict[str, str]:
