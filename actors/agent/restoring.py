@@ -152,6 +152,7 @@ class NodeRestore:
             or ticket.checkpoint is None
             or ticket.session_key != session_key
             or self._is_superseded
+            or self._is_freed
         ):
             raise Unavailable(f"Session {session_key[1]} restores nothing here.")
         if self._shared is None:

@@ -419,6 +419,25 @@ def test_a_restore_that_hangs_takes_no_thread_from_local_work(
     run_in_loop(story())
 
 
+def test_a_request_for_rows_that_comes_after_the_end_takes_no_memory(
+    stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint
+) -> None:
+    """It may be of a rank that has died; the memory would stay until the next session."""
+
+    async def story() -> None:
+        stage = Stage(stack, nodes, saved, is_proven=True)
+        restore = stage.restore()
+        ticket = await restore.ticket()
+        assert ticket.manifest is not None
+        row = next(row for row in ticket.manifest.open().of_file(shard_file(0, 2)) if row.nbytes)
+        restore.close_shared()
+        with pytest.raises(Unavailable, match="restores nothing here"):
+            await restore.fetch(ticket.session_key, 0, {row_key(row): (0, 1)}, ())
+        await stage.run.memory.freeing.wait()
+
+    run_in_loop(story())
+
+
 def test_bad_bytes_that_the_agent_reads_ahead_are_in_the_report_of_its_ranks(
     stack: ExitStack, nodes: Nodes, saved: SampleCheckpoint
 ) -> None:
