@@ -267,9 +267,10 @@ def _take_away(run: NodeRun, directory: str, damaged: Sequence[str]) -> set[tupl
 
 
 def _quarantine(run: NodeRun, bad: Sequence[tuple[str, str]]) -> None:
-    """Move bad files to quarantine. Raises the last OSError if no file could be moved.
+    """Move bad files to quarantine; those that cannot be moved stay, and are in no holding.
 
-    What was moved is found no more, so it has to be reported even if other files stay in place.
+    Raise the last OSError if the disk fails altogether, so that no file could be moved: the files may be
+    intact.
     """
     failures: list[OSError] = []
     for directory, file in bad:
@@ -278,7 +279,7 @@ def _quarantine(run: NodeRun, bad: Sequence[tuple[str, str]]) -> None:
         except OSError as error:
             log.warning("the damaged %s stays in %s: %s", file, directory, error)
             failures.append(error)
-    if failures and len(failures) == len(bad):
+    if failures and len(failures) == len(bad) and failures[-1].errno in LOST_BYTES:
         raise failures[-1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,12 +34,13 @@ from ray_ckpt.core.placement import place_groups
 from ray_ckpt.core.values import GroupPlaces, ResumePoint, SessionPlan
 from ray_ckpt.errors import CorruptionError, FormatError, Unavailable
 from ray_ckpt.format.names import STILL, fragment_file, is_still_name, make_attempt, parity_file
-from ray_ckpt.format.parity import ParityHeader, decode_header, header_bytes
+from ray_ckpt.format.parity import DIGEST_BYTES, ParityHeader, decode_header, header_bytes
 from ray_ckpt.restore import parity
 from ray_ckpt.restore.parity import GroupReader, group_sources
 from ray_ckpt.restore.reader import FileSource, FlatSink, RestoreTicket, SourceReader, parity_sources
 from ray_ckpt.restore.sources import BUSY_TRIES, Peers
 from ray_ckpt.storage.local.disks import Disks
+from ray_ckpt.storage.local.staging import Staging
 from ray_ckpt.storage.remote.tier import RemoteRef
 from ray_ckpt.transport.sending import Limiter
 from ray_ckpt.transport.server import PeerServer
@@ -677,6 +679,24 @@ def test_damage_to_shared_parity_is_found_in_each_checkpoint_that_has_it(group: 
     group.code(3, node)
     assert [header.attempt.step for header in group.runs[node].staging.parities(UID)] == [30]
     assert damaged_parity(group.runs[node], group.saved.attempt, 3, NUM_NODES) == ()
+
+
+def test_damaged_parity_that_cannot_be_moved_counts_when_it_is_made_anew(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, name = NODES[3], parity_file(3, NUM_NODES)
+    group.code(3, node)
+    _flip(group.folder(node) / name, (group.folder(node) / name).stat().st_size - DIGEST_BYTES - 1)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "quarantine", fail)
+        assert scrub(group.runs[node], group.saved.attempt, 3).damage == (name,)
+    assert group.runs[node].staging.parities(UID) == ()
+    group.code(3, node)
+    assert len(group.runs[node].staging.parities(UID)) == 1
 
 
 def test_a_member_that_a_node_has_is_copied(group: Group) -> None:

@@ -30,6 +30,7 @@ from ray_ckpt.format.names import fragment_file, shard_file
 from ray_ckpt.storage.local import direct
 from ray_ckpt.storage.local import files as files_module
 from ray_ckpt.storage.local.scrub import verify_fragment, verify_stored
+from ray_ckpt.storage.local.staging import Staging
 from ray_ckpt.storage.log_store import Unsupported
 from ray_ckpt.storage.remote.file_store import PosixFiles
 from ray_ckpt.transport import sending
@@ -742,18 +743,41 @@ def test_what_a_scrub_has_moved_is_reported_although_a_file_could_not_be_moved(
     for step in (1, 2, 3):
         node.save(step, BASE, head(step))
     flip(node.path(1))
-    quarantine = node.run.staging.quarantine
+    quarantine = Staging.quarantine
 
-    def fails_once(run: str, directory: str, file: str) -> None:
+    def fails_once(stage: Staging, run: str, directory: str, file: str) -> None:
         if directory == attempt(3).directory:
             raise OSError(errno.ENOSPC, "No space left on device")
-        quarantine(run, directory, file)
+        quarantine(stage, run, directory, file)
 
-    monkeypatch.setattr(node.run.staging, "quarantine", fails_once)
+    monkeypatch.setattr(Staging, "quarantine", fails_once)
     found = node.scrub(1)
     assert found.damage == (STILL_FILE,)
     assert [held.step for held, _ in found.shared] == [2, 3]
-    assert "stays in" in caplog.text and node.steps() == [3]
+    assert "stays in" in caplog.text and node.steps() == []
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
+def test_damage_is_reported_although_no_file_can_be_moved(
+    node: StillNode, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    for step in (1, 2):
+        node.save(step, BASE, head(step))
+    intact = node.path(1).read_bytes()
+    flip(node.path(1))
+
+    def fail(path: Path, **more: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files_module, "make_dirs", fail)
+        found = node.scrub(1)
+    assert found.damage == (STILL_FILE,) and [held.step for held, _ in found.shared] == [2]
+    assert node.path(1).exists() and node.steps() == [], "no inventory lists these copies"
+    assert node.scrub(2).damage, "a coordinator that counts it is corrected"
+    assert not node.save(3, BASE, head(3)).shared_bytes and node.scrub(3).damage == ()
+    node.run.staging.put(UID, attempt(1).directory, STILL_FILE, [intact])
+    assert node.steps() == [1, 3] and node.scrub(1).damage == ()
 
 
 def test_a_save_during_a_quarantine_shares_no_bad_file(

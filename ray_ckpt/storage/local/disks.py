@@ -21,7 +21,7 @@ from typing import TypeVar
 from typing_extensions import Buffer
 
 from ray_ckpt.core.ownership import RunMark
-from ray_ckpt.errors import InsufficientSpace, StagingError
+from ray_ckpt.errors import LOST_BYTES, InsufficientSpace, StagingError
 from ray_ckpt.format.parity import ParityHeader
 from ray_ckpt.storage.local import files
 from ray_ckpt.storage.local.direct import Written
@@ -48,6 +48,7 @@ class Disks:
         self._stages: list[Staging] = []
         self._out: set[Path] = set()  # roots that get no new files
         self._linkless: set[Path] = set()  # roots on file systems without hard links
+        self._bad: set[tuple[int, int, int]] = set()  # damaged files that could not be moved: see `_identity`
         self._pending: dict[Path, int] = dict.fromkeys(roots, 0)  # bytes that are being written to each root
         self._lock = threading.Lock()  # for `_out` and `_pending`
         self.no_links = threading.Lock()  # held while a file is taken away from all that share it
@@ -193,8 +194,19 @@ class Disks:
         return tuple(name for name in others if _is_file(stage.path(run_uid, name, file), found))
 
     def quarantine(self, run_uid: str, directory: str, file: str) -> None:
-        """Move a damaged file out of its checkpoint, which is then no longer a holding."""
-        self._stage_of(run_uid, directory, file).quarantine(run_uid, directory, file)
+        """Move a damaged file out of its checkpoint, which is then no longer a holding.
+
+        Nor is it one if the file cannot be moved, as on a full or read-only disk, until the file is written
+        anew or the agent is started again. If the disk fails altogether, the file may be intact, and counts.
+        """
+        stage = self._stage_of(run_uid, directory, file)
+        try:
+            stage.quarantine(run_uid, directory, file)
+        except OSError as error:
+            if error.errno not in LOST_BYTES:
+                with contextlib.suppress(OSError):
+                    self._bad.add(_identity(stage.path(run_uid, directory, file)))
+            raise
 
     def forget(self, run_uid: str, kept: Collection[str]) -> None:
         """Delete a run except the folders `kept`. A disk that fails is treated as by `delete`."""
@@ -229,7 +241,16 @@ class Disks:
     # -- what is here --------------------------------------------------------------------------------
 
     def holdings(self, run_uid: str, *, directory: str | None = None) -> Iterator[Holding]:
-        """Yield the run's fragments whose listed files are all on the disks. See `Staging.holdings`."""
+        """Yield the run's fragments whose listed files are all on the disks. See `Staging.holdings`.
+
+        Those with a file that is known to be damaged are left out.
+        """
+        for holding in self._holdings(run_uid, directory):
+            fragment = holding.fragment
+            if not self._is_bad(run_uid, fragment.attempt.directory, (file.name for file in fragment.files)):
+                yield holding
+
+    def _holdings(self, run_uid: str, directory: str | None) -> Iterator[Holding]:
         if len(self._stages) == 1:
             yield from self._stages[0].holdings(run_uid, directory=directory)
             return
@@ -245,11 +266,28 @@ class Disks:
                     yield holding
 
     def parities(self, run_uid: str, *, directory: str | None = None) -> tuple[ParityHeader, ...]:
-        """Return the headers of the run's parity files. See `Staging.parities`."""
+        """Return the headers of the run's parity files that are not damaged. See `Staging.parities`."""
         found = self._call_each(
             self._stages, lambda stage: tuple(stage.parities(run_uid, self.path, directory=directory))
         )
-        return tuple(dict.fromkeys(header for on_disk in found for header in on_disk))
+        headers = dict.fromkeys(header for on_disk in found for header in on_disk)
+        return tuple(
+            header
+            for header in headers
+            if not self._is_bad(
+                run_uid,
+                header.attempt.directory,
+                (layer.parity_file(header.position) for layer in header.layers),
+            )
+        )
+
+    def _is_bad(self, run_uid: str, directory: str, listed: Iterable[str]) -> bool:
+        """Return True if a file of a checkpoint is one that `quarantine` could not move."""
+        for file in listed if self._bad else ():
+            with contextlib.suppress(OSError):
+                if _identity(self.path(run_uid, directory, file)) in self._bad:
+                    return True
+        return False
 
     def directories(self, run_uid: str) -> tuple[str, ...]:
         """Return the run's checkpoint folders, complete or not."""
@@ -359,3 +397,9 @@ def _is_file(path: Path, known: os.stat_result) -> bool:
         found = path.lstat()
         return (found.st_dev, found.st_ino) == (known.st_dev, known.st_ino)
     return False
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    """Return the device, inode and time of a file; all of its links have the same, a new file has others."""
+    found = path.lstat()
+    return found.st_dev, found.st_ino, found.st_mtime_ns
