@@ -43,9 +43,10 @@ class Holders:
         """Return False for a node whose reports are late, because the node is dead."""
         return node in self.live and node not in self._left
 
-    def add_parity(self, attempt: str, group: ParityGroup, member: int, node: str) -> None:
+    def report_parity(self, attempt: str, group: ParityGroup, member: int, node: str) -> None:
+        """Add a parity file that is reported, unless it was found to be bad before the report came."""
         if self.counts(node):
-            self.parity.add(attempt, group, member, node)
+            self.parity.report(attempt, group, member, node)
 
     def of(self, attempt: str, node_index: int) -> frozenset[str]:
         return frozenset(self._nodes.get(attempt, {}).get(node_index, ()))
@@ -216,6 +217,18 @@ class Holders:
             if not held[node]:
                 del held[node]
 
+    def remove_parity(self, attempt: str, member: int, node: str, now_s: float) -> None:
+        """Remove a parity file from the registry, because the file is damaged."""
+        self.note_tried(attempt, node)
+        self.parity.take_away(attempt, member, node, now_s)
+
+    def distrust_parity(self, attempt: str, group: ParityGroup) -> None:
+        """Do not count the parity files of a group any more, because they give wrong bytes."""
+        for member in group.members:
+            for node in self.parity.of(attempt, member):
+                self.note_tried(attempt, node)
+        self.parity.distrust(attempt, group)
+
     def remove_all(self, attempt: str, node: str) -> None:
         """Remove the files of an attempt on a node from the registry, because they are evicted."""
         self._removed(attempt)
@@ -264,8 +277,10 @@ class Holders:
                 if held.attempt.run_uid == run_uid and taken_s < asked_s:
                     self.add(name, index, node)
             for coded in inventory.parities:
-                if coded.attempt.run_uid == run_uid:
-                    self.add_parity(coded.attempt.attempt, coded.group, coded.node_index, node)
+                name, index = coded.attempt.attempt, coded.node_index
+                is_counted = coded.attempt.run_uid == run_uid and self.counts(node)
+                if is_counted and not self.parity.learn(name, coded.group, index, node, asked_s):
+                    self.note_tried(name, node)
             complete = {held.attempt.attempt for held in inventory.fragments}
             complete |= {coded.attempt.attempt for coded in inventory.parities}
             for name in {*map(attempt_of, inventory.directories)} - complete:

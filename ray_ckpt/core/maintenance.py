@@ -373,10 +373,7 @@ class Maintenance:
             doubt.is_read = True
             return
         del self._doubts[key]
-        for member, nodes in zip(places.group.members, places.parities, strict=True):
-            for node in nodes:
-                holders.parity.remove(event.attempt.attempt, member, node)
-                holders.note_tried(event.attempt.attempt, node)
+        holders.distrust_parity(event.attempt.attempt, places.group)
         yield m.Warn(
             text=f"Step {event.attempt.step}: fragment {event.node_index} cannot be computed, because a file "
             "of its parity group had changed on its disk before it was coded. The group's parity no longer "
@@ -459,8 +456,7 @@ class Maintenance:
             self._context.measure(telemetry.CORRUPT, place="node")
         coded = [file for file in damage if file.startswith(PARITY_PREFIX)]
         if coded:
-            self._context.holders.parity.remove(attempt.attempt, node_index, node)
-            self._context.holders.note_tried(attempt.attempt, node)
+            self._context.holders.remove_parity(attempt.attempt, node_index, node, self._context.now_s)
         if len(coded) < len(damage):
             self._damaged.append((attempt.attempt, node_index))
             self._context.holders.remove(attempt.attempt, node_index, node, self._context.now_s)

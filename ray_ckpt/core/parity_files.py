@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import combinations
@@ -25,6 +26,11 @@ class ParityFiles:
         self._members: dict[str, dict[str, set[int]]] = {}  # the same as attempt -> node -> members
         # orders without an answer: (attempt, member, whether of its parity file) -> node
         self._made: dict[tuple[str, int, bool], str] = {}
+        self._wrong: dict[str, set[ParityGroup]] = {}  # attempt -> groups whose files give wrong bytes
+        # attempt -> (member, node): when a scrub took a file away
+        self._taken_s: dict[str, dict[tuple[int, str], float]] = {}
+        # attempt -> (member, node) of files that were ordered since they were bad; True: and are made
+        self._anew: dict[str, dict[tuple[int, str], bool]] = {}
 
     def know(self, attempt: str, groups: Iterable[ParityGroup]) -> None:
         """Note the groups of an attempt."""
@@ -40,9 +46,54 @@ class ParityFiles:
             self._nodes.setdefault(attempt, {}).setdefault(member, set()).add(node)
             self._members.setdefault(attempt, {}).setdefault(node, set()).add(member)
 
+    def report(self, attempt: str, group: ParityGroup, member: int, node: str) -> None:
+        """Add a file that its node has made, unless it was ordered before it was found to be bad."""
+        anew = self._anew.get(attempt, {})
+        if (member, node) in anew:
+            anew[member, node] = True
+        elif self._was_bad(attempt, member, node):
+            return
+        self.add(attempt, group, member, node)
+
+    def learn(self, attempt: str, group: ParityGroup, member: int, node: str, asked_s: float) -> bool:
+        """Add a file of an inventory that was asked for at `asked_s`. Return False if the file is bad.
+
+        The files of a wrong group stay on their nodes until they are made anew.
+        """
+        is_made = self._anew.get(attempt, {}).get((member, node), False)
+        is_wrong = self._is_wrong(attempt, member) and not is_made
+        if is_wrong or self._taken_s.get(attempt, {}).get((member, node), -math.inf) >= asked_s:
+            return False
+        self.add(attempt, group, member, node)
+        return True
+
+    def _is_wrong(self, attempt: str, member: int) -> bool:
+        return self.group_of(attempt, member) in self._wrong.get(attempt, ())
+
+    def _was_bad(self, attempt: str, member: int, node: str) -> bool:
+        return self._is_wrong(attempt, member) or (member, node) in self._taken_s.get(attempt, {})
+
+    def distrust(self, attempt: str, group: ParityGroup) -> None:
+        """Remove the files of a group that give wrong bytes; only those that are ordered later count."""
+        self._wrong.setdefault(attempt, set()).add(group)
+        for member in group.members:
+            for node in sorted(self.of(attempt, member)):
+                self.remove(attempt, member, node)
+        anew = self._anew.get(attempt, {})
+        self._anew[attempt] = {key: made for key, made in anew.items() if key[0] not in group.members}
+
+    def take_away(self, attempt: str, member: int, node: str, now_s: float) -> None:
+        """Remove a damaged file, which a scrub has taken away."""
+        self._taken_s.setdefault(attempt, {})[member, node] = now_s
+        self._anew.get(attempt, {}).pop((member, node), None)
+        self.remove(attempt, member, node)
+
     def ordered(self, order: Code) -> None:
         """Note that a node makes a file until its answer comes or it is lost."""
-        self._made[order.attempt.attempt, order.node_index, order.is_parity] = order.node_id
+        name, member, node = order.attempt.attempt, order.node_index, order.node_id
+        self._made[name, member, order.is_parity] = node
+        if order.is_parity and self._was_bad(name, member, node):
+            self._anew.setdefault(name, {}).setdefault((member, node), False)
 
     def ended(self, event: CodeEnded) -> None:
         key = event.attempt.attempt, event.node_index, event.is_parity
@@ -101,8 +152,8 @@ class ParityFiles:
     def forget(self, attempt: str) -> None:
         self._groups.pop(attempt, None)
         self._group_of.pop(attempt, None)
-        self._nodes.pop(attempt, None)
-        self._members.pop(attempt, None)
+        for known in (self._nodes, self._members, self._wrong, self._taken_s, self._anew):
+            known.pop(attempt, None)
 
 
 def lost_members(places: GroupPlaces, lost_nodes: Set[str] = frozenset()) -> frozenset[int]:

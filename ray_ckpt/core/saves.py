@@ -334,7 +334,7 @@ class Saves:
         if event.error is not None:
             holders.note_tried(name, event.node_id)
         elif event.is_parity:
-            holders.add_parity(name, event.group, event.node_index, event.node_id)
+            holders.report_parity(name, event.group, event.node_index, event.node_id)
         else:
             holders.report(name, event.node_index, event.node_id)
         if attempt is not None:

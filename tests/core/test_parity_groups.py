@@ -658,7 +658,7 @@ def test_a_search_for_too_few_copies_agrees_with_their_number(changes: list[tupl
         elif kind == "lose":
             holders.lose(frozenset(node))
         elif index in group.members:
-            holders.add_parity("x", group, index, node)
+            holders.report_parity("x", group, index, node)
         copies = holders.num_copies("x", 5)
         assert [holders.tolerates("x", 5, losses) for losses in range(4)] == [
             losses <= copies for losses in range(4)
@@ -672,9 +672,9 @@ def test_late_reports_of_a_dead_node_do_not_count() -> None:
     holders = Holders()
     holders.seen(frozenset("ab"))
     group = ParityGroup(members=(0, 1), parity=1)
-    holders.add_parity("x", group, 0, "z")
+    holders.report_parity("x", group, 0, "z")
     assert holders.anywhere("x") == frozenset()
-    holders.add_parity("x", group, 0, "a")
+    holders.report_parity("x", group, 0, "a")
     assert holders.anywhere("x") == {"a"}
     holders.remove_all("x", "a")
     assert holders.anywhere("x") == frozenset()

@@ -56,7 +56,7 @@ def a_parity_file_counts_when_it_is_ordered(patch: pytest.MonkeyPatch) -> None:
 
     def early(self: saves.Saves, attempt: Attempt, group: ParityGroup) -> object:
         for code in order(self, attempt, group):
-            self._context.holders.add_parity(code.attempt.attempt, group, code.node_index, code.node_id)
+            self._context.holders.report_parity(code.attempt.attempt, group, code.node_index, code.node_id)
             yield code
 
     patch.setattr(saves.Saves, "_code", early)

@@ -1,0 +1,129 @@
+"""Parity files that give wrong bytes, or that a scrub has taken away, and messages of an earlier time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ray_ckpt.core import messages as m
+from ray_ckpt.core.parity_files import tolerance
+from ray_ckpt.core.repair import RETRY_S
+from ray_ckpt.format.names import parity_file
+from ray_ckpt.types import AttemptId
+from tests.core.driver import Disk, Harness, of, one
+from tests.core.test_parity_groups import coded, harness, keep, read, save
+
+
+def carry_out(run: Harness, effects: Iterable[m.Effect], *, bad_step: int | None = None) -> list[m.Code]:
+    """Let repair and scrubs do what they order for two minutes; return the orders.
+
+    Fragments of `bad_step` are computed with wrong bytes.
+    """
+    orders: list[m.Code] = []
+    effects = list(effects)
+    for _ in range(60):
+        codes, scrubs = of(effects, m.Code), of(effects, m.Scrub)
+        orders += codes
+        effects = [*run.tick(RETRY_S)]
+        for code in codes:
+            is_wrong = code.attempt.step == bad_step and not code.is_parity
+            if code.is_parity:
+                keep(run, code)
+            end = coded(code, error="wrong bytes" if is_wrong else None)
+            effects += run.feed(replace(end, is_damage=is_wrong))
+        for scrub in scrubs:
+            effects += run.feed(read(scrub))
+    return orders
+
+
+def tolerates(run: Harness, attempt: AttemptId) -> int:
+    return min(map(tolerance, run.machine.view.parity_groups(attempt.attempt)))
+
+
+def distrusted() -> tuple[Harness, AttemptId, Disk]:
+    """Return a run without node b whose parity of step 20 was found to be wrong, that step, the disk of b."""
+    run = harness("abcdef", scrub_bytes_per_s=0, inventory_wait_s=0.0)
+    save(run, 10)
+    save(run, 20)
+    disk, attempt = run.disks["b"], run.attempt(20)
+    carry_out(run, run.lose_long_ago("b"), bad_step=20)
+    assert tolerates(run, attempt) == -1
+    return run, attempt, disk
+
+
+def come_back(run: Harness, disk: Disk) -> tuple[m.Effect, ...]:
+    """Let node b come back, so that all members of the group are there."""
+    run.disks["b"] = disk
+    run.live.add("b")
+    return run.feed(m.NodesSeen(live=frozenset(run.live)), m.NodesJoined(inventories={"b": disk.inventory()}))
+
+
+def test_wrong_parity_is_in_no_later_inventory_and_the_next_group_gets_an_older_checkpoint() -> None:
+    run, attempt, _ = distrusted()
+    run.open("acde")
+    assert tolerates(run, attempt) == -1
+    assert run.plan.resume is not None and run.plan.resume.checkpoint.step == 10
+
+
+def test_agents_that_start_again_do_not_bring_wrong_parity_back() -> None:
+    run, attempt, _ = distrusted()
+    run.feed(m.NodesJoined(inventories={node: run.disks[node].inventory() for node in "acd"}))
+    assert tolerates(run, attempt) == -1
+
+
+def test_a_node_with_nothing_but_wrong_parity_is_emptied_with_its_checkpoint() -> None:
+    run, attempt, _ = distrusted()
+    run.disks["f"].parities += [held for held in run.disks["c"].parities if held.attempt == attempt]
+    run.feed(m.NodesJoined(inventories={"f": run.disks["f"].inventory()}))
+    assert "f" in run.machine._context.holders.may_have(attempt.attempt)
+
+
+def test_parity_that_is_made_anew_counts_in_reports_and_inventories() -> None:
+    run, attempt, disk = distrusted()
+    orders = carry_out(run, come_back(run, disk))
+    assert {code.node_id for code in orders if code.attempt == attempt and code.is_parity} == set("abcd")
+    assert tolerates(run, attempt) == 2
+    run.open("abcd")
+    assert tolerates(run, attempt) == 2
+
+
+def test_an_order_that_was_under_way_when_parity_is_distrusted_proves_nothing() -> None:
+    run, attempt, disk = distrusted()
+    codes = [code for code in of((*come_back(run, disk), *run.tick(2.0)), m.Code) if code.attempt == attempt]
+    assert codes
+    run.machine._context.holders.distrust_parity(attempt.attempt, codes[0].places.group)
+    run.feed(*map(coded, codes))
+    (places,) = run.machine.view.parity_groups(attempt.attempt)
+    assert not any(places.parities)
+    carry_out(run, run.tick(2.0))
+    assert tolerates(run, attempt) == 2, "they are ordered again"
+
+
+def test_a_parity_file_that_a_scrub_has_taken_away_is_not_in_an_older_inventory() -> None:
+    run = harness()
+    save(run, 10)
+    attempt = run.attempt(10)
+    opened = replace(run.group("abcd"), asked_s=run.now_s)  # the inventories are taken here
+    run.tick(5.0)
+    damage = read(m.Scrub(attempt=attempt, node_index=2, place="c"), parity_file(2, 4))
+    code = one((*run.feed(damage), *run.tick(2.0)), m.Code)
+    run.feed(opened)
+    assert tolerates(run, attempt) == 1
+    run.feed(coded(code))
+    assert tolerates(run, attempt) == 2
+    run.tick(5.0)
+    run.feed(replace(run.group("abcd"), asked_s=run.now_s))
+    assert tolerates(run, attempt) == 2
+
+
+def test_a_late_report_of_a_parity_file_that_a_scrub_has_taken_away_does_not_count() -> None:
+    run = harness(goal_timeout_s=10.0)
+    codes = of(run.save(10), m.Code)
+    run.feed(*map(coded, codes[:2] + codes[3:]))
+    run.tick(20.0)
+    assert run.checkpoint(run.attempt(10)).replicas == 1
+    run.feed(read(m.Scrub(attempt=run.attempt(10), node_index=2, place="c"), parity_file(2, 4)))
+    run.feed(coded(codes[2]))
+    assert tolerates(run, run.attempt(10)) == 1
+    carry_out(run, run.tick(2.0))
+    assert tolerates(run, run.attempt(10)) == 2
