@@ -264,7 +264,7 @@ class CheckpointInfo:
     root_of: RootOf = "fragments"  # the files that `root_digest` covers
     suspect: str = ""  # replicas that differed at this save, if any were found
     shared_bytes: int = 0  # of `size_bytes`: in files that are links to an earlier checkpoint's on the nodes
-    damaged: str = ""  # indices of fragments that are damaged on the storage path, joined by commas
+    damaged: str = ""  # fragments that are damaged or unreadable on the storage path: indices, with commas
     exported: str = ""  # items, joined by commas, that the storage path has apart from the whole checkpoint
     exported_root: str = ""  # root digest of their fragments
     exported_bytes: int = 0

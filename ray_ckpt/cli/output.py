@@ -77,7 +77,7 @@ def remarks(info: CheckpointInfo, groups: Iterable[ParityGroup] = ()) -> Iterato
     if parity := parity_text(groups):
         yield f"its files are in parity groups ({parity})"
     if info.damaged:
-        yield f"a scrub has found damage on the storage path, in fragments {info.damaged}"
+        yield f"a scrub has found damage on the storage path, or cannot read it, in fragments {info.damaged}"
     if info.suspect:
         yield f"data-parallel replicas had drifted apart, {info.suspect}"
 

@@ -56,7 +56,7 @@ class Maintenance:
         self._crowded: set[str] = set()  # by last readings: full disks with checkpoints, and none to evict
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)  # fragments to be copied again
         self._doubts: dict[tuple[str, int, bool], _Doubt] = {}  # by file that was to be computed
-        self._unread: dict[str, set[int]] = {}  # as `bad_remote`; of earlier coordinators, not read since
+        self._unread: dict[str, set[int]] = {}  # as `bad_remote`: see `unread`
         self._recorded: dict[str, str] = {}  # attempt -> damaged fragments in the log; without those of none
         self._guessed: set[tuple[int, int]] = set()  # (num_nodes, fragment) of suspects by the log alone
         self.has_news = False  # what is damaged on the storage path may differ from `_recorded`
@@ -129,7 +129,10 @@ class Maintenance:
 
     @property
     def unread(self) -> set[str]:
-        """Attempts that an earlier coordinator found damaged on the storage path, not read since."""
+        """Attempts with fragments on the storage path that are recorded as damaged until they are read again.
+
+        An earlier coordinator has found them damaged, or a round could not read them.
+        """
         return {name for name, fragments in self._unread.items() if fragments}
 
     def decide(self, *, busy: Collection[str], is_training: bool) -> Iterator[m.Effect]:
@@ -433,6 +436,9 @@ class Maintenance:
             self._found_intact(event)
         if self._scrubs.ended(event):
             yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} cannot be read: {event.error}")
+            if event.place == m.REMOTE:
+                self._unread.setdefault(event.attempt.attempt, set()).add(event.node_index)
+                self.has_news = True
         shared = tuple(file for file in event.damage if is_still_name(file)) or event.damage
         found = [(event.attempt, event.node_index, event.damage)] if event.damage else []
         found += [(attempt, node_index, shared) for attempt, node_index in event.shared]

@@ -10,6 +10,7 @@ during a round, the next coordinator begins the round anew.
 
 A copy that an upload or a restore found damaged is read at once, before all rounds and without a budget. So
 are fragments on the storage path that may share a damaged still file there (`suspect_remote`), after them.
+One that a round cannot read there is such a suspect too, but is read again in a round only.
 
 A node puts a damaged copy into quarantine. The run machine removes the node from the holders, so that repair
 makes a new copy; after damage on the storage path, the machine drains the checkpoint again. The round
@@ -200,6 +201,8 @@ class Scrubs:
             self._round.todo.append(scrub)
             return False
         self._round.is_clean = False
+        if scrub.place == REMOTE:
+            self._suspects.setdefault(scrub, MAX_TRIES)  # proves nothing until a round has read it
         return True
 
     def _due(

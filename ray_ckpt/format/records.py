@@ -181,9 +181,10 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damaged:
-    """These fragments of a checkpoint are damaged on the storage path: their indices, joined by commas.
+    """These fragments of a checkpoint are damaged on the storage path, or could not be read there.
 
-    Empty if none is damaged any more; the latest such record of a checkpoint counts. See MAX_DAMAGED.
+    `fragments` are their indices, joined by commas; empty if none is damaged any more. The latest such record
+    of a checkpoint counts. See MAX_DAMAGED.
     """
 
     attempt: str

@@ -150,7 +150,10 @@ def test_tables_and_pages_name_the_damage_that_a_scrub_has_found(tmp_path: Path)
     assert "damaged" in catalog[20]._repr_html_() and "damaged" not in catalog[10]._repr_html_()
     verdict = next(v for v in to_json(read_report(catalog, START_S))["verdicts"] if v["title"] == "Damage")
     assert (verdict["tone"], verdict["head"]) == ("bad", "1 checkpoint")
-    assert verdict["text"] == "Found by a scrub on the storage path; the newest is step 20."
+    assert (
+        verdict["text"]
+        == "Found by a scrub on the storage path, or not readable there; the newest is step 20."
+    )
 
 
 def test_tables_and_pages_name_parity_groups(tmp_path: Path) -> None:

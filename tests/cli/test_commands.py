@@ -482,7 +482,7 @@ def test_show_and_verify_name_the_damage_that_a_scrub_has_found(run: SampleRun) 
     run.log.append(records.Damaged(attempt=attempt, fragments="0,1"))
     assert "damaged        fragments 0,1 on the storage path" in ray_ckpt_cli("show", run.folder, 50)
     assert as_json("show", run.folder, 50)["damaged"] == "0,1"
-    remark = "a scrub has found damage on the storage path, in fragments 0,1"
+    remark = "a scrub has found damage on the storage path, or cannot read it, in fragments 0,1"
     assert remark in ray_ckpt_cli("verify", run.folder, "--step", 50)
     run.log.append(records.Damaged(attempt=attempt, fragments=""))
     assert as_json("show", run.folder, 50)["damaged"] is None

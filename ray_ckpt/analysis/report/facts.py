@@ -467,7 +467,7 @@ def _damage(report: RunReport) -> Verdict | None:
     steps = [info.step for info in report.checkpoints if info.damaged and info.state == "live"]
     if not steps:
         return None
-    text = f"Found by a scrub on the storage path; the newest is step {steps[-1]}."
+    text = f"Found by a scrub on the storage path, or not readable there; the newest is step {steps[-1]}."
     return Verdict(tone="bad", title="Damage", head=count_text(len(steps), "checkpoint"), text=text)
 
 
