@@ -14,6 +14,7 @@ from itertools import pairwise
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.context import Context
+from ray_ckpt.core.parity_files import lost_members
 from ray_ckpt.core.parity_repair import ParityRepairs
 from ray_ckpt.core.placement import place_groups
 from ray_ckpt.core.rate_budget import Budget
@@ -401,16 +402,22 @@ class Maintenance:
         """Let copies on nodes where an upload, a copy or a restore has found damage be read at once.
 
         Else the next saves on these nodes would link the damaged bytes. The only copies of a checkpoint that
-        was restored all the same, with intact rows of several bad copies, are left to the next round.
+        was restored all the same, with intact rows of several bad copies, are left to the next round, unless
+        a parity group gives what they have.
         """
         known = self._context.history.checkpoints.get(attempt.attempt)
         is_sole = is_restored and known is not None and known.level < Level.DURABLE
         for index, names in self._context.holders.fragments(attempt.attempt).items():
-            if is_sole and names <= nodes:
+            if is_sole and names <= nodes and not self._is_computed(attempt, index, nodes):
                 continue
             for node in sorted(names & nodes):
                 self._scrubs.suspect(m.Scrub(attempt=attempt, node_index=index, place=node))
                 self._next_s = 0.0
+
+    def _is_computed(self, attempt: AttemptId, index: int, without: Set[str]) -> bool:
+        """Return True if a fragment can be computed without the files on some nodes."""
+        places = self._context.holders.places_of(attempt.attempt, index)
+        return places is not None and index not in lost_members(places, without)
 
     def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
         """Note the end of a scrub; warn of a damaged copy and do not count this copy any more."""

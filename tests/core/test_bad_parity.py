@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
+
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.maintenance import MAINTENANCE_S
 from ray_ckpt.core.parity_files import tolerance
 from ray_ckpt.core.repair import RETRY_S
 from ray_ckpt.format.names import parity_file
@@ -127,3 +130,15 @@ def test_a_late_report_of_a_parity_file_that_a_scrub_has_taken_away_does_not_cou
     assert tolerates(run, run.attempt(10)) == 1
     carry_out(run, run.tick(2.0))
     assert tolerates(run, run.attempt(10)) == 2
+
+
+@pytest.mark.parametrize(("bad", "is_read"), [("a", True), ("ab", True), ("abc", False)])
+def test_the_only_copy_that_a_restore_finds_damaged_is_read_at_once_if_its_group_can_compute_it(
+    bad: str, is_read: bool
+) -> None:
+    run = harness("abcdef", inventory_wait_s=0.0)
+    save(run, 10)
+    run.feed(run.group("abcd"))
+    effects = run.feed(*(run.restored(node, bad_nodes=list(bad)) for node in "abcd"))
+    scrubs = of([*effects, *run.tick(MAINTENANCE_S)], m.Scrub)
+    assert [scrub.place for scrub in scrubs] == ["a"] * is_read, "one at a time"

@@ -1088,7 +1088,7 @@ def test_an_unknown_append_is_tried_again_with_the_same_bytes() -> None:
     effects = run.save(10)
     first = one(effects, m.Append).record
     assert not of(effects, m.NotifyOutcome), "not acknowledged"
-    assert "did not answer" in one(effects, m.Warn).text
+    assert "did not take record" in one(effects, m.Warn).text
     run.store_mode = "ok"
     assert not run.tick(1)
     effects = run.tick(1)
