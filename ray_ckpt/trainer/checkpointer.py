@@ -14,13 +14,11 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from ray_ckpt.arguments import whole_number
-from ray_ckpt.capture.adapt import adapt
 from ray_ckpt.capture.engines import parts_of
 from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import RestoreInfo, SavedState
@@ -28,7 +26,6 @@ from ray_ckpt.collector import collector_paused
 from ray_ckpt.config import RunOptions, is_uri
 from ray_ckpt.core.values import STILL_WRITING, RankProgress, SessionKey
 from ray_ckpt.errors import CheckpointError, CollectiveError, ConfigError, RunConflict, named_text, text_of
-from ray_ckpt.format.names import make_attempt
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer.connection import Connection, ProgressThread, get_connection, open_checkpointers
 from ray_ckpt.trainer.handoff import SaveParts
@@ -36,9 +33,10 @@ from ray_ckpt.trainer.item_reader import ItemReader
 from ray_ckpt.trainer.link import Link
 from ray_ckpt.trainer.metrics import MetricReader, detached
 from ray_ckpt.trainer.outcomes import GOES_ON, Outcomes, SaveStats, UnprotectedGuard, warn_of_annotation
-from ray_ckpt.trainer.rank_items import RESERVED_ITEM, RankItems, start_gap_search
+from ray_ckpt.trainer.rank_items import RankItems, start_gap_search, with_item
 from ray_ckpt.trainer.reports import Reports
 from ray_ckpt.trainer.restoring import Restoring, called_again, step_of
+from ray_ckpt.trainer.save_count import SaveCount
 from ray_ckpt.trainer.save_signal import SaveSignals
 from ray_ckpt.trainer.saver import Saver
 from ray_ckpt.trainer.step_count import HINT, Call, StepCount
@@ -67,7 +65,7 @@ class Checkpointer:
         connection = self._connection = get_connection() if link is None else Connection(link=link)
         self._link = link = connection.need_link()
         self._probe = connection.probe
-        self._objects: dict[str, Any] = {}
+        self._objects: Mapping[str, Any] = {}
         # Set by the restore:
         self._session_key: SessionKey | None = None
         self._items: RankItems | None = None
@@ -76,15 +74,12 @@ class Checkpointer:
         self._survivor: Survivor | None = None
         self._rng: Any = None  # the restored random state, kept until the first step
         self._count = StepCount(salvages=link.options.salvage and link.identity.rank == 0)
+        self._saves = SaveCount(link.identity)
         self._signals = SaveSignals(link)
         self._metrics = MetricReader(is_first=link.identity.rank == 0)
         self._last_metrics: dict[str, Any] = {}  # of the calls for the last step
         self._whole_step = -1  # the last step for which `step` has returned
-        self._saved_step = 0  # the last step for which a save was begun
-        self._saved_before: int | None = None  # the saved step before that; None: there is none
-        self._saved_updates = 0  # number of optimizer steps at the last call of `save`
         self._loop: Callable[[], Generator[int] | None] = lambda: None  # the iterator of `steps`, if it lives
-        self._tries: dict[int, int] = {}
         self._save_calls = self._own_saves = 0  # in all, and those that the training loop itself requested
         self._is_over = False  # the loop has ended: nothing more is saved
         self._is_closed = False
@@ -103,19 +98,12 @@ class Checkpointer:
         one, `scheduler`; `actor=engine` registers `actor`, `actor_optimizer` and `actor_scheduler`.
         """
         for part, found in parts_of(name, obj).items():
-            self._add(part, found)
-
-    def _add(self, name: str, obj: Any) -> None:
-        if self._objects.get(name, self) is obj:  # the optimizer of an engine that is registered too
-            return
-        if self._session_key is not None:
-            raise ConfigError(f"The item {name!r} comes too late.", hint="Add all items before the restore.")
-        if RESERVED_ITEM.fullmatch(name) or name in self._objects or not name.isidentifier():
-            raise ConfigError(f"{name!r} cannot be the name of an item.", hint="Use another identifier.")
-        objects = {**self._objects, name: obj}
-        if not isinstance(obj, torch.optim.Optimizer):  # its parameters may belong to a later item
-            adapt(name, obj, {n: o for n, o in objects.items() if isinstance(o, torch.nn.Module)})
-        self._objects = objects
+            if self._objects.get(part, self) is found:  # the optimizer of an engine that is registered too
+                continue
+            if self._session_key is not None:
+                hint = "Add all items before the restore."
+                raise ConfigError(f"The item {part!r} comes too late.", hint=hint)
+            self._objects = with_item(self._objects, part, found)
 
     def hold(self, items: Mapping[str, Item], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replace all items, also after the restore, by these ready items.
@@ -176,28 +164,20 @@ class Checkpointer:
         self._saver = Saver(link, key, items.still, on_wait=self._outcomes.count_wait)
         self._survivor = make_survivor(link, key, items, self._saver)
         self._saver.prepare(items.predicted_layout(items.walk()))
-        self._saved_step = info.step if info else live_step or 0
-        self._count.restore(self._saved_step)
+        step = info.step if info else live_step or 0
+        self._count.restore(step)
+        self._saves.restore(step, key, items.window)
         self._outcomes.begin(key, checkpoint)
-        self._reports.begin(key, self._saved_step)
+        self._reports.begin(key, step)
         self._watch = ProgressThread(link, key, self._progress, self._signals)
         self._connection.used.set()
         return info
 
     def _progress(self) -> RankProgress:
         stall_s = self.stats.blocked_s[-1] if self.stats.blocked_s else 0.0
-        measured = self._signals.progress(step=self._count.last, saved_step=self._saved_step, stall_s=stall_s)
-        return replace(
-            measured,
-            saved_before=self._saved_before,
-            updates=self._num_updates(),
-            saved_updates=self._saved_updates,
-            is_over=self._is_over,
-        )
-
-    def _num_updates(self) -> int:
-        """Count the optimizer steps so far, to compare ranks; 0 in a group with parts, which differ."""
-        return self._items.window.num_steps if self._items and not self._link.identity.parts else 0
+        saved_step = self._saves.last_step
+        measured = self._signals.progress(step=self._count.last, saved_step=saved_step, stall_s=stall_s)
+        return self._saves.progress(measured, is_over=self._is_over)
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -326,7 +306,8 @@ class Checkpointer:
     def _complete(self, step: int, call: Call) -> int:
         """Note that `step` is complete, at the first call for this step. Raises as `step` does."""
         self._check_open(call)
-        step, is_new = self._count.complete(step, call, 0 < self._num_updates() == self._saved_updates)
+        is_same = self._saves.has_updates and self._saves.is_same_state()
+        step, is_new = self._count.complete(step, call, is_same)
         if is_new:
             self._signals.completed()
             self._rng, self._last_metrics = None, {}
@@ -391,12 +372,12 @@ class Checkpointer:
     def _joins_save(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
         """Return True if the state of `step` is captured already, and its save goes on or is committed."""
         captured = self._outcomes.captured(step)
-        if captured is None or self._saved_updates != self._num_updates():
+        if captured is None or not self._saves.is_same_state():
             return False
         self._require_saver().settle()
         if not self._outcomes.has_ended(captured, self._signals.block_s(self.options.max_block_s)):
             if self._link.identity.world_size > 1:  # another rank may not have captured it
-                self._link.skip(self._attempt(step), GOES_ON)
+                self._link.skip(self._saves.attempt(step), GOES_ON)
         elif not self._outcomes.is_committed(captured):
             return False
         self._outcomes.request(captured)
@@ -520,7 +501,7 @@ class Checkpointer:
             outcomes.is_committed(outcomes.pending[0], FIRST_OUTCOME_S)
         outcomes.check()
         saver.check()
-        attempt = self._attempt(step)
+        attempt = self._saves.attempt(step)
         saved = False
         try:
             with self._survivor.saving() if self._survivor is not None else contextlib.nullcontext():
@@ -539,9 +520,7 @@ class Checkpointer:
             self.stats.dropped += 1
             log.exception("step %d could not be captured", step)
             outcomes.skip(attempt, named_text(error))
-        if step != self._saved_step or self._saved_before is None:
-            self._saved_before = self._saved_step
-        self._saved_updates, self._saved_step = self._num_updates(), step
+        self._saves.begun(step)
         self.stats.blocked_s.append(time.monotonic() - start_s)
         return saved
 
@@ -550,7 +529,7 @@ class Checkpointer:
         step, known, new = self._count.last, self._last_metrics, detached(metrics)
         self._last_metrics = known | new
         is_saved = step == self._count.restored
-        captured = self._outcomes.captured(step) if self._saved_step == step else None
+        captured = self._outcomes.captured(step) if self._saves.last_step == step else None
         if captured is not None:
             self._require_saver().settle()
             self._outcomes.request(captured)
@@ -564,13 +543,6 @@ class Checkpointer:
             self._save(step, max_block_s=FLUSH_S)
         self._is_over = True
         self.flush(commit=not is_saved)
-
-    def _attempt(self, step: int) -> AttemptId:
-        assert self._session_key is not None
-        epoch, session = self._session_key
-        count, uid = self._tries.get(step, 0), self._link.identity.run_uid
-        self._tries = {step: count + 1}
-        return make_attempt(run_uid=uid, epoch=epoch, session=session, step=step, attempt=count)
 
     @collector_paused()
     def _capture(self, attempt: AttemptId, began_s: float) -> None:

@@ -40,6 +40,16 @@ MAX_POSTPONED = 1_000  # steps of an accumulation window; gradients that wait lo
 MAX_STEPPED = 100  # steps of an optimizer while a save waits: most windows end with the first step
 
 
+def with_item(objects: Mapping[str, Any], name: str, obj: Any) -> dict[str, Any]:
+    """Return `objects` with one more. Raises ConfigError for the name, UnsupportedItem for the object."""
+    if RESERVED_ITEM.fullmatch(name) or name in objects or not name.isidentifier():
+        raise ConfigError(f"{name!r} cannot be the name of an item.", hint="Use another identifier.")
+    objects = {**objects, name: obj}
+    if not isinstance(obj, torch.optim.Optimizer):  # its parameters may belong to a later item
+        adapt(name, obj, {n: o for n, o in objects.items() if isinstance(o, nn.Module)})
+    return objects
+
+
 class RankItems:
     """The items of a Checkpointer after its restore: registered objects, random state, gradients."""
 

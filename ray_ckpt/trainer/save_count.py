@@ -1,0 +1,64 @@
+"""The count of a rank's saves, with the optimizer steps that the rank had made at the last one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ray_ckpt.capture.gradients import Window
+from ray_ckpt.core.values import RankProgress, SessionKey
+from ray_ckpt.format.names import make_attempt
+from ray_ckpt.trainer.link import Identity
+from ray_ckpt.types import AttemptId
+
+
+class SaveCount:
+    """The saves of one rank."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._session_key: SessionKey = (0, 0)
+        self._window: Window | None = None
+        self._tries: dict[int, int] = {}
+        self.last_step = 0  # the last step for which a save was begun
+        self._step_before: int | None = None  # the saved step before that; None: there is none
+        self._updates = 0  # number of optimizer steps at the last save
+
+    def restore(self, step: int, session_key: SessionKey, window: Window) -> None:
+        """Begin a session after `step`; `window` counts the optimizer steps from now on."""
+        self.last_step, self._session_key, self._window = step, session_key, window
+
+    def attempt(self, step: int) -> AttemptId:
+        """Return the id of the next attempt to save `step`."""
+        epoch, session = self._session_key
+        count, uid = self._tries.get(step, 0), self._identity.run_uid
+        self._tries = {step: count + 1}
+        return make_attempt(run_uid=uid, epoch=epoch, session=session, step=step, attempt=count)
+
+    def begun(self, step: int) -> None:
+        """Note that a save of `step` has begun, of the live state."""
+        if step != self.last_step or self._step_before is None:
+            self._step_before = self.last_step
+        self._updates, self.last_step = self._num_updates(), step
+
+    def is_same_state(self) -> bool:
+        """Return whether no optimizer has stepped since the last save."""
+        return self._num_updates() == self._updates
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether an optimizer step was counted before the last save."""
+        return self._updates > 0
+
+    def _num_updates(self) -> int:
+        """Count the optimizer steps so far, to compare ranks; 0 in a group with parts, which differ."""
+        return self._window.num_steps if self._window and not self._identity.parts else 0
+
+    def progress(self, measured: RankProgress, *, is_over: bool) -> RankProgress:
+        """Return the measured progress of this rank with its saves. May be called from any thread."""
+        return replace(
+            measured,
+            saved_before=self._step_before,
+            updates=self._num_updates(),
+            saved_updates=self._updates,
+            is_over=is_over,
+        )
