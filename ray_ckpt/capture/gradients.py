@@ -67,7 +67,12 @@ class Window:
     @property
     def num_steps(self) -> int:
         """Number of steps of the optimizer with the most steps; 0 if no optimizer runs hooks."""
-        return max((used.num_steps for used in self._used), default=0)
+        return max(self.steps_of_each, default=0)
+
+    @property
+    def steps_of_each(self) -> tuple[int, ...]:
+        """Number of steps of each optimizer that runs hooks."""
+        return tuple(used.num_steps for used in self._used)
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -21,11 +21,12 @@ class SaveCount:
         self._tries: dict[int, int] = {}
         self.last_step = 0  # the last step for which a save was begun
         self._step_before: int | None = None  # the saved step before that; None: there is none
-        self._updates = 0  # number of optimizer steps at the last save
+        self._updates: tuple[int, ...] = ()  # number of steps of each optimizer at the last save
 
     def restore(self, step: int, session_key: SessionKey, window: Window) -> None:
         """Begin a session after `step`; `window` counts the optimizer steps from now on."""
         self.last_step, self._session_key, self._window = step, session_key, window
+        self._updates = self._num_updates()
 
     def attempt(self, step: int) -> AttemptId:
         """Return the id of the next attempt to save `step`."""
@@ -47,18 +48,21 @@ class SaveCount:
     @property
     def has_updates(self) -> bool:
         """Whether an optimizer step was counted before the last save."""
-        return self._updates > 0
+        return any(self._updates)
 
-    def _num_updates(self) -> int:
-        """Count the optimizer steps so far, to compare ranks; 0 in a group with parts, which differ."""
-        return self._window.num_steps if self._window and not self._identity.parts else 0
+    def _num_updates(self) -> tuple[int, ...]:
+        """Count the steps of each optimizer so far; of none in a group with parts, whose ranks differ."""
+        return self._window.steps_of_each if self._window and not self._identity.parts else ()
 
     def progress(self, measured: RankProgress, *, is_over: bool) -> RankProgress:
-        """Return the measured progress of this rank with its saves. May be called from any thread."""
+        """Return the measured progress of this rank with its saves. May be called from any thread.
+
+        Ranks are compared by the optimizer with the most steps.
+        """
         return replace(
             measured,
             saved_before=self._step_before,
-            updates=self._num_updates(),
-            saved_updates=self._updates,
+            updates=max(self._num_updates(), default=0),
+            saved_updates=max(self._updates, default=0),
             is_over=is_over,
         )

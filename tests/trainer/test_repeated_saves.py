@@ -119,6 +119,31 @@ def test_a_state_that_an_optimizer_has_changed_since_is_another_one(link: SlowCo
     ckpt.close()
 
 
+@pytest.mark.parametrize("call", ["step", "save"])
+def test_a_step_of_any_optimizer_makes_another_state(link: SlowCommits, call: str) -> None:
+    """As in a GAN, whose discriminator has made more steps than the generator that steps now."""
+    models = nn.ModuleList((nn.Linear(2, 2), nn.Linear(2, 2)))
+    often, seldom = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    ckpt = Checkpointer(link=link, models=models, often=often, seldom=seldom)
+    ckpt.restore()
+    for _ in range(5):
+        often.step()
+    getattr(ckpt, call)(4)
+    ckpt.flush()
+    assert [s.attempt.step for s in link.sealed] == [4]
+    assert ckpt._progress().updates == ckpt._progress().saved_updates == 5
+    link.end()
+    seldom.step()
+    if call == "save":
+        with pytest.raises(ConfigError, match="Step 4 comes twice"):
+            ckpt.save(4)
+    else:
+        assert ckpt.save(4)
+        ckpt.flush()
+        assert [s.attempt.step for s in link.sealed] == [4, 4]
+    ckpt.close()
+
+
 def test_a_change_under_the_lock_after_the_capture_is_left_to_the_next_step(link: SlowCommits) -> None:
     """As an average is swapped in to evaluate it; a second save of a step that is committed is dropped."""
     ckpt, optimizer = begun(link)
