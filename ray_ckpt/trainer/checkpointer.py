@@ -205,6 +205,7 @@ class Checkpointer:
             for step in range(first, total + 1):
                 if self._probe is not None:
                     self._probe.begun(step, items.items)
+                self._count.begun = step
                 yield step
                 if self._count.is_passed_over(step):
                     self._guard.check(step)
@@ -223,8 +224,13 @@ class Checkpointer:
             self.flush()
             self._end_progress()
             raise
-        self._count.end(total)
-        self.finish()
+        if self._count.end(total):
+            self.finish()
+        else:  # the live state is that of a step without a name
+            self._is_over = True
+            self.flush(commit=True)
+            self._reports.report(self._count.last)
+            self._end_progress()
 
     # -- for a loop that calls back ------------------------------------------------------------------
 
@@ -269,7 +275,8 @@ class Checkpointer:
         """Save the last step unless it is saved, and wait until the save is committed: training is over.
 
         Call this on every rank, after the last step; `steps` does. Metrics are as in `save`. Returns False if
-        there is no checkpoint of the last step: see the log, or `wait`.
+        there is no checkpoint of the last step: see the log, or `wait`. The last step is the last one that a
+        call has named: if a registered optimizer has stepped since, the state is of no step, and not saved.
         """
         self._check_open("finish")
         self._save_last(metrics)
@@ -308,6 +315,7 @@ class Checkpointer:
         self._check_open(call)
         is_same = self._saves.has_updates and self._saves.is_same_state()
         step, is_new = self._count.complete(step, call, is_same)
+        self._saves.completed()
         if is_new:
             self._signals.completed()
             self._rng, self._last_metrics = None, {}
@@ -525,7 +533,10 @@ class Checkpointer:
         return saved
 
     def _save_last(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Save the last step unless it is saved, once more if its save failed, and wait for the commit."""
+        """Save the last step unless it is saved, once more if its save failed, and wait for the commit.
+
+        A later state is not saved. If no optimizer runs hooks, the state counts as that of the last step.
+        """
         step, known, new = self._count.last, self._last_metrics, detached(metrics)
         self._last_metrics = known | new
         is_saved = step == self._count.restored
@@ -537,9 +548,16 @@ class Checkpointer:
             is_saved = self._outcomes.is_committed(captured) is not False
             if is_saved and self._last_metrics != known:
                 self.annotate(step, metrics=new)
-        if not is_saved and self._require_items().postpone():
-            log.warning("the loop ends in an accumulation window; its gradients are not in the checkpoint")
-        if not is_saved:
+        if self._count.has_gone_on or self._saves.is_later_state():
+            why = "the loop has gone on" if self._count.has_gone_on else "an optimizer has stepped"
+            if is_saved:
+                log.warning("the state at the end is not saved: %s since step %d", why, step)
+            else:
+                self._outcomes.skip(self._saves.attempt(step), f"{why} since then")
+        elif not is_saved:
+            if self._require_items().postpone():
+                text = "the loop ends in an accumulation window; its gradients are not in the checkpoint"
+                log.warning(text)
             self._save(step, max_block_s=FLUSH_S)
         self._is_over = True
         self.flush(commit=not is_saved)

@@ -1,4 +1,7 @@
-"""The count of a rank's saves, with the optimizer steps that the rank had made at the last one."""
+"""The count of a rank's saves, and the optimizer steps that the rank had made at its last save and step.
+
+The live state is that of the last save, or of the last completed step, until an optimizer steps.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,13 @@ class SaveCount:
         self.last_step = 0  # the last step for which a save was begun
         self._step_before: int | None = None  # the saved step before that; None: there is none
         self._updates: tuple[int, ...] = ()  # number of steps of each optimizer at the last save
+        self._updates_of_step: tuple[int, ...] = ()  # at the last completed step, also in a group with parts
 
     def restore(self, step: int, session_key: SessionKey, window: Window) -> None:
         """Begin a session after `step`; `window` counts the optimizer steps from now on."""
         self.last_step, self._session_key, self._window = step, session_key, window
         self._updates = self._num_updates()
+        self.completed()
 
     def attempt(self, step: int) -> AttemptId:
         """Return the id of the next attempt to save `step`."""
@@ -40,6 +45,14 @@ class SaveCount:
         if step != self.last_step or self._step_before is None:
             self._step_before = self.last_step
         self._updates, self.last_step = self._num_updates(), step
+
+    def completed(self) -> None:
+        """Note that the live state is that of the last completed step."""
+        self._updates_of_step = self._window.steps_of_each if self._window else ()
+
+    def is_later_state(self) -> bool:
+        """Return whether an optimizer that runs hooks has stepped since the last completed step."""
+        return self._window is not None and self._window.steps_of_each != self._updates_of_step
 
     def is_same_state(self) -> bool:
         """Return whether no optimizer has stepped since the last save."""

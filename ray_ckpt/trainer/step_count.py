@@ -30,6 +30,7 @@ class StepCount:
         self._salvages = salvages
         self.last = 0  # the last completed step
         self.restored = 0
+        self.begun = 0  # the last step that a loop over `steps` has begun
         self._num = 0  # number of steps completed since the restore
         self._num_saves = 0  # number of these steps for which only `save` was called
         self._stepped = 0  # the last step for which `step` was called
@@ -58,10 +59,16 @@ class StepCount:
             )
         return step > self.last
 
-    def end(self, total: int) -> None:
-        """Note the end of a loop of `total` steps; log an error if no call has named the last one."""
-        if self.restored < total and self.last < total:
+    def end(self, total: int) -> bool:
+        """Return True if a call has named the last one of `total` steps, else log an error."""
+        if self.last < total:
             log.error("the loop ended without ckpt.step(%d): the state after that step is not saved", total)
+        return self.last >= total
+
+    @property
+    def has_gone_on(self) -> bool:
+        """Whether a loop over `steps` has gone on after the last completed step."""
+        return self.begun > self.last
 
     def complete(self, value: Any, call: Call, is_same: bool = False) -> tuple[int, bool]:
         """Return the step that the argument of `call` names, and True if this step is new.
