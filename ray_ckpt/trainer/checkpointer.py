@@ -78,7 +78,7 @@ class Checkpointer:
         self._signals = SaveSignals(link)
         self._metrics = MetricReader(is_first=link.identity.rank == 0)
         self._last_metrics: dict[str, Any] = {}  # of the calls for the last step
-        self._whole_step = -1  # the last step for which `step` has returned
+        self._whole_step = -1  # the last step, if its calls have returned and none has to follow
         self._loop: Callable[[], Generator[int] | None] = lambda: None  # the iterator of `steps`, if it lives
         self._save_calls = self._own_saves = 0  # in all, and those that the training loop itself requested
         self._is_over = False  # the loop has ended: nothing more is saved
@@ -302,6 +302,7 @@ class Checkpointer:
         is_over = items.is_postponing and not items.is_accumulating()  # the window that a save waits for
         if not (is_due := self._is_due(step, by_default=by_default) or is_over):
             self._check_outcomes(step)
+            self._whole_step = step
         return is_due
 
     def _is_due(self, step: int, *, by_default: bool = True) -> bool:
@@ -316,6 +317,7 @@ class Checkpointer:
         is_same = self._saves.has_updates and self._saves.is_same_state()
         step, is_new = self._count.complete(step, call, is_same)
         self._saves.completed()
+        self._whole_step = -1
         if is_new:
             self._signals.completed()
             self._rng, self._last_metrics = None, {}
@@ -375,6 +377,7 @@ class Checkpointer:
             self._own_saves += 1
             if self._own_saves >= 2:  # by then a rank that saves alone has had its error
                 self._reports.report_if_due(step)
+        self._whole_step = step
         return saved
 
     def _joins_save(self, step: int, metrics: Mapping[str, Any] | None) -> bool:

@@ -161,7 +161,11 @@ class Outcomes:
 
     def warn_if_unsaved(self, step: int, *, since: int, begun: int) -> None:
         """Warn if the last whole `step` after step `since` has no save; the loop was left in `begun`."""
-        if step > since and self.captured(step) is None:
+        if step <= since or self.captured(step) is not None:
+            return
+        if step == begun:
+            log.warning("the loop was left in step %d, before the save of that step", step)
+        else:
             log.warning(
                 "the loop was left in step %d; step %d, the last whole one, is not saved", begun, step
             )

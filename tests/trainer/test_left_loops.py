@@ -15,6 +15,7 @@ from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import ConfigError, Unprotected
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import close_all
+from ray_ckpt.trainer.outcomes import UnprotectedGuard
 from tests.capture.local import LocalLink
 
 
@@ -38,6 +39,53 @@ def test_close_saves_the_step_at_which_the_loop_was_left(is_whole: bool, saved: 
     ckpt.close()
     assert [s.attempt.step for s in link.sealed] == saved and not link.skipped
     ckpt.close()
+
+
+@pytest.mark.parametrize(("at", "saved"), [(6, [4, 6]), (8, [4, 8])])
+@pytest.mark.parametrize("by", ["due and save", "save"])
+def test_a_loop_without_step_may_be_left_as_well(
+    by: str, at: int, saved: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    link = LocalLink(RunOptions(memory="double", every_steps=4))
+    ckpt = Checkpointer(link=link, model=nn.Linear(2, 2))
+    for step in ckpt.steps(total=10):
+        if ckpt.due(step) if by == "due and save" else step in (4, 8):
+            ckpt.save(step)
+        if by == "save" and step == 6 == at:
+            ckpt._saver.wait_free = lambda timeout_s: False  # type: ignore[method-assign,union-attr]
+            assert not ckpt.save(step)
+            del ckpt._saver.wait_free  # type: ignore[union-attr]
+        if step == at:
+            break
+    ckpt.close()
+    assert [s.attempt.step for s in link.sealed] == saved and "the loop was left" not in caplog.text
+
+
+def test_a_step_that_is_due_is_not_whole_before_it_is_saved(caplog: pytest.LogCaptureFixture) -> None:
+    """An evaluation with other weights may have failed in between."""
+    link = LocalLink(RunOptions(memory="double", every_steps=4))
+    ckpt = Checkpointer(link=link, model=nn.Linear(2, 2))
+    for step in ckpt.steps(total=10):
+        if ckpt.due(step):
+            break
+    ckpt.close()
+    assert not link.sealed and "left in step 4, before the save of that step" in caplog.text
+
+
+@pytest.mark.parametrize("calls", [("step",), ("due", "save"), ("step", "save")])
+def test_a_step_whose_call_raised_is_not_saved_again(calls: tuple[str, ...]) -> None:
+    link = LocalLink(RunOptions(memory="double", every_steps=4))
+    ckpt = Checkpointer(link=link, model=nn.Linear(2, 2))
+    with pytest.raises(Unprotected):
+        for step in ckpt.steps(total=10):
+            for call in calls:
+                if step == 6 and call == calls[-1]:
+                    ckpt._guard = UnprotectedGuard(timedelta(microseconds=1))
+                    time.sleep(0.001)
+                if call != "save" or step == 6:
+                    getattr(ckpt, call)(step)
+    ckpt.close()
+    assert [s.attempt.step for s in link.sealed].count(6) == ("save" in calls)
 
 
 def test_a_loop_that_is_in_use_when_its_checkpointer_is_closed_ends_there() -> None:
