@@ -209,20 +209,11 @@ class Checkpointer:
                 yield step
                 if self._count.is_passed_over(step):
                     self._guard.check(step)
-        except GeneratorExit:  # break, or an exception in the body: other ranks may still be in the loop
-            if self not in open_checkpointers or sys.is_finalizing():  # closed, or its memory is collected
-                if not self._is_closed:
-                    log.warning("step %d may not be saved: its loop was left, and close was not called", step)
-                raise
-            is_whole = self._whole_step == step  # otherwise the state is between two steps
-            if is_whole:
-                self._save_last()
-            else:
-                self._outcomes.warn_if_unsaved(self._count.last, since=self._count.restored, begun=step)
-            if self._survivor is not None and (not is_whole or self._outcomes.has_failed):
-                self._survivor.leave()
-            self.flush()
-            self._end_progress()
+        except (GeneratorExit, CheckpointError):  # break, an exception in the body, or Unprotected
+            if self in open_checkpointers and not sys.is_finalizing():
+                self._leave(step)
+            elif not self._is_closed:  # its memory is collected
+                log.warning("step %d may not be saved: its loop was left, and close was not called", step)
             raise
         if self._count.end(total):
             self.finish()
@@ -231,6 +222,18 @@ class Checkpointer:
             self.flush(commit=True)
             self._reports.report(self._count.last)
             self._end_progress()
+
+    def _leave(self, begun: int) -> None:
+        """End a loop that was left in step `begun`: other ranks may still be in it."""
+        is_whole = self._whole_step == begun  # otherwise the state is between two steps
+        if is_whole:
+            self._save_last()
+        else:
+            self._outcomes.warn_if_unsaved(self._count.last, since=self._count.restored, begun=begun)
+        if self._survivor is not None and (not is_whole or self._outcomes.has_failed):
+            self._survivor.leave()
+        self.flush()
+        self._end_progress()
 
     # -- for a loop that calls back ------------------------------------------------------------------
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from ray_ckpt.config import RunOptions
+from ray_ckpt.core.values import Salvage
 from ray_ckpt.errors import ConfigError, Unprotected
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from ray_ckpt.trainer.connection import close_all
@@ -171,6 +174,29 @@ def test_a_loop_that_never_names_its_steps_ends_when_it_has_been_unprotected_too
     with pytest.raises(Unprotected, match="Training ends at step 1"):
         for _ in ckpt.steps(total=20):
             time.sleep(0.001)
+
+
+def test_a_loop_that_is_unprotected_between_two_calls_ends_as_by_an_error_in_its_body() -> None:
+    options = RunOptions(memory="double", unprotected_after=1, every_steps=100, salvage=True)
+    link = LocalLink(options, world_size=2)
+    link.decision.set_result(Salvage(session_key=(1, 1), reason="the test has one rank"))
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = Checkpointer(link=link, model=model, optimizer=optimizer)
+    steps = ckpt.steps(total=20)
+    with pytest.raises(Unprotected, match="Training ends at step 6"):
+        for step in steps:
+            if step <= 5:
+                optimizer.step()
+                ckpt.step(step)
+            if step == 5:
+                link.go.clear()
+                ckpt.save(step)
+                threading.Timer(0.3, link.go.set).start()
+            if step == 6:
+                ckpt._guard.failed(4, "no space")  # the outcome of an earlier save comes late
+    assert ckpt._watch is None and list(link.files) == [5] and link.offers == [(5,)]
+    ckpt.close()
 
 
 @pytest.mark.parametrize("call", ["step", "save"])
