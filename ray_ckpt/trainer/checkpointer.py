@@ -215,25 +215,29 @@ class Checkpointer:
             elif not self._is_closed:  # its memory is collected
                 log.warning("step %d may not be saved: its loop was left, and close was not called", step)
             raise
-        if self._count.end(total):
-            self.finish()
-        else:  # the live state is that of a step without a name
-            self._is_over = True
-            self.flush(commit=True)
-            self._reports.report(self._count.last)
+        try:
+            if self._count.end(total):
+                self.finish()
+            else:  # the live state is that of a step without a name
+                self._is_over = True
+                self.flush(commit=True)
+                self._reports.report(self._count.last)
+        finally:
             self._end_progress()
 
     def _leave(self, begun: int) -> None:
         """End a loop that was left in step `begun`: other ranks may still be in it."""
         is_whole = self._whole_step == begun  # otherwise the state is between two steps
-        if is_whole:
-            self._save_last()
-        else:
-            self._outcomes.warn_if_unsaved(self._count.last, since=self._count.restored, begun=begun)
-        if self._survivor is not None and (not is_whole or self._outcomes.has_failed):
-            self._survivor.leave()
-        self.flush()
-        self._end_progress()
+        try:
+            if is_whole:
+                self._save_last()
+            else:
+                self._outcomes.warn_if_unsaved(self._count.last, since=self._count.restored, begun=begun)
+            if self._survivor is not None and (not is_whole or self._outcomes.has_failed):
+                self._survivor.leave()
+            self.flush()
+        finally:
+            self._end_progress()
 
     # -- for a loop that calls back ------------------------------------------------------------------
 
@@ -485,10 +489,10 @@ class Checkpointer:
         A loop over `steps` that has been left by `break` ends before, unless another thread may be in it.
         """
         loop = self._loop() if leaves_loop else None
-        if loop is not None and inspect.getgeneratorstate(loop) == inspect.GEN_SUSPENDED:
-            loop.close()
-        self._is_over = True
         try:
+            if loop is not None and inspect.getgeneratorstate(loop) == inspect.GEN_SUSPENDED:
+                loop.close()
+            self._is_over = True
             self.flush()
         finally:
             self._is_closed = True

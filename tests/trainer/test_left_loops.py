@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 from torch import nn
 
 from ray_ckpt.config import RunOptions
-from ray_ckpt.core.values import Salvage
-from ray_ckpt.errors import ConfigError, Unprotected
+from ray_ckpt.core.values import Salvage, SessionKey
+from ray_ckpt.errors import CheckpointError, ConfigError, RunSuperseded, Unprotected
 from ray_ckpt.trainer.checkpointer import Checkpointer
-from ray_ckpt.trainer.connection import close_all
+from ray_ckpt.trainer.connection import close_all, open_checkpointers
 from ray_ckpt.trainer.outcomes import UnprotectedGuard
 from tests.capture.local import LocalLink
 
@@ -89,6 +90,42 @@ def test_a_step_whose_call_raised_is_not_saved_again(calls: tuple[str, ...]) -> 
                     getattr(ckpt, call)(step)
     ckpt.close()
     assert [s.attempt.step for s in link.sealed].count(6) == ("save" in calls)
+
+
+class Superseded(LocalLink):
+    """A link to a run that another launcher takes over when the test says so."""
+
+    taken: Future[CheckpointError]
+
+    def ended(self, session_key: SessionKey) -> Future[CheckpointError]:
+        self.taken = Future()
+        return self.taken
+
+
+@pytest.mark.parametrize("ends_by", ["close", "break", "total"])
+def test_all_has_ended_when_the_last_save_raises(ends_by: str) -> None:
+    link = Superseded(RunOptions(memory="double", every_steps=4))
+    ckpt = Checkpointer(link=link, model=nn.Linear(2, 2))
+    steps = ckpt.steps(total=5)
+    thread = ckpt._watch._thread  # type: ignore[union-attr]
+    for step in steps:
+        ckpt.step(step)
+        if step == 5 and ends_by == "total":
+            link.taken.set_result(RunSuperseded("Another launcher has the run."))
+            with pytest.raises(RunSuperseded):
+                next(steps)
+            break
+        if step == 5:
+            break
+    if ends_by != "total":
+        link.taken.set_result(RunSuperseded("Another launcher has the run."))
+        with pytest.raises(RunSuperseded):
+            ckpt.close() if ends_by == "close" else steps.close()  # type: ignore[attr-defined]
+    assert not thread.is_alive()
+    if ends_by == "close":
+        saver = ckpt._saver
+        assert ckpt not in open_checkpointers and saver is not None and not saver._buffers
+    ckpt.close()
 
 
 def test_a_loop_that_is_in_use_when_its_checkpointer_is_closed_ends_there() -> None:
