@@ -17,6 +17,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -146,18 +147,18 @@ class Survivor:
         self._skips = 0  # steps that are left of the pause
         self._is_off = False  # an error has shown that states cannot be kept
         self._pid = os.getpid()
-        hook = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
-        self._hook = register_optimizer_step_pre_hook(hook)
+        _watch_steps(self)
         self._holds = ""
         self._question: Future[bool] | None = None  # of the agent; None: it could not be requested
         self._await_question()
 
     def _await_question(self) -> None:
         """Make an offer when the agent asks: this rank may hang in a collective operation."""
+        start = weakref.WeakMethod(self._start)  # the question may stay open for the life of the process
 
         def asked(question: Future[bool]) -> None:
-            if question.exception() is None and question.result():
-                self._start()
+            if question.exception() is None and question.result() and (starts := start()) is not None:
+                starts()
 
         try:
             self._question = self._link.asked(self._session_key)
@@ -165,9 +166,6 @@ class Survivor:
         except Unavailable as error:
             self._question = None
             log.debug("this rank cannot be asked: %s", error)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.before_change()
 
     def before_change(self, *, forgets: bool = False) -> None:
         """Wait until training may change its state, and note that it does; called by the training thread.
@@ -357,7 +355,7 @@ class Survivor:
         self._is_closed = True
         self._kept = self._copied = self._copy = None  # the tensors may occupy an accelerator's memory
         self._wait_for_salvage()
-        self._hook.remove()
+        _watching.discard(self)
 
     def _wait_for_salvage(self) -> None:
         if self._thread is not None:
@@ -460,6 +458,28 @@ class Survivor:
                 ),
             )
             self._saver.settle()
+
+
+_watching: weakref.WeakSet[Survivor] = weakref.WeakSet()
+_is_hooked = False
+
+
+def _watch_steps(survivor: Survivor) -> None:
+    """Call `before_change` before the step of any optimizer of this process, as long as `survivor` lives.
+
+    There is one hook for all, and it stays: a hook of its own would have to be removed when the garbage
+    collector finds the survivor, maybe while torch iterates over the hooks.
+    """
+    global _is_hooked
+    _watching.add(survivor)
+    if not _is_hooked:
+        register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))  # type: ignore[no-untyped-call]
+        _is_hooked = True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for survivor in list(_watching):
+        survivor.before_change()
 
 
 def make_survivor(link: Link, session_key: SessionKey, items: RankItems, saver: Saver) -> Survivor | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -507,6 +509,30 @@ def test_a_salvage_waits_for_a_save_that_uses_the_memory(monkeypatch: pytest.Mon
         training.decide(1, 0)
         end_of_salvage()
         assert training.link.offers == [(1,)]
+
+
+def test_a_checkpointer_that_is_not_closed_is_kept_by_nobody() -> None:
+    link, model, optimizer = forgotten()
+    deadline_s = time.monotonic() + 10.0  # the search for unregistered objects may still look at them
+    while (model() is not None or optimizer() is not None) and time.monotonic() < deadline_s:
+        gc.collect()
+        time.sleep(0.05)
+    assert model() is None and optimizer() is None
+    link.question.set_result(True)
+    Loop().optimizer.step()
+    assert not link.offers
+
+
+def forgotten() -> tuple[LocalLink, weakref.ref[Any], weakref.ref[Any]]:
+    """Train with a Checkpointer that is not closed; return what is left of it."""
+    training = Loop()
+    training.ckpt.restore()
+    training.forward()
+    training.optimizer.step()
+    training.ckpt.step(1)
+    vars(training.ckpt)["_watch"].stop()
+    assert training.link.kept
+    return training.link, weakref.ref(training.model), weakref.ref(training.optimizer)
 
 
 def test_a_forked_child_does_not_wait_for_a_lock_that_nobody_frees_there() -> None:
