@@ -179,6 +179,7 @@ class Joined:
 
     run_uid: str
     spec: RunSpec
+    session_key: SessionKey  # of the group when it opened; it may go on in later ones
     world_size: int
     nodes: Mapping[int, str]  # rank -> node id
     parts: tuple[GroupPart, ...] = ()  # parts of the group, in rank order; () for an undivided group

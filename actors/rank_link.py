@@ -88,6 +88,7 @@ class RayLink:
             node_ranks=tuple(sorted(k for k, other in joined.nodes.items() if other == node)),
         )
         self._uid, self._rank, self._node = joined.run_uid, rank, node
+        self._session_key = joined.session_key
         self._origin = joined.origin
         self._handle: Any = None
         self._is_named: bool | None = None  # of the agent of this handle; None: not known
@@ -131,7 +132,7 @@ class RayLink:
 
     def ticket(self, *, early: bool = False) -> RestoreTicket:
         ticket: RestoreTicket = self._ask(
-            lambda agent: agent.get_ticket.remote(self._uid, self._named(), early), OPEN_S
+            lambda agent: agent.get_ticket.remote(self._uid, self._session_key, self._named(), early), OPEN_S
         )
         return ticket
 
@@ -180,9 +181,8 @@ class RayLink:
         return shared
 
     def reserve(self, size_bytes: int) -> None:
-        self._ask(
-            lambda agent: agent.reserve.remote(self._uid, self._rank, size_bytes, self._named()), CALL_S
-        )
+        key, rank = self._session_key, self._rank
+        self._ask(lambda agent: agent.reserve.remote(self._uid, key, rank, size_bytes, self._named()), CALL_S)
 
     def open_arena(self, session_key: SessionKey, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         call = self._agent.open_arena.remote(self._uid, session_key, self._rank, size_bytes, named)

@@ -42,12 +42,16 @@ class RankEndpoints:
 
     # -- restore and memory ------------------------------------------------------------------------------
 
-    async def get_ticket(self, run_uid: str, named: bool, early: bool = False) -> RestoreTicket:
+    async def get_ticket(
+        self, run_uid: str, session_key: SessionKey, named: bool, early: bool = False
+    ) -> RestoreTicket:
         """Return the ticket of this node's ranks: the checkpoint to restore, and its sources.
 
-        `named` is as in `reserve`, for the manifest; `early` is as in `NodeRestore.ticket`.
+        `session_key` and `named` are as in `reserve`, the latter for the manifest; `early` is as in
+        `NodeRestore.ticket`.
         """
-        return await (await self._runs.get(run_uid).current_restore()).ticket(named=named, early=early)
+        restore = await self._runs.get(run_uid).current_restore(session_key)
+        return await restore.ticket(named=named, early=early)
 
     async def get_whole_ticket(self, run_uid: str, session_key: SessionKey, named: bool) -> RestoreTicket:
         """Return the ticket with the manifest of all nodes. RunSuperseded if the session is over."""
@@ -64,7 +68,8 @@ class RankEndpoints:
         taken: tuple[RowKey, ...],
     ) -> SharedRows:
         """Read rows that several ranks of this node want, once for all these ranks."""
-        return await (await self._runs.get(run_uid).current_restore()).fetch(session_key, rank, wants, taken)
+        restore = await self._runs.get(run_uid).current_restore(session_key)
+        return await restore.fetch(session_key, rank, wants, taken)
 
     async def report_restored(
         self, run_uid: str, session_key: SessionKey, report: RankRestore, named: bool
@@ -76,15 +81,18 @@ class RankEndpoints:
         is_over = await run.request(
             lambda token: RankRestored(token=token, session_key=session_key, report=report)
         )
-        return None if is_over else await self.get_ticket(run_uid, named)
+        return None if is_over else await self.get_ticket(run_uid, session_key, named)
 
-    async def reserve(self, run_uid: str, rank: int, size_bytes: int, named: bool) -> None:
+    async def reserve(
+        self, run_uid: str, session_key: SessionKey, rank: int, size_bytes: int, named: bool
+    ) -> None:
         """Raise InsufficientSpace unless the arena fits in memory, and two checkpoints with copies on disk.
 
-        Waits for the session to begin. `named` means that the arena has to be in /dev/shm.
+        Waits for the session with which the rank was connected to begin; RunSuperseded if its group is over.
+        `named` means that the arena has to be in /dev/shm.
         """
         run = self._runs.get(run_uid)
-        await run.current_restore()
+        await run.current_restore(session_key)
         await run.memory.freeing.wait()
         run.reserve(rank, size_bytes, named=named)
 

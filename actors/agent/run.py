@@ -103,10 +103,14 @@ class NodeRun:
         """Handle an event with a fresh token, and return the host's reply or raise its error."""
         return await self.callers.request(lambda token: self.host.handle(event(token)))
 
-    async def current_restore(self) -> NodeRestore:
-        """Return the restore of the session at work; wait for the session to begin."""
+    async def current_restore(self, session_key: SessionKey) -> NodeRestore:
+        """Return the restore of the session at work; wait for it to begin.
+
+        RunSuperseded unless the group with that session, which it may have left, is at work.
+        """
+        begins = self.request(lambda token: SessionAwaited(token=token, session_key=session_key))
         try:
-            await asyncio.wait_for(self.request(lambda token: SessionAwaited(token=token)), START_S)
+            await asyncio.wait_for(begins, START_S)
         except TimeoutError:  # an agent that has replaced another one may take stock of its disks for longer
             raise AgentLost(f"The group's session did not begin within {START_S:.0f} s.") from None
         return require(self.restore)

@@ -138,6 +138,7 @@ class Coordinator:
         return Joined(
             run_uid=run.run_uid,
             spec=run.spec,
+            session_key=plan.session_key,
             world_size=plan.world_size,
             nodes={rank: node.node_id for node in plan.nodes for rank in node.ranks},
             origin=origin if plan.resume is None else None,

@@ -143,6 +143,10 @@ class SessionPlan:
         """Key that sorts sessions, logged or not, in the order in which they were opened."""
         return self.epoch, self.session
 
+    def continues(self, session_key: SessionKey) -> bool:
+        """Return True if a session is this one, or one that this group has left for another checkpoint."""
+        return session_key == self.session_key or session_key in self.left
+
     def group_of(self, node_index: int) -> ParityGroup | None:
         """Return the parity group of a node, or None."""
         return next((group for group in self.groups if node_index in group.members), None)

@@ -79,7 +79,7 @@ class NodeHost:
         self._persisting: int | None = None  # the epoch that is being written
         self._outcomes: dict[Token, OutcomeAwaited] = {}
         self._ends: dict[Token, SessionKey] = {}  # callers that wait for the end of a session
-        self._beginnings: list[Token] = []  # callers that wait for the first session
+        self._beginnings: dict[Token, SessionKey] = {}  # callers that wait for their session to begin
         self._end: tuple[SessionKey, CheckpointError] | None = (
             None  # the last session that is over, and the reason
         )
@@ -121,13 +121,13 @@ class NodeHost:
             case EndAwaited(token=token, session_key=key):
                 self._ends[token] = key
                 self._reply_ends()
-            case SessionAwaited(token=token):
-                self._beginnings.append(token)
+            case SessionAwaited(token=token, session_key=key):
+                self._beginnings[token] = key
                 self._reply_beginnings()
             case CallerLeft(token=token):
                 self._outcomes.pop(token, None)
                 self._ends.pop(token, None)
-                self._beginnings = [other for other in self._beginnings if other != token]
+                self._beginnings.pop(token, None)
             case RankProgressed() | RankMet() | RankRestored() | SurvivorCame() | AskAwaited():
                 self._rank_came(event)
             case ReportAnswered(report=m.RanksProgressed() | m.RanksRestored(), value=tuple() as awaited):
@@ -252,6 +252,7 @@ class NodeHost:
                     self.session.fail(error)
                     self.session = None
                 self._end_session(key, error)
+                self._reply_beginnings()
                 self._reply_outcomes(*self._outcomes)
             case n.FreeMemory():
                 ports.free()
@@ -309,7 +310,7 @@ class NodeHost:
         if effect.replaced is not None:
             self._end_session(effect.replaced, error)
         if self.session is not None:
-            self.session.supersede()
+            self.session.supersede(effect.plan)
         self.session = NodeSession(self, effect.plan)
         self.ports.begin(effect.plan)
         if self.machine.here is None:  # no rank of the group is on this node to restore from memory
@@ -344,10 +345,15 @@ class NodeHost:
                 self.ports.reply(token, outcome)
 
     def _reply_beginnings(self) -> None:
-        if self.session is not None:
-            tokens, self._beginnings = self._beginnings, []
-            for token in tokens:
+        """Reply to the ranks whose group is at work here, and fail those of a group that is over."""
+        plan = self.session.plan if self.session is not None else None
+        for token, session_key in list(self._beginnings.items()):
+            if plan is not None and plan.continues(session_key):
+                del self._beginnings[token]
                 self.ports.reply(token, None)
+            elif self.machine.is_over(session_key):
+                del self._beginnings[token]
+                self.ports.fail(token, RunSuperseded("A newer session owns this run."))
 
     def _end_session(self, session_key: SessionKey, error: CheckpointError) -> None:
         if self._end is None or session_key >= self._end[0]:
@@ -367,6 +373,6 @@ class NodeHost:
     def _end_callers(self, error: CheckpointError) -> None:
         """Fail the callers that wait here: this host gets no more events of the run."""
         tokens = (*self._outcomes, *self._ends, *self._beginnings)
-        self._outcomes, self._ends, self._beginnings = {}, {}, []
+        self._outcomes, self._ends, self._beginnings = {}, {}, {}
         for token in tokens:
             self.ports.fail(token, error)

@@ -97,9 +97,10 @@ class EndAwaited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAwaited:
-    """A rank waits until a session has begun on this node."""
+    """A rank waits until the session with which it was connected, or a later one of its group, has begun."""
 
     token: Token
+    session_key: SessionKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

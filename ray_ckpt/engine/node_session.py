@@ -77,11 +77,12 @@ class NodeSession:
         here = self._host.machine.here
         return here.ranks if here is not None else ()
 
-    def supersede(self) -> None:
-        """End the waits of this session, because a new session begins; its ranks may restore again."""
-        tokens, self._restoring = self._restoring, []
-        for token in tokens:
-            self._host.ports.reply(token, False)
+    def supersede(self, plan: SessionPlan) -> None:
+        """End the waits of this session, because that of `plan` begins; ranks of its group restore again."""
+        if plan.continues(self.plan.session_key):
+            tokens, self._restoring = self._restoring, []
+            for token in tokens:
+                self._host.ports.reply(token, False)
         self.fail(RunSuperseded("A newer session owns this run."))
 
     def fail(self, error: Exception) -> None:

@@ -28,6 +28,7 @@ from ray_ckpt.types import LaunchTimes, RankRestore
 from tests.core.test_node_machine import attempt
 
 SPEC = RunSpec(name="run", storage_path="/runs", options=RunOptions())
+JOINED = Joined(run_uid="0" * 32, spec=SPEC, session_key=(1, 7), world_size=1, nodes={0: "a"})
 
 
 class Actor:
@@ -58,7 +59,7 @@ def test_a_rank_reports_when_it_was_connected(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(RayLink, "_named", lambda link: False)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     before_s = time.time()
-    link = RayLink(Joined(run_uid="0" * 32, spec=SPEC, world_size=2, nodes={0: "a", 1: "b"}, origin=None), 1)
+    link = RayLink(replace(JOINED, world_size=2, nodes={0: "a", 1: "b"}), 1)
     after_s = time.time()
     link._handle = actor = Actor()
     link.restored((1, 7), RankRestore(rank=1, seconds=2.0)).result(1.0)
@@ -75,7 +76,7 @@ def test_no_call_without_ray_starts_another_cluster(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr("ray._private.auto_init_hook.auto_init_ray", init)
-    link = RayLink(Joined(run_uid="0" * 32, spec=SPEC, world_size=1, nodes={0: "a"}, origin=None), 0)
+    link = RayLink(JOINED, 0)
     for handle in (None, Actor()):
         link._handle = handle
         link.progress((1, 1), RankProgress(step=1, saved_step=0))
@@ -111,7 +112,7 @@ def test_calls_of_a_restore_are_made_again_to_the_next_agent(monkeypatch: pytest
     monkeypatch.setattr(ray, "get_actor", get_actor)
     monkeypatch.setattr(RayLink, "_named", lambda link: False)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    link = RayLink(Joined(run_uid="0" * 32, spec=SPEC, world_size=1, nodes={0: "a"}, origin=None), 0)
+    link = RayLink(JOINED, 0)
     assert link.ticket() is ticket and not answers
     assert found.count(agent_name("a")) == 3 and found.count(COORDINATOR) == 2
 

@@ -570,7 +570,7 @@ def test_what_ray_does_not_find_is_unavailable_for_now(monkeypatch: pytest.Monke
     with pytest.raises(Unavailable):
         asyncio.run(Node("a", engine.agents.keys)._request("overview"))
     assert asyncio.run(OtherAgents().find(["a"])) == {}
-    link = RayLink(Joined(run_uid="0" * 32, spec=SPEC, world_size=1, nodes={0: "a"}, origin=None), 0)
+    link = RayLink(Joined(run_uid="0" * 32, spec=SPEC, session_key=(1, 1), world_size=1, nodes={0: "a"}), 0)
     link.recover()
     with pytest.raises(Unavailable):
         link.ticket()

@@ -98,14 +98,14 @@ def test_a_rank_reserves_in_the_session_of_its_group() -> None:
         calls.append(what)
 
     run = SimpleNamespace(
-        current_restore=lambda: wait("session"),
+        current_restore=lambda session_key: wait(f"session {session_key}"),
         memory=SimpleNamespace(freeing=SimpleNamespace(wait=lambda: wait("memory"))),
         reserve=lambda *arguments, **options: calls.append("reserve"),
     )
     endpoints = RankEndpoints()
     endpoints._runs = cast(Any, SimpleNamespace(get=lambda uid: run))
-    asyncio.run(endpoints.reserve(UID, 0, GB, False))
-    assert calls == ["session", "memory", "reserve"]
+    asyncio.run(endpoints.reserve(UID, (1, 2), 0, GB, False))
+    assert calls == ["session (1, 2)", "memory", "reserve"]
 
 
 def test_a_capture_of_an_earlier_session_leaves_the_layout_of_the_arena_alone() -> None:

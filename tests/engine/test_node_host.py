@@ -220,7 +220,7 @@ def test_the_ranks_of_a_session_of_the_same_number_that_was_not_logged_do_not_co
 
 def test_ranks_wait_for_the_first_session_and_a_new_one_frees_the_memory_of_the_last() -> None:
     story = NodeStory("z")
-    story.host.handle(SessionAwaited(token="early"))
+    story.host.handle(SessionAwaited(token="early", session_key=(0, 1)))
     assert went(story, "early") == ["waits"]
     story.start()
     assert went(story, "early") == [None]
@@ -295,7 +295,8 @@ def test_the_release_of_a_run_ends_no_save_and_lets_the_next_session_begin() -> 
     story.host.handle(n.FragmentWritten(attempt=at, entry=MANIFEST))
     (stored,) = story.ports.reports
     assert isinstance(stored, m.NodeStored)
-    story.host.handle(SessionAwaited(token="early"), EndAwaited(token="next", session_key=(0, 2)))
+    awaited = SessionAwaited(token="early", session_key=(0, 2))
+    story.host.handle(awaited, EndAwaited(token="next", session_key=(0, 2)))
     story.start(2)
     assert went(story, "early", "next") == [None, "waits"]
 
@@ -526,12 +527,11 @@ def test_ranks_restore_again_when_the_group_falls_back_to_an_older_checkpoint() 
     story.host.handle(restored("0", 0), restored("1", 1))
     story.answer(value=plan(2))
     assert went(story, "0", "1") == ["waits"] * 2, "until its plan is here"
-    story.start(2)
+    story.start(2, left=((0, 1),))
     assert went(story, "0", "1") == [False, False]
     assert "free arenas" not in story.ports.memory
-    story.host.handle(restored("stray", 0), restored("again", 0, 2))
-    assert isinstance(story.ports.replies["stray"], RunSuperseded)
-    assert went(story, "again") == ["waits"]
+    story.host.handle(restored("late", 0), restored("again", 0, 2))
+    assert went(story, "late", "again") == [False, "waits"]
 
 
 def test_ranks_restore_again_although_their_agent_died_while_the_group_fell_back() -> None:
@@ -540,6 +540,31 @@ def test_ranks_restore_again_although_their_agent_died_while_the_group_fell_back
     story.host.handle(restored("left", 0, 2), restored("stray", 1, 1))
     assert went(story, "left") == [False]
     assert isinstance(story.ports.replies["stray"], RunSuperseded), "of a group that is over"
+
+
+def test_a_rank_that_waits_for_its_group_is_no_rank_of_the_next_group() -> None:
+    """Another rank died before it had restored, and the user started the group again."""
+    story = started()
+    story.host.handle(restored("0", 0))
+    story.start(2)
+    assert isinstance(story.ports.replies["0"], RunSuperseded)
+
+
+def test_a_rank_begins_in_a_session_of_its_own_group_only() -> None:
+    """One that builds its model for long may ask when the next group has opened."""
+    story = NodeStory()
+    for session in (1, 2, 3, 4):
+        story.host.handle(SessionAwaited(token=f"early {session}", session_key=(0, session)))
+    story.start(1)
+    assert went(story, "early 1", "early 2") == [None, "waits"], "the agent is new and has the last plan"
+    story.start(3, left=((0, 2),))
+    assert went(story, "early 2", "early 3", "early 4") == [None, None, "waits"]
+    for session in (1, 2, 3):
+        story.host.handle(SessionAwaited(token=f"late {session}", session_key=(0, session)))
+    assert isinstance(story.ports.replies["late 1"], RunSuperseded)
+    assert went(story, "late 2", "late 3") == [None, None]
+    story.order("end", n.SessionEnded(session_key=(0, 4), error=RunSuperseded("over"), epoch=1))
+    assert isinstance(story.ports.replies["early 4"], RunSuperseded)
 
 
 def test_a_restore_is_reported_until_a_coordinator_answers() -> None:

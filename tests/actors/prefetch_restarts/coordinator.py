@@ -145,8 +145,13 @@ class Decisions:
 
     # -- sessions --------------------------------------------------------------------------------------
 
-    async def open(self, group: Sequence[tuple[Machine, tuple[int, ...]]]) -> SessionPlan:
-        """Choose a checkpoint, and begin a session on these machines with these ranks."""
+    async def open(
+        self, group: Sequence[tuple[Machine, tuple[int, ...]]], left: tuple[SessionKey, ...] = ()
+    ) -> SessionPlan:
+        """Choose a checkpoint, and begin a session on these machines with these ranks.
+
+        `left` are the sessions that these ranks have left.
+        """
         self._supersede()
         resume = await self._choose()
         at = 0 if resume is None else self.lineage.index(resume.checkpoint) + 1
@@ -162,6 +167,7 @@ class Decisions:
             ),
             resume=resume,
             epoch=self.epoch,
+            left=left,
         )
         self.plan, self.saves = plan, {}
         self.sessions.append(plan)
@@ -237,7 +243,8 @@ class Decisions:
         self._excluded.add(attempt.attempt)
         group = [(self.machine(node.node_id), node.ranks) for node in plan.nodes]
         self._go = None  # `open` does not supersede this call
-        await self.open([(machine, ranks) for machine, ranks in group if machine is not None])
+        live = [(machine, ranks) for machine, ranks in group if machine is not None]
+        await self.open(live, (*plan.left, plan.session_key))
         go.set_result(False)
 
     async def release(self, machine: Machine, *, is_finished: bool) -> None:

@@ -67,6 +67,7 @@ class Rank:
         rank: int,
         world_size: int,
         node_ranks: tuple[int, ...],
+        session_key: SessionKey,
         *,
         options: RunOptions,
         num_cuts: int,
@@ -83,6 +84,7 @@ class Rank:
             node_ranks=node_ranks,
         )
         self.options = options
+        self._session_key = session_key
         self.ticket: RestoreTicket | None = None  # the one that was restored last
         self.prefetched_bytes = 0
         self.read_bytes = 0
@@ -198,7 +200,7 @@ class Rank:
 
     async def restore(self) -> None:
         """Restore with the whole group, and load the state; raises what the agent raises."""
-        ticket = await self._agent.get_ticket(UID, self._named)
+        ticket = await self._agent.get_ticket(UID, self._session_key, self._named)
         while True:
             report, load = await in_thread(self._pool, ItemReader(self, self.items).read_all, ticket)  # type: ignore[arg-type]
             self._count(report)

@@ -327,12 +327,15 @@ class Schedule:
     def _start_ranks(self) -> None:
         world_size = sum(len(ranks) for _, ranks in self.group)
         num_cuts = max(1, world_size // 2) if self.is_hybrid else world_size
+        plan = self.decisions.plan
+        assert plan is not None
         self.ranks = [
             Rank(
                 machine,
                 rank,
                 world_size,
                 ranks,
+                plan.session_key,
                 options=self.options,
                 num_cuts=num_cuts,
                 named=self.is_named,
