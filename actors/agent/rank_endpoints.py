@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 
 from ray_ckpt.actors.agent.node import Node
@@ -30,6 +31,7 @@ from ray_ckpt.trainer.link import ArenaGrant, SealedShard, StepState
 from ray_ckpt.types import AttemptId, Level, RankRestore
 
 MAX_ANNOTATING = 64  # waiting annotations of a run; each holds a call and the call's metrics
+COORDINATOR_AGAIN_S = 1.0  # until a coordinator that Ray is about to restart is asked again
 OUTCOME_SLACK_S = 60.0  # added to the time-outs of an attempt; bounds a call that gets no answer
 
 
@@ -217,8 +219,18 @@ class RankEndpoints:
             run.annotating -= 1
 
     async def make_durable(self, run_uid: str, attempt: AttemptId, timeout_s: float) -> None:
-        """Wait until a checkpoint is on the storage path."""
-        await self._node.request("make_durable", run_uid, attempt.attempt, timeout_s)
+        """Wait until a checkpoint is on the storage path; if the coordinator dies, ask the next one."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                left_s = max(0.0, end_s - time.monotonic())
+                await self._node.request("make_durable", run_uid, attempt.attempt, left_s)
+                return
+            except Unavailable as error:
+                is_reached = error.fields.get("reached", True)
+                if is_reached or time.monotonic() + COORDINATOR_AGAIN_S > end_s:
+                    raise
+            await asyncio.sleep(COORDINATOR_AGAIN_S)
 
     async def report_progress(
         self, run_uid: str, session_key: SessionKey, rank: int, progress: RankProgress

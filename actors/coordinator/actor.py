@@ -377,7 +377,7 @@ class Coordinator:
 
     async def make_durable(self, run_uid: str, attempt: str, timeout_s: float) -> None:
         """Wait until a checkpoint is durable. Unavailable if that fails, or takes longer than `timeout_s`."""
-        await self._recovery.ready()
+        await self._recovery.settled(run_uid)
         await self.engine.request(
             self.engine.runs.by_uid(run_uid),
             lambda token: m.DrainRequested(token=token, attempt=attempt, within_s=timeout_s),

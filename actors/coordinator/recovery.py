@@ -39,7 +39,7 @@ class Recovery:
         self._engine = engine
         self._opener = opener
         self._found: asyncio.Task[None] | None = None
-        self._claimed: set[str] = set()  # keys of the runs that this coordinator tries to open
+        self._claimed: dict[str, str] = {}  # runs that this coordinator tries to open, and their uids, by key
 
     async def begin(self) -> None:
         """Recover without a call, because agents of a finished run do not call; try again after errors."""
@@ -57,11 +57,14 @@ class Recovery:
             self._found = asyncio.ensure_future(self._find_agents())
         await asyncio.shield(self._found)
 
-    async def settled(self, key: str) -> None:
-        """Wait until this coordinator does not try any more to open a run that an earlier one had open."""
+    async def settled(self, run: str) -> None:
+        """Wait until this coordinator does not try any more to open a run that an earlier one had open.
+
+        `run` is the key or the uid of the run.
+        """
         if self._found is not None:  # a recovery has begun
             await self.ready()
-        while key in self._claimed and key not in self._engine.runs.open:
+        while any(run in claim and claim[0] not in self._engine.runs.open for claim in self._claimed.items()):
             await asyncio.sleep(SETTLED_S)
 
     async def _find_agents(self) -> None:
@@ -132,12 +135,12 @@ class Recovery:
     async def _take_over(self, found: OpenedRun) -> None:
         """Claim the log of a run that was open, and continue with its current group; or raise RunConflict."""
         log.warning("%s: this coordinator takes over from one that died", found.spec.name)
-        self._claimed.add(found.spec.key)
+        self._claimed[found.spec.key] = found.run_uid
         try:
             with self._engine.runs.in_use(found.spec.name):
                 await self._claim(found)
         finally:
-            self._claimed.discard(found.spec.key)
+            del self._claimed[found.spec.key]
 
     async def _claim(self, found: OpenedRun) -> None:
         """Try to open the run until it is open. RunConflict if another service or run owns the log."""

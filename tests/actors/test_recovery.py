@@ -18,6 +18,7 @@ from ray_ckpt.actors import names
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.relay import OtherAgents
 from ray_ckpt.actors.coordinator import ports as ports_module
+from ray_ckpt.actors.coordinator.actor import Coordinator
 from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.opening import RunOpener, _has_begun
 from ray_ckpt.actors.coordinator.ports import RayPorts
@@ -277,6 +278,41 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+def test_who_waits_for_a_durable_checkpoint_waits_for_the_run_to_be_open_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank asks a restarted coordinator while that one reads the log."""
+    restart = Restart(monkeypatch)
+
+    async def wait() -> list[Any]:
+        mounted = asyncio.Event()
+
+        async def open(spec: RunSpec, **_: Any) -> str:
+            await mounted.wait()
+            return training(restart.engine).run_uid
+
+        restart.recovery._opener = cast(RunOpener, SimpleNamespace(open=open))
+        (found,) = restart.card.runs
+        uid = training(restart.engine).run_uid
+        restart.engine.runs.open.clear()
+        restart.card = replace(restart.card, runs=(replace(found, run_uid=uid),))
+        await restart.recovery.begin()
+        coordinator = Coordinator()
+        coordinator.engine, coordinator._recovery = restart.engine, restart.recovery
+        durable = asyncio.ensure_future(coordinator.make_durable(uid, "f" * 16, 60.0))
+        await asyncio.sleep(0.05)
+        assert not durable.done()
+        mounted.set()
+        await until(lambda: restart.engine.runs.open)
+        events = record_events(restart.engine, monkeypatch)
+        await until(lambda: events)
+        durable.cancel()
+        return events
+
+    (event,) = asyncio.run(wait())
+    assert isinstance(event, m.DrainRequested) and event.within_s == 60.0
 
 
 @pytest.mark.parametrize("has_group", [True, False])
