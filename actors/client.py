@@ -16,7 +16,7 @@ from ray_ckpt.arguments import whole_number
 from ray_ckpt.catalog.uri import own_resume
 from ray_ckpt.config import MAX_METRIC_NAME, RunOptions
 from ray_ckpt.core.log_requests import check_pin
-from ray_ckpt.engine.groups import group_nodes
+from ray_ckpt.engine.groups import PARTS_WAIT_S, group_nodes
 from ray_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -30,6 +30,7 @@ from ray_ckpt.types import (
     UNKNOWN_LAUNCH,
     CheckpointInfo,
     Exposure,
+    GroupPart,
     LaunchTimes,
 )
 
@@ -39,7 +40,7 @@ T = TypeVar("T")
 OPEN_S = 300.0  # time to start agents on all nodes of a cold cluster
 CALL_S = 120.0  # longest wait for an answer from the coordinator or an agent
 AGAIN_S = 1.0  # between calls to a coordinator that Ray is about to restart
-OPEN_TRIES = 3  # a coordinator that dies is restarted by Ray within seconds
+OPEN_TRIES = 3  # of a group; a node may die while it begins
 
 
 def coordinator() -> Any:
@@ -96,28 +97,58 @@ def open_run(name: str, storage_path: str, options: RunOptions, *, owner: str) -
     resume = own_resume(options.resume, location / name, options.storage_options)
     options = replace(options, resume=resume)
     spec = RunSpec(name=name, storage_path=str(location), options=options)
-    get_result(coordinator().open_run.remote(spec, owner), OPEN_S)
+    _of_restarted(lambda left_s: _coordinator_of(spec, owner), OPEN_S)
     return spec
+
+
+def _coordinator_of(spec: RunSpec, owner: str) -> Any:
+    """Return the coordinator, with the run open there: it may have been restarted since the last call."""
+    handle = coordinator()
+    get_result(handle.open_run.remote(spec, owner), OPEN_S)
+    return handle
 
 
 def open_group(
     spec: RunSpec, nodes: Sequence[str], *, owner: str, launch: LaunchTimes = UNKNOWN_LAUNCH
 ) -> Joined:
-    """Begin a group whose rank k runs on `nodes[k]`: choose its checkpoint, log its session."""
+    """Begin a group whose rank k runs on `nodes[k]`: choose its checkpoint, log its session.
+
+    If the coordinator dies meanwhile, the next one begins another group, which ends the one that no rank has
+    joined yet.
+    """
     group = group_nodes(nodes)
-    for attempt in range(OPEN_TRIES):
+
+    def begin(left_s: float) -> Joined:
+        handle = _coordinator_of(spec, owner)
+        call = handle.open_group.remote(spec.key, group, spec.options.resume, owner, launch)
+        joined: Joined = get_result(call, OPEN_S + spec.options.inventory_wait_s)
+        return joined
+
+    for _ in range(OPEN_TRIES - 1):
         try:
-            handle = coordinator()
-            # The coordinator may have been restarted since the run was opened, so open the run again.
-            get_result(handle.open_run.remote(spec, owner), OPEN_S)
-            call = handle.open_group.remote(spec.key, group, spec.options.resume, owner, launch)
-            joined: Joined = get_result(call, OPEN_S + spec.options.inventory_wait_s)
-            break
-        except Unavailable:
-            if attempt == OPEN_TRIES - 1:
+            return _of_restarted(begin, OPEN_S)
+        except Unavailable as error:
+            if _is_of_dead(error):
                 raise
-            log.warning("the coordinator went away while a group was opened; trying again")
-    return joined
+            log.warning("a group was not opened; trying again: %s", error)
+    return _of_restarted(begin, OPEN_S)
+
+
+def open_part(
+    spec: RunSpec, parts: tuple[GroupPart, ...], part: str, nodes: Sequence[str], *, owner: str
+) -> Joined:
+    """Join a group of several parts, with the node of each rank of `part`; wait for the other parts.
+
+    If the coordinator dies meanwhile, all parts join at the next one.
+    """
+
+    def join(left_s: float) -> Joined:
+        handle = _coordinator_of(spec, owner)
+        call = handle.open_part.remote(spec.key, parts, part, tuple(nodes), spec.options.resume, owner)
+        joined: Joined = get_result(call, PARTS_WAIT_S + CALL_S)
+        return joined
+
+    return _of_restarted(join, PARTS_WAIT_S)
 
 
 def finish_run(spec: RunSpec, *, owner: str = "", has_failed: bool = False) -> CheckpointInfo | None:
@@ -149,8 +180,7 @@ def _of_restarted(call: Callable[[float], T], limit_s: float) -> T:
         try:
             return call(max(0.0, end_s - time.monotonic()))
         except Unavailable as error:
-            is_dead = isinstance(error.__cause__, ray.exceptions.RayActorError)
-            if not is_dead or time.monotonic() + AGAIN_S > end_s:
+            if not _is_of_dead(error) or time.monotonic() + AGAIN_S > end_s:
                 raise
             log.warning("the coordinator went away; asking the next one again")
             time.sleep(AGAIN_S)
@@ -158,6 +188,11 @@ def _of_restarted(call: Callable[[float], T], limit_s: float) -> T:
                 ray.get_actor(names.COORDINATOR, namespace=names.NAMESPACE)
             except ValueError:
                 raise error from None
+
+
+def _is_of_dead(error: Unavailable) -> bool:
+    """Return whether a call has failed because the coordinator was dead, or died meanwhile."""
+    return isinstance(error.__cause__, ray.exceptions.RayActorError)
 
 
 def exposure(*, run: str, storage_path: str) -> tuple[Exposure, ...]:

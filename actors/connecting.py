@@ -13,13 +13,12 @@ from typing import Any
 
 import ray
 
-from ray_ckpt.actors.client import CALL_S, coordinator, get_result, open_group, open_run
+from ray_ckpt.actors.client import open_group, open_part, open_run
 from ray_ckpt.actors.messages import Joined
 from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.arguments import whole_number
 from ray_ckpt.config import RunOptions
-from ray_ckpt.engine.groups import PARTS_WAIT_S
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable
 from ray_ckpt.preemption.sigterm import TermSignal
 from ray_ckpt.trainer.connection import Connection, get_connection, set_connection
@@ -181,9 +180,7 @@ def _open(
     spec = open_run(run, storage_path, options, owner=owner)
     if not parts:
         return open_group(spec, nodes, owner=owner)
-    call = coordinator().open_part.remote(spec.key, parts, part, tuple(nodes), spec.options.resume, owner)
-    joined: Joined = get_result(call, PARTS_WAIT_S + CALL_S)
-    return joined
+    return open_part(spec, parts, part, nodes, owner=owner)
 
 
 def _nodes_of(rank: int, world_size: int) -> list[str]:

@@ -16,7 +16,7 @@ from ray_ckpt.actors import client
 from ray_ckpt.actors.client import open_group
 from ray_ckpt.actors.live_run import LiveRun
 from ray_ckpt.actors.messages import Joined, RunSpec
-from ray_ckpt.actors.names import COORDINATOR, agent_name
+from ray_ckpt.actors.names import COORDINATOR, PROTOCOL_VERSION, agent_name
 from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.log_requests import MAX_OWNER
@@ -24,7 +24,7 @@ from ray_ckpt.core.values import RankProgress
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer import waiting
-from ray_ckpt.types import LaunchTimes, RankRestore
+from ray_ckpt.types import GroupPart, LaunchTimes, RankRestore
 from tests.core.test_node_machine import attempt
 
 SPEC = RunSpec(name="run", storage_path="/runs", options=RunOptions())
@@ -163,6 +163,54 @@ def test_a_finish_is_requested_again_from_a_coordinator_that_ray_restarts(
         answers = [ray.exceptions.RayTaskError("finish", "trace", Unavailable("not uploaded"))]
         with pytest.raises(Unavailable, match="not uploaded"):
             client.finish_run(SPEC, owner="driver")
+
+
+@pytest.mark.parametrize("opens", ["run", "group", "part"])
+@pytest.mark.parametrize("num_deaths", [1, 2, 5])
+def test_runs_and_groups_are_opened_by_a_coordinator_that_ray_restarts(
+    opens: str, num_deaths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it dies before it has answered the first call, which asks for its version."""
+    monkeypatch.setattr(client, "AGAIN_S", 0.001)
+    actor, joined = Actor(), object()
+    deaths: list[object] = [ray.exceptions.RayActorError() for _ in range(num_deaths)]
+    last = [None] if opens == "run" else [None, joined]
+    answers: list[Any] = [PROTOCOL_VERSION, deaths.pop(), *deaths, PROTOCOL_VERSION, *last]
+
+    def get(call: Any, timeout: float) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: actor)
+    if opens == "run":
+        assert client.open_run("run", "/runs", RunOptions(), owner="me") == SPEC
+    elif opens == "group":
+        assert open_group(SPEC, ["a"], owner="me") is joined
+    else:
+        parts = (GroupPart(name="p", world_size=1), GroupPart(name="q", world_size=1))
+        assert client.open_part(SPEC, parts, "p", ["a"], owner="me") is joined
+        assert actor.calls["open_part"] == (SPEC.key, parts, "p", ("a",), "auto", "me")
+    assert not answers
+
+
+def test_a_group_is_not_opened_for_ever_without_a_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[object] = []
+
+    def get(call: Any, timeout: float) -> Any:
+        tries.append(call)
+        raise ray.exceptions.RayActorError
+
+    monkeypatch.setattr(client, "AGAIN_S", 0.001)
+    monkeypatch.setattr(client, "OPEN_S", 0.1)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: Actor())
+    start_s = time.monotonic()
+    with pytest.raises(Unavailable):
+        open_group(SPEC, ["a"], owner="me")
+    assert len(tries) > client.OPEN_TRIES and time.monotonic() - start_s < 10.0
 
 
 @pytest.mark.parametrize(
