@@ -460,6 +460,7 @@ class RunMachine:
         return event.epoch is not None and event.epoch < self.epoch
 
     def _on_ranks_progressed(self, event: m.RanksProgressed) -> Iterator[m.Effect]:
+        self._sessions.progressed(event)
         self._save_steps.progressed(event)
         self._intervals.progressed(event)
         self._session_end.progressed(event, self._context.wall_s)

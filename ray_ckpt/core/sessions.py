@@ -62,7 +62,7 @@ class Sessions:
         self._inventories: dict[str, Inventory] = {}  # of the opening group's nodes, until it trains
         self._orphans: dict[str, tuple[str, ...]] = {}
         self._joined: dict[str, tuple[str, ...]] = {}  # node that joined this group -> folders to look at
-        self.is_training = False  # the group has received `go`
+        self.is_training = False  # the group has `go`, by this coordinator, the log or a rank's progress
         self._sent_go: SessionKey | None = None  # the last session that received `go`
         self.restores: tuple[RankRestore, ...] = ()
         self._bad_nodes: tuple[AttemptId, frozenset[str]] | None = None
@@ -170,7 +170,8 @@ class Sessions:
                 error=RunSuperseded(f"Session {plan.session} of run {history.run_name} is over."),
             )
             return
-        context.plan, context.found_session_key, self.is_training = plan, plan.session_key, True
+        context.plan, context.found_session_key = plan, plan.session_key
+        self.is_training = self.has_go(plan.session_key)
         self._left = {*plan.left}
         self._group = m.GroupOpened(
             token="",
@@ -496,6 +497,11 @@ class Sessions:
             self._waiting_ranks[event.node_id] = event.ranks
             self._note_first()
         return ()
+
+    def progressed(self, event: m.RanksProgressed) -> None:
+        """Note that the group trains: its ranks report progress once they have `go`."""
+        if (plan := self._context.plan) is not None and event.session_key == plan.session_key:
+            self.is_training = True
 
     def _forget_restored(self) -> None:
         self._waiting_ranks, self._first_s, self._has_warned = {}, None, False

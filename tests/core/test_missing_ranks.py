@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -192,6 +193,39 @@ def test_a_restore_names_the_ranks_that_it_waits_for() -> None:
     run.feed(m.RanksRestored(session_key=session_key, node_id="a", ranks=(0,)))
     run.tick(10.0)
     assert not run.machine.view.awaited()
+
+
+def test_a_restarted_coordinator_names_the_ranks_that_a_restore_waits_for() -> None:
+    run = Harness("ab")
+    run.feed(run.group("ab"))
+    plan = run.plan
+    run.start_coordinator()
+    run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    assert not run.machine.view.is_training
+    run.feed(m.RanksRestored(session_key=plan.session_key, node_id="a", ranks=(0,)))
+    run.tick(6.0)
+    assert [(found.what, found.ranks) for found in run.machine.view.awaited()] == [("restore", (1,))]
+    other = m.RanksProgressed(session_key=(9, 9), ranks={0: at(1)})
+    run.feed(other)
+    assert not run.machine.view.is_training
+    run.feed(replace(other, session_key=plan.session_key))
+    run.tick(1.0)
+    assert run.machine.view.is_training and not run.machine.view.awaited(), "they have `go` by now"
+
+
+def test_a_group_that_has_restored_trains_also_for_a_restarted_coordinator() -> None:
+    """While it may restore, its checkpoint is kept and repair waits."""
+    run = Harness("ab")
+    run.open("ab")
+    run.save(10)
+    run.feed(run.group("ab"))
+    plan = run.plan
+    for is_training in (False, True):
+        run.start_coordinator()
+        run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+        assert run.machine.view.is_training == is_training
+        run.feed(run.restored("a"), run.restored("b"))
+        assert run.machine.view.is_training
 
 
 def test_the_ranks_of_a_text_are_bounded() -> None:

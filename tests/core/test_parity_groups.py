@@ -20,7 +20,7 @@ from ray_ckpt.core.maintenance import RESTART_S
 from ray_ckpt.core.parity_files import tolerance
 from ray_ckpt.core.placement import crowded_domain, place_groups
 from ray_ckpt.core.repair import RETRY_S
-from ray_ckpt.core.values import GroupPlaces, StoredParity
+from ray_ckpt.core.values import GroupPlaces, RankProgress, StoredParity
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.types import Level, ParityGroup
 from tests.core.driver import Disk, Harness, of, one
@@ -446,7 +446,8 @@ def test_a_group_without_any_parity_file_is_found_after_a_restart() -> None:
     run.feed(*map(coded, made), *(coded(code, error="disk full") for code in others))
     plan = run.plan
     run.start_coordinator()
-    effects = run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()))
+    trains = m.RanksProgressed(session_key=plan.session_key, ranks={0: RankProgress(step=11, saved_step=10)})
+    effects = run.feed(m.GroupRecovered(plan=plan, inventories=run.inventories()), trains)
     assert {code.node_index for code in rebuild(run, effects)} == {code.node_index for code in others}
     assert tolerated(run, 10) == 2
 
