@@ -15,7 +15,7 @@ from ray_ckpt.core.missing_ranks import MissingRanks
 from ray_ckpt.core.open_attempts import MAX_WAITING_COMMITS, OpenAttempts
 from ray_ckpt.core.placement import domain_of, same_domain
 from ray_ckpt.core.progress import SessionProgress
-from ray_ckpt.core.values import STILL_WRITING, Inventory, SessionNode, SessionPlan, StoredFragment
+from ray_ckpt.core.values import GOES_ON, STILL_WRITING, Inventory, SessionNode, SessionPlan, StoredFragment
 from ray_ckpt.errors import CheckpointError, RunSuperseded, Unavailable
 from ray_ckpt.types import AttemptId, CheckpointInfo, ParityGroup
 
@@ -352,12 +352,17 @@ class Saves:
 
     def refused(self, event: m.SaveRefused) -> Iterator[m.Effect]:
         """Drop an attempt in which some ranks could not take part."""
-        attempt = self._attempts.find(event.attempt)
-        if attempt is None or attempt.is_committing:
+        if not self._attempts.may_open(event.attempt):
             return
         self._progress.took_part(event.ranks)
         ranks = ", ".join(map(str, event.ranks))
         error = Unavailable(f"Rank(s) {ranks} could not take part: {event.reason}")
+        if event.reason == GOES_ON and not self._attempts.is_open(event.attempt.attempt):
+            yield self._attempts.drop_unopened(event.attempt, error, self._context.session_nodes())
+            return  # no save is lost
+        attempt = self._attempts.find(event.attempt)
+        if attempt is None or attempt.is_committing:
+            return
         yield from self._attempts.drop(attempt, error)
         if event.reason == STILL_WRITING:
             yield from self._warn_of_skipped(event.attempt)

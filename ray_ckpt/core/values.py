@@ -12,6 +12,7 @@ from ray_ckpt.types import AttemptId, CheckpointInfo, FileEntry, ParityGroup
 Token: TypeAlias = str  # the identifier of a caller that waits for a reply
 SessionKey: TypeAlias = tuple[int, int]  # the epoch in which a session began, and the session's number
 
+GOES_ON = "the save of this step that has begun goes on"  # why a rank refuses a second save of the step
 STILL_WRITING = "the save before it is still being written"  # skip reason; metrics count by this text
 
 

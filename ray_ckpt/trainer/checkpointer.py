@@ -24,7 +24,7 @@ from ray_ckpt.capture.items import Item
 from ray_ckpt.capture.load import RestoreInfo, SavedState
 from ray_ckpt.collector import collector_paused
 from ray_ckpt.config import RunOptions, is_uri
-from ray_ckpt.core.values import STILL_WRITING, RankProgress, SessionKey
+from ray_ckpt.core.values import GOES_ON, STILL_WRITING, RankProgress, SessionKey
 from ray_ckpt.errors import CheckpointError, CollectiveError, ConfigError, RunConflict, named_text, text_of
 from ray_ckpt.restore.reader import RestoreTicket
 from ray_ckpt.trainer.connection import Connection, ProgressThread, get_connection, open_checkpointers
@@ -32,7 +32,7 @@ from ray_ckpt.trainer.handoff import SaveParts
 from ray_ckpt.trainer.item_reader import ItemReader
 from ray_ckpt.trainer.link import Link
 from ray_ckpt.trainer.metrics import MetricReader, detached
-from ray_ckpt.trainer.outcomes import GOES_ON, Outcomes, SaveStats, UnprotectedGuard, warn_of_annotation
+from ray_ckpt.trainer.outcomes import Outcomes, SaveStats, UnprotectedGuard, warn_of_annotation
 from ray_ckpt.trainer.rank_items import RankItems, start_gap_search, with_item
 from ray_ckpt.trainer.reports import Reports
 from ray_ckpt.trainer.restoring import Restoring, called_again, step_of

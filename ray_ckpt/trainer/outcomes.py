@@ -34,7 +34,6 @@ log = logging.getLogger("ray_ckpt")
 
 OUTCOME_SLACK_S = 5.0  # for the transfer of the answer, beyond the wait of the coordinator
 MAX_COUNTED = 10_000  # failed saves; a higher limit of them is lowered to this number
-GOES_ON = "the save of this step that has begun goes on"  # reason why it is not captured again
 MAX_PENDING = 16  # outcomes watched at a time; older outcomes were answered or are lost
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.values import STILL_WRITING, RankProgress
+from ray_ckpt.core.values import GOES_ON, STILL_WRITING, RankProgress
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format import records as r
 from ray_ckpt.telemetry import Metric, Sample
@@ -340,6 +340,34 @@ def test_a_save_that_a_rank_refuses_for_another_reason_is_not_called_skipped() -
         run.feed(m.SaveRefused(attempt=run.attempt(10), ranks=(1,), reason="the disk is full"))
     )
     assert not samples(run, telemetry.SKIPPED_SAVES)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_second_save_of_a_step_whose_save_goes_on_is_not_counted_as_lost(is_early: bool) -> None:
+    """`step` and `save` for one step; each rank refuses the second, since another may have begun it."""
+    run = Harness("ab", every_steps=10)
+    run.open("ab")
+    second = run.attempt(10, number=1)
+    refused = [m.SaveRefused(attempt=second, ranks=(rank,), reason=GOES_ON) for rank in (0, 1)]
+    effects = run.feed(*refused) if is_early else ()
+    effects += run.save(10)
+    effects += () if is_early else run.feed(*refused)
+    metrics = {sample.metric for sample in run.machine.take_samples()}
+    assert not of(effects, m.Warn) and telemetry.FAILURES not in metrics
+    assert [c.step for c in run.machine.history.lineage()] == [10]
+    (outcome,) = [told for told in of(effects, m.NotifyOutcome) if told.attempt == second]
+    assert outcome.error is not None and set(outcome.nodes) == {"a", "b"}
+    (late,) = of(run.feed(run.stored(second, "a")), m.NotifyOutcome)
+    assert (late.attempt, late.nodes) == (second, ("a",)) and late.error is not None
+
+
+def test_a_second_save_of_a_step_that_a_node_has_stored_is_lost_with_a_warning() -> None:
+    run = Harness("ab", every_steps=10)
+    run.open("ab")
+    second = run.attempt(10, number=1)
+    run.feed(run.stored(second, "a"))
+    (warning,) = of(run.feed(m.SaveRefused(attempt=second, ranks=(1,), reason=GOES_ON)), m.Warn)
+    assert "Step 10 was not saved" in warning.text
 
 
 def test_skipped_saves_of_an_earlier_group_do_not_count() -> None:

@@ -12,11 +12,11 @@ from torch import nn
 
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.node_messages import SaveOutcome
+from ray_ckpt.core.values import GOES_ON
 from ray_ckpt.errors import ConfigError, Unavailable
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.trainer import outcomes
 from ray_ckpt.trainer.checkpointer import Checkpointer
-from ray_ckpt.trainer.outcomes import GOES_ON
 from ray_ckpt.types import AttemptId, Level
 from tests.capture.local import LocalLink
 
