@@ -20,8 +20,9 @@ from ray_ckpt.actors.ray_cluster import owner_here
 from ray_ckpt.arguments import whole_number
 from ray_ckpt.config import RunOptions
 from ray_ckpt.errors import CheckpointError, ConfigError, ServiceError, Unavailable
+from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.preemption.sigterm import TermSignal
-from ray_ckpt.trainer.connection import Connection, get_connection, set_connection
+from ray_ckpt.trainer.connection import Connection, get_connection, open_checkpointers, set_connection
 from ray_ckpt.types import GroupPart, ranks_of
 
 log = logging.getLogger("ray_ckpt")
@@ -225,4 +226,11 @@ def _watch_signals(link: RayLink) -> None:
     global _signal
     if _signal is not None:
         _signal.uninstall()
-    _signal = TermSignal.install(link.notify_preemption)
+    _signal = TermSignal.install(partial(_notify, link))
+
+
+def _notify(link: RayLink, notice: Notice) -> None:
+    """Report that this process ends; without an open Checkpointer, which may save, it ends at once."""
+    link.notify_preemption(notice)
+    if not open_checkpointers and _signal is not None:
+        _signal.uninstall()

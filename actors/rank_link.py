@@ -230,7 +230,7 @@ class RayLink:
 
     def notify_preemption(self, notice: Notice) -> None:
         with contextlib.suppress(CheckpointError):
-            self._agent.notify_preemption.remote(self._uid, notice)
+            self._agent.notify_preemption.remote(self._uid, self._session_key, notice)
 
     def keep(self, session_key: SessionKey, state: StepState) -> None:
         with contextlib.suppress(Unavailable, ray.exceptions.RayError):

@@ -256,6 +256,6 @@ class RankEndpoints:
         )
         return missing
 
-    async def notify_preemption(self, run_uid: str, notice: Notice) -> None:
-        """Report that a rank of a run is about to go."""
-        await self._node.report("node_preempted", self._node.node_id, notice, run_uid)
+    async def notify_preemption(self, run_uid: str, session_key: SessionKey, notice: Notice) -> None:
+        """Report that a process of a run is about to go; `session_key` is as in `reserve`."""
+        await self._node.report("node_preempted", self._node.node_id, notice, (run_uid, session_key))

@@ -22,7 +22,7 @@ import ray
 
 from ray_ckpt.actors import names
 from ray_ckpt.actors.agent.priority import collect_seldom, settle_heap
-from ray_ckpt.actors.coordinator.engine import Engine, failed
+from ray_ckpt.actors.coordinator.engine import Engine, RunSession, failed
 from ray_ckpt.actors.coordinator.opening import RunOpener
 from ray_ckpt.actors.coordinator.recovery import Recovery
 from ray_ckpt.actors.coordinator.run import Run
@@ -371,9 +371,9 @@ class Coordinator:
         if group is not None:
             await self._recovery.find_group(group)
 
-    async def node_preempted(self, node: str, notice: Notice, run_uid: str = "") -> None:
-        """Record a notice that a node is about to go, for one run, or for all runs with `""`."""
-        self.engine.notices.add(node, notice, time.time(), run_uid)
+    async def node_preempted(self, node: str, notice: Notice, of: RunSession | None = None) -> None:
+        """Record a notice that a node is about to go, for the group of a process or for all runs."""
+        self.engine.add_notice(node, notice, of)
 
     async def make_durable(self, run_uid: str, attempt: str, timeout_s: float) -> None:
         """Wait until a checkpoint is durable. Unavailable if that fails, or takes longer than `timeout_s`."""

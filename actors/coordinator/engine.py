@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ray_ckpt.actors import ray_cluster
 from ray_ckpt.actors.agent.priority import trim_heaps
@@ -27,11 +28,12 @@ from ray_ckpt.actors.metrics import Meters
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.run_machine import RunMachine
-from ray_ckpt.core.values import Token
+from ray_ckpt.core.values import SessionKey, Token
 from ray_ckpt.engine.notices import Notices
 from ray_ckpt.engine.ports import AgentDied, ExitRefused, HostEvent
 from ray_ckpt.engine.run_host import RunHost
 from ray_ckpt.errors import CheckpointError, RunInUse, Unavailable
+from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.transport.credentials import ServiceKeys
 
 log = logging.getLogger("ray_ckpt.coordinator")
@@ -39,6 +41,7 @@ log = logging.getLogger("ray_ckpt.coordinator")
 CONTROL_THREADS = 2  # for calls to Ray, which block
 EVENTS = frozenset({"node_stored", "replica_ended", "save_refused"})  # calls of agents without an answer
 DONE = GatheredAnswer()
+RunSession: TypeAlias = tuple[str, SessionKey]  # the uid of a run, and a session of the run
 EXIT_AFTER_S = 0.5  # so that log lines are sent before the process ends
 
 
@@ -106,6 +109,20 @@ class Engine:
         except Exception as error:  # the other reports of the message are handled
             return GatheredAnswer(error=failed(report, error))
         return DONE
+
+    def add_notice(self, node: str, notice: Notice, of: RunSession | None) -> None:
+        """Record a notice that a node is about to go, for all runs or for one.
+
+        With `of`, a process of that run got the notice, which was connected with that session: the notice
+        changes nothing for a later group.
+        """
+        if of is None:
+            self.notices.add(node, notice, time.time())
+            return
+        run_uid, session_key = of
+        plan = next((run.machine.plan for run in self.runs if run.run_uid == run_uid), None)
+        if plan is None or plan.continues(session_key):
+            self.notices.add(node, notice, time.time(), run_uid)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import ray
 
+from ray_ckpt.actors import connecting
 from ray_ckpt.actors.connecting import begin_connect, connect
 from ray_ckpt.errors import ConfigError
+from ray_ckpt.preemption.notice import Notice
+from ray_ckpt.preemption.sigterm import TermSignal
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +61,36 @@ def test_wrong_parts_and_ranks_are_refused(arguments: dict[str, Any], message: s
     with pytest.raises(ConfigError) as caught:
         connect(run="gpt", storage_path=str(tmp_path), **arguments)
     assert message in str(caught.value)
+
+
+@pytest.fixture
+def previous() -> Iterator[list[int]]:
+    """The signals that reach the handler from before `connect`."""
+    got: list[int] = []
+    known = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
+    yield got
+    if connecting._signal is not None:
+        connecting._signal.uninstall()
+    signal.signal(signal.SIGTERM, known)
+
+
+@pytest.mark.parametrize("has_open", [True, False])
+def test_a_process_whose_checkpointers_are_closed_ends_at_once(
+    has_open: bool, previous: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices: list[Notice] = []
+    noticed = threading.Event()
+
+    def notify(notice: Notice) -> None:
+        notices.append(notice)
+        noticed.set()
+
+    monkeypatch.setattr(connecting, "open_checkpointers", {object()} if has_open else set())
+    connecting._watch_signals(cast(Any, SimpleNamespace(notify_preemption=notify)))
+    assert isinstance(connecting._signal, TermSignal)
+    signal.raise_signal(signal.SIGTERM)
+    assert noticed.wait(10.0) and [notice.source for notice in notices] == ["sigterm"]
+    end_s = time.monotonic() + (0.3 if has_open else 10.0)
+    while not previous and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert previous == ([] if has_open else [signal.SIGTERM])

@@ -95,5 +95,5 @@ def test_a_signal_to_a_rank_is_reported_for_the_run_of_the_rank() -> None:
 
     endpoints, notice = RankEndpoints(), Notice("sigterm", "", 25.0)
     endpoints._node = cast(Any, SimpleNamespace(node_id="n", report=report))
-    asyncio.run(endpoints.notify_preemption("run A", notice))
-    assert reported == [("node_preempted", "n", notice, "run A")]
+    asyncio.run(endpoints.notify_preemption("run A", (1, 7), notice))
+    assert reported == [("node_preempted", "n", notice, ("run A", (1, 7)))]

@@ -36,11 +36,12 @@ from ray_ckpt.actors.rank_link import RayLink
 from ray_ckpt.core import messages as m
 from ray_ckpt.core.node_messages import DeleteOrdered, RunReleased
 from ray_ckpt.core.ownership import RunMark
-from ray_ckpt.core.values import SessionPlan
+from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.ports import AgentDied, Answered, Call, Failure, GroupFound, OpenOnNode
 from ray_ckpt.errors import StagingError, StoragePathError, Unavailable
 from ray_ckpt.format import records as r
+from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.trainer import waiting
 from ray_ckpt.transport.credentials import ServiceKeys
 from tests.actors.test_overview import trained
@@ -590,6 +591,40 @@ def test_a_failed_run_whose_log_was_deleted_is_left_after_some_time(monkeypatch:
     run = OpenedRun(spec=SPEC, run_uid="uid", plan=None, epoch=1)
     assert asyncio.run(take_over(run, 10)) == 11
     assert asyncio.run(take_over(replace(run, failed=(1, 1)), 10)) == 3
+
+
+def test_a_signal_to_a_process_of_a_group_that_is_over_changes_nothing() -> None:
+    """A process that has closed its Checkpointer may live on, on a node where a later group trains."""
+
+    async def leaving(session: int, left: tuple[SessionKey, ...] = ()) -> frozenset[str]:
+        engine = make_engine()
+        run = training(engine)
+        plan = run.machine.plan
+        assert plan is not None
+        run.machine._context.plan = replace(plan, left=left)
+        key = (plan.epoch, plan.session + session)
+        await _coordinator_with(engine).node_preempted("a", Notice("sigterm", "", None), (run.run_uid, key))
+        return engine.notices.nodes(run.run_uid)
+
+    assert asyncio.run(leaving(0)) == {"a"}
+    assert asyncio.run(leaving(-1)) == frozenset()
+    assert asyncio.run(leaving(-1, left=((1, 0),))) == {"a"}, "its group goes on in the later session"
+
+
+def test_a_notice_of_a_cloud_counts_for_all_runs() -> None:
+    async def leaving() -> frozenset[str]:
+        engine = make_engine()
+        run = training(engine)
+        await _coordinator_with(engine).node_preempted("a", Notice("aws", "", None))
+        return engine.notices.nodes(run.run_uid)
+
+    assert asyncio.run(leaving()) == {"a"}
+
+
+def _coordinator_with(engine: Engine) -> Coordinator:
+    coordinator = Coordinator()
+    coordinator.engine = engine
+    return coordinator
 
 
 def test_what_ray_does_not_find_is_unavailable_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
