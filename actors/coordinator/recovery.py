@@ -15,7 +15,7 @@ from ray_ckpt.actors.coordinator.engine import Engine
 from ray_ckpt.actors.coordinator.opening import RunOpener
 from ray_ckpt.actors.messages import GroupCard, OpenedRun
 from ray_ckpt.core import messages as m
-from ray_ckpt.core.values import SessionKey
+from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.engine.ports import GroupFound
 from ray_ckpt.errors import CheckpointError, RunConflict, RunSuperseded
 
@@ -117,12 +117,14 @@ class Recovery:
     async def find_group(self, card: GroupCard) -> None:
         """Continue with the group of a rank, unless the run has a group or has ended.
 
-        RunConflict if another service or run owns the log; the group then has to end.
+        RunConflict if another service or run owns the log, RunSuperseded if a newer group has the run; the
+        group then has to end.
         """
         runs, found = self._engine.runs, card.run
         if (run := runs.open.get(found.spec.key)) is not None:
             if found.plan is not None:
                 run.host.handle(GroupFound(plan=found.plan))
+                _check_newest(found.plan, run.machine.plan)
         elif found.spec.key not in runs.past and found.spec.key not in self._claimed:
             if not (runs.open or runs.past or self._engine.agents.nodes):
                 self._engine.agents.service = card.service  # the agents that kept it are lost
@@ -193,3 +195,10 @@ class Recovery:
 
 def _session_key(run: OpenedRun) -> tuple[int, int]:
     return run.plan.session_key if run.plan else (0, 0)
+
+
+def _check_newest(found: SessionPlan, at_work: SessionPlan | None) -> None:
+    """Raise RunSuperseded if the group at work is a newer one than the group that was found."""
+    if at_work is None or at_work.continues(found.session_key) or at_work.session_key < found.session_key:
+        return
+    raise RunSuperseded("A newer training group has opened this run.")

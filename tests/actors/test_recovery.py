@@ -25,6 +25,7 @@ from ray_ckpt.actors.coordinator.ports import RayPorts
 from ray_ckpt.actors.coordinator.recovery import Recovery
 from ray_ckpt.actors.messages import (
     AgentCard,
+    GroupCard,
     Joined,
     OpenedRun,
     PassedAnswers,
@@ -39,7 +40,7 @@ from ray_ckpt.core.ownership import RunMark
 from ray_ckpt.core.values import SessionKey, SessionPlan
 from ray_ckpt.engine.deletes import NodeDeletes
 from ray_ckpt.engine.ports import AgentDied, Answered, Call, Failure, GroupFound, OpenOnNode
-from ray_ckpt.errors import StagingError, StoragePathError, Unavailable
+from ray_ckpt.errors import RunSuperseded, StagingError, StoragePathError, Unavailable
 from ray_ckpt.format import records as r
 from ray_ckpt.preemption.notice import Notice
 from ray_ckpt.trainer import waiting
@@ -591,6 +592,27 @@ def test_a_failed_run_whose_log_was_deleted_is_left_after_some_time(monkeypatch:
     run = OpenedRun(spec=SPEC, run_uid="uid", plan=None, epoch=1)
     assert asyncio.run(take_over(run, 10)) == 11
     assert asyncio.run(take_over(replace(run, failed=(1, 1)), 10)) == 3
+
+
+def test_a_group_whose_node_was_cut_off_is_told_that_a_newer_one_has_the_run() -> None:
+    """Its agent may be alive, and be gone for Ray; so rank 0 asks the coordinator for another one."""
+
+    async def told(session: int, left: tuple[SessionKey, ...] = ()) -> None:
+        engine = make_engine()
+        run = training(engine)
+        plan = run.machine.plan
+        assert plan is not None
+        run.machine._context.plan = replace(plan, left=left)
+        found = OpenedRun(
+            spec=SPEC, run_uid=run.run_uid, plan=replace(plan, session=plan.session + session), epoch=1
+        )
+        recovery = Recovery(engine, RunOpener(engine, lambda: None))
+        await recovery.find_group(GroupCard(service=engine.agents.service, run=found))
+
+    with pytest.raises(RunSuperseded, match="A newer training group has opened this run"):
+        asyncio.run(told(-1))
+    asyncio.run(told(-1, left=((1, 0),)))
+    asyncio.run(told(0))
 
 
 def test_a_signal_to_a_process_of_a_group_that_is_over_changes_nothing() -> None:
