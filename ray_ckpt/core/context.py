@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ray_ckpt.config import RunOptions
@@ -70,9 +70,15 @@ class Context:
 
         If none can be read now, the newest one.
         """
-        lineage = self.history.lineage()
-        readable = (c for c in reversed(lineage) if self.holders.can_serve(c))
-        return next(readable, lineage[-1] if lineage else None)
+        return self.newest_readable() or next(reversed(self.history.lineage()), None)
+
+    def newest_readable(self, *, without: Container[str] = ()) -> CheckpointInfo | None:
+        """Return the newest checkpoint of the lineage that can be read, those in `without` aside; or None.
+
+        A drain may know of damage in a checkpoint that seems readable until a scrub has read it.
+        """
+        found = (c for c in reversed(self.history.lineage()) if c.id.attempt not in without)
+        return next(filter(self.holders.can_serve, found), None)
 
     def paced(self, period_s: float) -> float:
         """Return the period of a check that visits all nodes: `period_s`, or longer in a large cluster."""
@@ -137,10 +143,14 @@ class Context:
         self.samples.clear()
         return samples
 
-    def warn_once(self, text: str, *, is_expected: bool = False) -> Iterator[Warn]:
-        """Yield a warning unless its text is one of the last MAX_WARNINGS texts."""
-        if text not in self.warned:
-            self.warned[text] = None
+    def warn_once(self, text: str, *, is_expected: bool = False, about: str = "") -> Iterator[Warn]:
+        """Yield a warning unless it is one of the last MAX_WARNINGS: one of this text, or `about` the same.
+
+        `about` is for texts with an error of a store, which may differ each time, as by a request's number.
+        """
+        key = about or text
+        if key not in self.warned:
+            self.warned[key] = None
             if len(self.warned) > MAX_WARNINGS:
                 del self.warned[next(iter(self.warned))]
             yield Warn(text=text, is_expected=is_expected)

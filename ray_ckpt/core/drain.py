@@ -9,7 +9,8 @@ from the queue.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Set
+import math
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -170,9 +171,10 @@ class Drains:
 
     @property
     def put_off(self) -> set[str]:
-        """Attempts without a drain that get none for a while, since no intact copy of a part was found."""
-        now_s = self._context.now_s
-        return {name for name, at_s in self._not_before_s.items() if now_s < at_s} - self._tasks.keys()
+        """Attempts without a drain that `start` refuses for a while, unless a user requests the drain."""
+        known = self._context.history.checkpoints
+        names = {*self._not_before_s, *self._in_vain_s} - self._tasks.keys()
+        return {name for name in names if name in known and self._is_put_off(known[name])}
 
     @property
     def has_room(self) -> bool:
@@ -189,13 +191,10 @@ class Drains:
         requests the drain.
         """
         name, now_s = checkpoint.id.attempt, self._context.now_s
-        if not is_requested and now_s < self._not_before_s.get(name, now_s):
-            return
         self._in_vain_s = {n: at_s for n, at_s in self._in_vain_s.items() if now_s - at_s < COMPUTED_S}
-        holders = self._context.holders
-        parts = range(checkpoint.num_nodes) if self._are_of_items else holders.to_upload(checkpoint)
-        if not is_requested and name in self._in_vain_s and not holders.holds(name, parts):
+        if not is_requested and self._is_put_off(checkpoint):
             return
+        parts = self._to_upload(checkpoint)
         if is_urgent:
             self._urgent = name
         if name in self._tasks or not parts:
@@ -211,6 +210,18 @@ class Drains:
         )
         if len(self._tasks) > self._max_tasks:
             del self._tasks[min(self._tasks, key=self._worth)]
+
+    def _to_upload(self, checkpoint: CheckpointInfo) -> Collection[int]:
+        every = range(checkpoint.num_nodes)
+        return every if self._are_of_items else self._context.holders.to_upload(checkpoint)
+
+    def _is_put_off(self, checkpoint: CheckpointInfo) -> bool:
+        """Return True after a drain that found no intact copy of a part, or waited for repair in vain."""
+        name, now_s = checkpoint.id.attempt, self._context.now_s
+        if now_s < self._not_before_s.get(name, now_s):
+            return True
+        is_in_vain = now_s - self._in_vain_s.get(name, -math.inf) < COMPUTED_S
+        return is_in_vain and not self._context.holders.holds(name, self._to_upload(checkpoint))
 
     def _worth(self, name: str) -> tuple[bool, bool, bool, int]:
         """Return the sort key of a drain; the lowest one, an old drain that has not begun, is displaced."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 from ray_ckpt import telemetry
 from ray_ckpt.core import messages as m
@@ -94,7 +94,7 @@ class DrainSchedule:
             yield from self.bring(checkpoint)
             if checkpoint.id.attempt not in self._refused:
                 return
-        newest = self._newest(without=self._refused)
+        newest = self._context.newest_readable(without=self._refused)
         error = self._refused.get(last.id.attempt) if last is not None else None
         if error is None:
             yield from self._finishing.reply(last)
@@ -107,7 +107,7 @@ class DrainSchedule:
 
     def _to_bring(self, last: CheckpointInfo | None) -> CheckpointInfo | None:
         """Return the checkpoint for whose drain a finish waits: the last one, or the newest readable one."""
-        found = (last, self._newest(without=self._refused))
+        found = (last, self._context.newest_readable(without=self._refused))
         wanted = (c for c in found if c is not None and c.id.attempt not in self._refused)
         return next(filter(self._context.holders.needs_upload, wanted), None)
 
@@ -120,7 +120,7 @@ class DrainSchedule:
 
     def rescue(self) -> Iterator[m.Effect]:
         """Drain the newest checkpoint that can be read and drained; call if `is_rescue_due`."""
-        context, newest = self._context, self._newest(without=self._drains.put_off)
+        context, newest = self._context, self._context.newest_readable(without=self._drains.put_off)
         if newest is None:
             return
         ends = [at_s for node, at_s in context.leaves_at_s.items() if node in context.holders.live]
@@ -128,14 +128,6 @@ class DrainSchedule:
         if fits and context.holders.needs_upload(newest):
             self._drains.start(newest, is_urgent=True)
             yield from self.assign()
-
-    def _newest(self, *, without: Container[str]) -> CheckpointInfo | None:
-        """Return the newest checkpoint of the lineage that can be read, those in `without` aside.
-
-        A drain may know of damage in a checkpoint that seems readable until a scrub has read it.
-        """
-        found = (c for c in reversed(self._context.history.lineage()) if c.id.attempt not in without)
-        return next(filter(self._context.holders.can_serve, found), None)
 
     def start_again(self, *, is_end: bool = False) -> None:
         """Start drains that are due and not under way; items alone only before the end of the run.

@@ -232,13 +232,15 @@ class MachineView:
     def _kept_alone(self) -> Iterator[CheckpointInfo]:
         """Yield the checkpoints that are kept while no group is at work.
 
-        These are the one from which the next group would resume, pinned ones, and once the run has finished
-        those that are to be uploaded before its nodes are emptied.
+        These are the one from which the next group would resume, the one that is uploaded, pinned ones, and
+        once the run has finished those that are to be uploaded before its nodes are emptied.
         """
         context, history = self._parts.context, self._parts.context.history
         yield from history.lineage()[-1:]  # nodes that hold parts of it may be away for a while
         if (newest := context.newest) is not None:
             yield newest
+        if (older := context.newest_readable(without=self._parts.drains.put_off)) is not None:
+            yield older  # it is uploaded in place of the newest one
         yield from (c for c in history.live() if pinned_by(c, context.wall_s))
         if self.end_cause == "finished":
             view = context.retention_view()

@@ -120,8 +120,9 @@ class Maintenance:
             checkpoint = self._context.history.checkpoints.get(name)
             is_live = checkpoint is not None and checkpoint.state == "live"
             found = bad.get(name, set()) | self._unread.get(name, set()) if is_live else set()
-            text = ",".join(map(str, sorted(found)[: r.MAX_DAMAGED]))
-            if text != self._recorded.get(name, "") and is_live:
+            recorded = self._recorded.get(name, "")
+            text = _listed(found, recorded)
+            if text != recorded and is_live:
                 self._context.ledger.append(r.Damaged(attempt=name, fragments=text))
             self._recorded[name] = text
             if not text:
@@ -281,6 +282,9 @@ class Maintenance:
                 context.ledger.append(step)
             else:
                 yield step
+        for scrub in self._scrubs.unanswered:
+            yield from self._could_not_read(scrub, "no answer")
+        self._scrubs.unanswered.clear()
         if self._scrubs.is_behind:
             yield from context.warn_once(
                 f"Stored copies cannot be read again within scrub_every_s, {context.options.scrub_every_s:g} "
@@ -419,6 +423,15 @@ class Maintenance:
         places = self._context.holders.places_of(attempt.attempt, index)
         return places is not None and index not in lost_members(places, without)
 
+    def _could_not_read(self, scrub: m.Scrub, error: str | None) -> Iterator[m.Effect]:
+        """Warn of a copy that a round has not read; on the storage path it proves nothing until it is."""
+        yield m.Warn(
+            text=f"Step {scrub.attempt.step}: the copy on {_where(scrub.place)} cannot be read: {error}"
+        )
+        if scrub.place == m.REMOTE:
+            self._unread.setdefault(scrub.attempt.attempt, set()).add(scrub.node_index)
+            self.has_news = True
+
     def scrubbed(self, event: m.ScrubEnded) -> Iterator[m.Effect]:
         """Note the end of a scrub; warn of a damaged copy and do not count this copy any more."""
         scrub = m.Scrub(attempt=event.attempt, node_index=event.node_index, place=event.place)
@@ -427,7 +440,7 @@ class Maintenance:
         unread = self._unread.get(event.attempt.attempt, set())  # those that share with it are no suspects
         suspects = self._scrubs.suspect_remote.get(event.attempt.attempt, set()) - unread
         was_suspect = event.node_index in suspects
-        where = "the storage path" if event.place == m.REMOTE else f"node {event.place[:12]}"
+        where = _where(event.place)
         if event.mended:
             files = ", ".join(event.mended[:5])
             yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} is mended: {files}.")
@@ -442,10 +455,7 @@ class Maintenance:
         if event.place == m.REMOTE and event.error is None and not event.damage:
             self._found_intact(event)
         if self._scrubs.ended(event):
-            yield m.Warn(text=f"Step {event.attempt.step}: the copy on {where} cannot be read: {event.error}")
-            if event.place == m.REMOTE:
-                self._unread.setdefault(event.attempt.attempt, set()).add(event.node_index)
-                self.has_news = True
+            yield from self._could_not_read(scrub, event.error)
         shared = tuple(file for file in event.damage if is_still_name(file)) or event.damage
         found = [(event.attempt, event.node_index, event.damage)] if event.damage else []
         found += [(attempt, node_index, shared) for attempt, node_index in event.shared]
@@ -568,3 +578,19 @@ class Maintenance:
             for node in lost & readings.keys():
                 del readings[node]
         self._next_s = 0.0
+
+
+def _where(place: str) -> str:
+    return "the storage path" if place == m.REMOTE else f"node {place[:12]}"
+
+
+def _listed(found: Set[int], recorded: str) -> str:
+    """Return the text of the record for these damaged fragments: the last MAX_DAMAGED of them.
+
+    If there are more, the recorded ones stay while they are damaged. Rounds read fragments in order, so an
+    outage of the storage path, and its end, take a few hundred records at most in a run of any size.
+    """
+    known = set(map(int, filter(None, recorded.split(","))))
+    if len(known) == r.MAX_DAMAGED and known <= found:
+        return recorded
+    return ",".join(map(str, sorted(found)[-r.MAX_DAMAGED :]))

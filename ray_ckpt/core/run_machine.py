@@ -207,7 +207,8 @@ class RunMachine:
             yield from self._attempts.drop_excess(event.reason)
             reason = f" {event.reason}" if event.reason else ""
             yield from self._context.warn_once(
-                f"The log did not take record {event.seq}; trying again.{reason}"
+                f"The log did not take record {event.seq}; trying again.{reason}",
+                about=f"record {event.seq}, {'with' if reason else 'without'} a reason",
             )
         elif op == "lost":
             yield from self._step_down(f"Another coordinator wrote record {event.seq}", event.service)

@@ -60,6 +60,7 @@ class Scrubs:
         self._running: Scrub | None = None
         self._is_of_round = False  # the running read; False for a suspect's
         self._until_s = 0.0  # then it counts as failed
+        self.unanswered: list[Scrub] = []  # reads without an answer that this round does not try again
         self._not_before_s: dict[str, float] = {}  # by attempt: earliest time of the next round
 
     def assign(
@@ -186,7 +187,8 @@ class Scrubs:
             self._running = None
         elif now_s > self._until_s:
             self._running = None
-            self._failed(scrub)
+            if self._failed(scrub):
+                self.unanswered.append(scrub)
         return self._running is not None
 
     def _failed(self, scrub: Scrub) -> bool:

@@ -116,7 +116,7 @@ class PosixLogStore:
             files.fsync_dir(self._directory)  # another writer may have created the previous record
             os.link(temporary, self._directory / name)
         except OSError as error:  # the comparison with the stored file gives the result
-            self.last_error = str(error)
+            self.last_error = f"{error.strerror or error}: {self._directory}"  # a file name is random
         finally:
             with contextlib.suppress(OSError):
                 if temporary is not None:
@@ -241,7 +241,7 @@ def compare(store: LogStore, name: str, data: bytes, *, absent: CreateResult) ->
         store.last_error = f"{name} was read with damaged bytes: {error.message}"
         return CreateResult.UNKNOWN
     except OSError as error:
-        store.last_error = store.last_error or str(error)
+        store.last_error = str(error)
         return CreateResult.UNKNOWN
     return CreateResult.EXISTS
 

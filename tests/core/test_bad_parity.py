@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.drain import COMPUTED_S
 from ray_ckpt.core.maintenance import MAINTENANCE_S
 from ray_ckpt.core.parity_files import tolerance
 from ray_ckpt.core.repair import RETRY_S
 from ray_ckpt.format.names import parity_file
-from ray_ckpt.types import AttemptId
+from ray_ckpt.types import AttemptId, Level
 from tests.core.driver import Disk, Harness, of, one
 from tests.core.test_parity_groups import coded, harness, keep, read, save
 
@@ -142,3 +143,24 @@ def test_the_only_copy_that_a_restore_finds_damaged_is_read_at_once_if_its_group
     effects = run.feed(*(run.restored(node, bad_nodes=list(bad)) for node in "abcd"))
     scrubs = of([*effects, *run.tick(MAINTENANCE_S)], m.Scrub)
     assert [scrub.place for scrub in scrubs] == ["a"] * is_read, "one at a time"
+
+
+def test_the_end_of_a_launcher_uploads_an_older_checkpoint_if_repair_cannot_compute_the_newest() -> None:
+    run = harness("abcdef", inventory_wait_s=0.0, keep_last=9)
+    save(run, 10)
+    save(run, 20)
+    older = run.attempt(10)
+    run.machine._context.holders.report(older.attempt, 1, "e")  # computed there before
+    effects = [*run.lose("b")]
+    for at in range(int(COMPUTED_S / 10.0) + 20):
+        events: list[m.Event] = [coded(code, error="disk full") for code in of(effects, m.Code)]
+        drains = of(effects, m.Drain)
+        events += [m.OwnerDied(owner="driver")] * (at < 30)
+        effects = [*(effect for drain in drains for effect in run.drained(drain)), *run.feed(*events)]
+        effects += run.tick(10.0)
+        effects += [
+            effect
+            for each in of(effects, m.WriteDescription)
+            for effect in run.feed(m.DescriptionWritten(attempt=each.checkpoint.id, error=None))
+        ]
+    assert run.checkpoint(older).level is Level.DURABLE

@@ -435,3 +435,13 @@ def test_the_reason_for_a_silent_log_is_in_the_warning() -> None:
     seq = run.machine.history.next_seq
     warned = one(run.feed(m.Appended(seq=seq, outcome="unknown", reason="/x is not there any more.")), m.Warn)
     assert warned.text == f"The log did not take record {seq}; trying again. /x is not there any more."
+
+
+def test_a_log_that_refuses_a_record_is_warned_of_once_whatever_the_error_says() -> None:
+    run = away()
+    run.save(20)
+    seq = run.machine.history.next_seq
+    for number in range(3):
+        answer = m.Appended(seq=seq, outcome="unknown", reason=f"AccessDenied, request {number}")
+        assert len(of(run.feed(answer), m.Warn)) == (number == 0)
+        run.tick(RETRY_S)

@@ -115,6 +115,10 @@ def test_a_read_without_an_answer_proves_nothing_either() -> None:
                         error=None,
                     )
                 )
+    assert any(
+        "the storage path cannot be read: no answer" in warn.text for warn in of(run.transcript, m.Warn)
+    )
+    assert damaged(run)[-1] == "0,1", "a later coordinator and the end of the run know it"
     save(run, 20)
     save(run, 30)
     assert evicted(run) == {20}
@@ -163,3 +167,33 @@ def test_a_finished_run_uploads_it_again_before_its_nodes_are_emptied() -> None:
         run.feed(m.RemoteListed(number=of(run.transcript, m.SweepRemote)[-1].number))
         run.tick(MAINTENANCE_S)
     assert 10 in evicted(run) and of(run.transcript, m.PutAway)[0].kept == ()
+
+
+def test_an_outage_of_the_storage_path_takes_few_records_in_a_run_on_many_nodes() -> None:
+    nodes = "".join(map(chr, range(0x100, 0x100 + 300)))
+    run = Harness(nodes, inventory_wait_s=0.0, remote_every=1, scrub_every_s=EVERY_S, scrub_bytes_per_s=10**9)
+    run.open(nodes)
+    save(run, 10)
+
+    def read(seconds: float, error: str | None) -> None:
+        effects: tuple[m.Effect, ...] = ()
+        end_s = run.now_s + seconds
+        while run.now_s < end_s:
+            events = [
+                m.ScrubEnded(
+                    attempt=scrub.attempt,
+                    node_index=scrub.node_index,
+                    place=scrub.place,
+                    damage=(),
+                    error=error if scrub.place == m.REMOTE else None,
+                )
+                for scrub in of(effects, m.Scrub)
+            ]
+            effects = (*run.feed(*events), *run.tick(10.0 if events else 60.0))
+
+    read(EVERY_S + 18_000.0, "[Errno 5] Input/output error")
+    assert len(run.machine._maintenance._unread[run.attempt(10).attempt]) == 300
+    assert len(damaged(run)) <= r.MAX_DAMAGED
+    read(AGAIN_S + 18_000.0, None)
+    assert not run.machine._maintenance.unread and damaged(run)[-1] == ""
+    assert len(damaged(run)) <= 3 * r.MAX_DAMAGED
