@@ -422,7 +422,8 @@ class RunMachine:
         self._context.holders.learn(event.inventories, self.history.run_uid)
         self._maintenance.nodes_changed(frozenset())
         for node, session_key in keys.items():
-            if self.plan is not None and session_key < self.plan.session_key:
+            plan = self.plan
+            if plan is not None and session_key < plan.session_key and not plan.continues(session_key):
                 error = RunSuperseded("A newer training group has opened this run.")
                 yield m.Supersede(nodes=(node,), session_key=session_key, error=error)
         yield from self._saves.count_inventory(event.inventories)

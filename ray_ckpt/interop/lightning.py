@@ -45,6 +45,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         self._checkpointer: Checkpointer | None = None
         self._position: _PositionItem | None = None
         self._step = 0  # the last one that was passed to the Checkpointer
+        self._restored = 0
         self._deferred: Literal["", "validation", "epoch"] = ""  # the end of which its save follows
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -67,7 +68,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         self._position = _PositionItem(trainer, pl_module)
         self._checkpointer = Checkpointer(**self._items(trainer, pl_module))
         info = self._checkpointer.restore()
-        self._step = info.step if info is not None else 0
+        self._step = self._restored = info.step if info is not None else 0
 
     def _check(self, trainer: Any) -> None:
         if trainer.ckpt_path is not None:
@@ -134,6 +135,8 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
 
     def _finish(self, trainer: Any) -> None:
         if self._checkpointer is not None:
+            if self._step > self._restored:  # hooks at the end of the epoch may have stepped an optimizer
+                self._checkpointer.due(self._step)
             self._checkpointer.finish(_metrics(trainer))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -216,12 +216,8 @@ class Checkpointer:
                 log.warning("step %d may not be saved: its loop was left, and close was not called", step)
             raise
         try:
-            if self._count.end(total):
-                self.finish()
-            else:  # the live state is that of a step without a name
-                self._is_over = True
-                self.flush(commit=True)
-                self._reports.report(self._count.last)
+            self._count.end(total)
+            self.finish()
         finally:
             self._end_progress()
 
@@ -545,7 +541,7 @@ class Checkpointer:
     def _save_last(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Save the last step unless it is saved, once more if its save failed, and wait for the commit.
 
-        A later state is not saved. If no optimizer runs hooks, the state counts as that of the last step.
+        A later state is not saved: see `SaveCount.why_later`.
         """
         step, known, new = self._count.last, self._last_metrics, detached(metrics)
         self._last_metrics = known | new
@@ -558,8 +554,7 @@ class Checkpointer:
             is_saved = self._outcomes.is_committed(captured) is not False
             if is_saved and self._last_metrics != known:
                 self.annotate(step, metrics=new)
-        if self._count.has_gone_on or self._saves.is_later_state():
-            why = "the loop has gone on" if self._count.has_gone_on else "an optimizer has stepped"
+        if why := self._saves.why_later(has_gone_on=self._count.has_gone_on):
             if is_saved:
                 log.warning("the state at the end is not saved: %s since step %d", why, step)
             else:

@@ -50,9 +50,15 @@ class SaveCount:
         """Note that the live state is that of the last completed step."""
         self._updates_of_step = self._window.steps_of_each if self._window else ()
 
-    def is_later_state(self) -> bool:
-        """Return whether an optimizer that runs hooks has stepped since the last completed step."""
-        return self._window is not None and self._window.steps_of_each != self._updates_of_step
+    def why_later(self, *, has_gone_on: bool) -> str:
+        """Return why the live state is later than that of the last completed step; "" if it seems to be that.
+
+        `has_gone_on`: a loop over `steps` has begun another step, which decides if no optimizer runs hooks.
+        """
+        steps = self._window.steps_of_each if self._window is not None else ()
+        if steps != self._updates_of_step:
+            return "an optimizer has stepped"
+        return "the loop has gone on" if has_gone_on and not steps else ""
 
     def is_same_state(self) -> bool:
         """Return whether no optimizer has stepped since the last save."""

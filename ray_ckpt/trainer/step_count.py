@@ -59,11 +59,10 @@ class StepCount:
             )
         return step > self.last
 
-    def end(self, total: int) -> bool:
-        """Return True if a call has named the last one of `total` steps, else log an error."""
+    def end(self, total: int) -> None:
+        """Note the end of a loop of `total` steps; log an error if no call has named the last one."""
         if self.last < total:
             log.error("the loop ended without ckpt.step(%d): the state after that step is not saved", total)
-        return self.last >= total
 
     @property
     def has_gone_on(self) -> bool:

@@ -298,3 +298,43 @@ def test_parameters_are_shared_under_the_names_that_the_module_saves() -> None:
     item = adapt("m", nn.Sequential(Fabric(accelerator="cpu", devices=1).setup_module(nn.Linear(2, 2))), {})
     shared = [name for name in item.tree() if item.is_shared((name,))]
     assert shared == ["0.weight", "0.bias"]
+
+
+class SteppedAtEpochEnd(pl.LightningModule):  # type: ignore[misc]
+    """Applies what is left of an accumulation window at the end of the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        self.manual_backward(self.net(batch).square().mean())
+        if index == 2:
+            self.on_train_epoch_end()
+
+    def on_train_epoch_end(self) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def test_the_last_step_has_what_a_hook_of_the_module_has_stepped_at_the_end_of_its_epoch() -> None:
+    link, model = new_run(99), SteppedAtEpochEnd()
+    rows: Any = list(torch.ones(6, 2))
+    set_connection(Connection(link=link))
+    pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[ray_ckpt.lightning.CheckpointCallback()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+    ).fit(model, DataLoader(rows, batch_size=2))
+    (sealed,) = link.sealed
+    assert torch.equal(link.tensors(sealed.attempt.step)["model.net.weight"], model.net.weight)

@@ -139,7 +139,39 @@ def test_finish_behind_a_loop_that_has_gone_on_saves_nothing(has_optimizer: bool
         if step == 12:
             break
     assert not loop.ckpt.finish()
-    assert not loop.saved and loop.link.skipped[10] == "the loop has gone on since then"
+    why = "an optimizer has stepped" if has_optimizer else "the loop has gone on"
+    assert not loop.saved and loop.link.skipped[10] == f"{why} since then"
+
+
+def test_finish_behind_a_loop_that_is_left_at_the_top_saves_the_last_step() -> None:
+    loop = Loop()
+    for step in loop.ckpt.steps(total=1000):
+        if step > 15:
+            break
+        loop.train()
+        loop.ckpt.step(step)
+    assert loop.ckpt.finish() and loop.saved == {15: 15}
+
+
+def test_finish_behind_data_that_ends_before_the_loop_saves_the_last_step() -> None:
+    loop = Loop()
+    for step, _ in zip(loop.ckpt.steps(total=1000), range(15), strict=False):
+        loop.train()
+        loop.ckpt.step(step)
+    assert loop.ckpt.finish() and loop.saved == {15: 15}
+
+
+def test_a_loop_whose_last_step_changes_nothing_saves_the_step_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As after a batch that is skipped, or micro-batches after the last optimizer step."""
+    loop = Loop()
+    for step in loop.ckpt.steps(total=15):
+        if step < 15:
+            loop.train()
+            loop.ckpt.step(step)
+    assert loop.ckpt.finish() and loop.saved == {14: 14}
+    assert "ended without ckpt.step(15)" in caplog.text
 
 
 def test_a_state_without_an_optimizer_counts_as_that_of_the_last_step() -> None:
