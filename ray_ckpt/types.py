@@ -210,6 +210,9 @@ class SaveFacts:
     capture on a node until all files of that node were fsynced.
 
     `shared_bytes` are those of files that the nodes have linked to an earlier checkpoint's, all together.
+
+    With parity: `is_rewritten` if a node has written a still shard anew that its last save had too, and
+    `bad_copies` are the earlier attempts whose copy of a still shard on the node was damaged.
     """
 
     stall_s: float | None = None
@@ -217,6 +220,8 @@ class SaveFacts:
     local_s: float | None = None
     mesh: str = ""
     shared_bytes: int = 0
+    is_rewritten: bool = False
+    bad_copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ray_ckpt.trainer.link import SealedShard
 from ray_ckpt.types import AttemptId, SaveFacts
@@ -20,6 +20,8 @@ class _SaveTimes:
     stall_s: float = 0.0
     capture_s: float = 0.0
     shared_bytes: int = 0  # in files that are linked to those of an earlier save
+    is_rewritten: bool = False  # a still shard of the last save was written, not linked
+    bad_copies: set[str] = field(default_factory=set)  # attempts whose still shards here are damaged
     sealed_s: float = 0.0  # when the last rank's capture arrived (monotonic)
 
     def add(self, shard: SealedShard) -> None:
@@ -66,6 +68,16 @@ class Captures:
         if times := self._times.get(attempt.attempt):
             times.shared_bytes += size_bytes
 
+    def note_rewritten(self, attempt: str) -> None:
+        """Note that a save has written a still shard of the last save anew."""
+        if times := self._times.get(attempt):
+            times.is_rewritten = True
+
+    def note_bad(self, attempt: str, other: str) -> None:
+        """Note that a save has found a still shard of another attempt damaged."""
+        if times := self._times.get(attempt):
+            times.bad_copies.add(other)
+
     def end_write(self, shard: SealedShard) -> None:
         self._writing.discard((shard.attempt.attempt, shard.rank))
 
@@ -90,4 +102,6 @@ class Captures:
             capture_s=times.capture_s,
             local_s=local_s,
             shared_bytes=times.shared_bytes,
+            is_rewritten=times.is_rewritten,
+            bad_copies=tuple(sorted(times.bad_copies)),
         )

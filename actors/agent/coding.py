@@ -56,6 +56,8 @@ def _store_parity(run: NodeRun, order: m.Code, group: GroupReader, epoch: int) -
     """Store the parity files of a member; that of the still shards first, by a link if it was made before."""
     header, stored = group.plan(order.places.group.members.index(order.node_index)), 0
     directory = order.attempt.directory
+    if order.is_anew:  # and later saves link none of them either
+        run.unlinked[header.position] = set(run.staging.directories(run.run_uid))
     for layer in reversed(header.layers):
         _check_wanted(run, order.attempt, epoch)
         name, size_bytes = layer.parity_file(header.position), header.size_bytes(layer)
@@ -64,6 +66,7 @@ def _store_parity(run: NodeRun, order: m.Code, group: GroupReader, epoch: int) -
         run.check_space(size_bytes, what=f"The parity of step {order.attempt.step}")
         run.staging.put(run.run_uid, directory, name, group.encode(header, layer), size_bytes=size_bytes)
         stored += size_bytes
+    run.unlinked.get(header.position, set()).discard(directory)
     if header not in run.staging.parities(run.run_uid, directory=directory):
         raise Unavailable("a scrub has taken away a file that this one shares with an earlier checkpoint")
     return stored
@@ -72,11 +75,13 @@ def _store_parity(run: NodeRun, order: m.Code, group: GroupReader, epoch: int) -
 def _with_same(run: NodeRun, header: ParityHeader) -> Iterator[str]:
     """Yield the newest checkpoints of the session on this node with the same parity of still shards.
 
-    Another session may have coded bytes that were damaged; this one has read its still shards.
+    Another session may have coded bytes that were damaged; this one has read the still shards of others, and
+    an order that comes after it has found damage makes parity anew.
     """
     (_, still), directory = header.layers, header.attempt.directory
     session = header.attempt.epoch, header.attempt.session
-    others = [name for name in run.staging.directories(run.run_uid) if name != directory]
+    unlinked = run.unlinked.get(header.position, set()) | {directory}
+    others = [name for name in run.staging.directories(run.run_uid) if name not in unlinked]
     for other in sorted(others, reverse=True)[:MAX_LIKE]:
         for found in run.staging.parities(run.run_uid, directory=other):
             is_of_session = (found.attempt.epoch, found.attempt.session) == session

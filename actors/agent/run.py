@@ -72,6 +72,8 @@ class NodeRun:
         # file -> the session in which an earlier still shard was read, its entry, device and inode
         self.read_still: dict[str, tuple[SessionKey | None, FileEntry, tuple[int, int]]] = {}
         self.bad_still: dict[str, tuple[SessionKey | None, FileEntry, tuple[int, int]]] = {}  # found damaged
+        # position in a parity group -> checkpoints here whose parity of still shards is not to be linked
+        self.unlinked: dict[int, set[str]] = {}
         self.mended: dict[FileEntry, str] = {}  # still shards that were mended, and in which folder
         self.endpoints: dict[str, str] = {}  # addresses of agents, by node
         self._warned_of_space: SessionKey | None = None  # the last session that was warned of a full disk

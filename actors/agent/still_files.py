@@ -19,7 +19,7 @@ from ray_ckpt.core.values import ScrubResult
 from ray_ckpt.errors import CheckpointError, CorruptionError
 from ray_ckpt.format.digest import digest
 from ray_ckpt.format.manifest import MAX_FRAGMENT_BYTES, decode_columns
-from ray_ckpt.format.names import fragment_file, is_still_name
+from ray_ckpt.format.names import attempt_of, fragment_file, is_still_name
 from ray_ckpt.storage.local.direct import Written, hashed, read_written
 from ray_ckpt.storage.local.files import checked
 from ray_ckpt.storage.local.scrub import verify_stored
@@ -55,23 +55,29 @@ def store_still(
         same = (
             other
             for other, entry in chain([newest], sized)
-            if entry.digest == found.digest and _may_link(run, other, entry)
+            if entry.digest == found.digest and _may_link(run, directory, other, entry)
         )
         if run.staging.link(run.run_uid, same, directory, file):
             return found, True
     run.check_space(data.nbytes, what=file)
     written = run.staging.put(run.run_uid, directory, file, [data], size_bytes=data.nbytes, spans=spans)
+    _, last = run.still.get(file, ((), None))
+    if last is not None and last.digest == written.digest and run.spec.options.parity is not None:
+        run.captures.note_rewritten(attempt_of(directory))
     run.still[file] = tuple(spans), written
     return written, False
 
 
-def _may_link(run: NodeRun, directory: str, entry: FileEntry) -> bool:
-    """Return whether a shard of an earlier checkpoint is to be shared.
+def _may_link(run: NodeRun, directory: str, other: str, entry: FileEntry) -> bool:
+    """Return whether a save is to share a shard of an earlier checkpoint; report a damaged one with the save.
 
     With parity it is read first: the nodes of the session's groups code its bytes as they are, so that bytes
     which have changed on the disk could not be computed. A copy on another node has bytes of its own.
     """
-    return run.spec.options.parity is None or is_intact(run, directory, entry)
+    if run.spec.options.parity is None or is_intact(run, other, entry):
+        return True
+    run.captures.note_bad(attempt_of(directory), attempt_of(other))
+    return False
 
 
 def is_intact(run: NodeRun, directory: str, entry: FileEntry) -> bool:

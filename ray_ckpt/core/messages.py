@@ -453,6 +453,7 @@ class Code:
     is_parity: bool
     places: GroupPlaces
     read_bytes: int  # about what the node has to read
+    is_anew: bool = False  # links no parity of still shards that was made before, which may be wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

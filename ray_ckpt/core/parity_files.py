@@ -61,17 +61,18 @@ class ParityFiles:
         The files of a wrong group stay on their nodes until they are made anew.
         """
         is_made = self._anew.get(attempt, {}).get((member, node), False)
-        is_wrong = self._is_wrong(attempt, member) and not is_made
+        is_wrong = self.is_wrong(attempt, member) and not is_made
         if is_wrong or self._taken_s.get(attempt, {}).get((member, node), -math.inf) >= asked_s:
             return False
         self.add(attempt, group, member, node)
         return True
 
-    def _is_wrong(self, attempt: str, member: int) -> bool:
+    def is_wrong(self, attempt: str, member: int) -> bool:
+        """Return True if the files of a member's group have given wrong bytes."""
         return self.group_of(attempt, member) in self._wrong.get(attempt, ())
 
     def _was_bad(self, attempt: str, member: int, node: str) -> bool:
-        return self._is_wrong(attempt, member) or (member, node) in self._taken_s.get(attempt, {})
+        return self.is_wrong(attempt, member) or (member, node) in self._taken_s.get(attempt, {})
 
     def distrust(self, attempt: str, group: ParityGroup) -> None:
         """Remove the files of a group that give wrong bytes; only those that are ordered later count."""

@@ -92,7 +92,9 @@ class ParityRepairs:
             node = self._choose(task, holders.live, staying, domains, problem.blame)
             if node is None:
                 continue
-            code = _order(task, node)
+            code = _order(
+                task, node, is_wrong=holders.parity.is_wrong(task.checkpoint.id.attempt, task.member)
+            )
             if budget is not None and not budget.take(code.read_bytes, now_s):
                 return
             self._active.add(code)
@@ -148,7 +150,7 @@ def _key(code: Code | CodeEnded) -> tuple[str, int, bool]:
     return code.attempt.attempt, code.node_index, code.is_parity
 
 
-def _order(task: _Task, node: str) -> Code:
+def _order(task: _Task, node: str, *, is_wrong: bool) -> Code:
     checkpoint, places = task.checkpoint, task.places
     is_copied = bool(places.fragments[task.at])
     num_read = 1 if is_copied else places.group.num_data
@@ -162,6 +164,7 @@ def _order(task: _Task, node: str) -> Code:
         is_parity=task.is_parity,
         places=places,
         read_bytes=num_read * checkpoint.size_bytes // checkpoint.num_nodes,
+        is_anew=task.is_parity and is_wrong,
     )
 
 

@@ -441,6 +441,8 @@ class RunMachine:
     def _on_node_stored(self, event: m.NodeStored) -> Iterator[m.Effect]:
         if not self._is_stale(event):
             yield from self._saves.stored(event)
+            for known in filter(None, map(self.history.checkpoints.get, event.facts.bad_copies)):
+                self._maintenance.suspect(known.id, {event.node_id})
 
     def _on_replica_ended(self, event: m.ReplicaEnded) -> Iterator[m.Effect]:
         if self._is_stale(event):

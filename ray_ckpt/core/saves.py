@@ -306,7 +306,9 @@ class Saves:
         holders, name = self._context.holders, attempt.id.attempt
         places = holders.places_of(name, group.members[0])
         assert places is not None  # `OpenAttempts.find` has noted the groups
-        size_bytes = sum(attempt.stored[member].size_bytes for member in group.members)
+        stored = [attempt.stored[member] for member in group.members]
+        size_bytes = sum(event.size_bytes for event in stored)
+        is_anew = any(event.facts.is_rewritten or event.facts.bad_copies for event in stored)
         for member in group.members:
             node = attempt.nodes[member].node_id
             if node in holders.live and node not in holders.parity.of(name, member):
@@ -319,6 +321,7 @@ class Saves:
                     is_parity=True,
                     places=places,
                     read_bytes=size_bytes * group.parity // len(group.members),
+                    is_anew=is_anew,
                 )
                 holders.parity.ordered(order)
                 yield order

@@ -74,7 +74,7 @@ class Group:
         there = [(name,) if at not in lost else () for at, name in enumerate(NODES)]
         return GroupPlaces(group=self.group, fragments=tuple(there), parities=tuple(there))
 
-    def code(self, member: int, node: str, *lost: int, is_parity: bool = True) -> int:
+    def code(self, member: int, node: str, *lost: int, is_parity: bool = True, is_anew: bool = False) -> int:
         order = m.Code(
             attempt=self.saved.attempt,
             num_nodes=NUM_NODES,
@@ -83,6 +83,7 @@ class Group:
             is_parity=is_parity,
             places=self.places(*lost),
             read_bytes=0,
+            is_anew=is_anew,
         )
         credentials = KEYS.credentials(UID)
         return compute(self.runs[node], order, self.endpoints, credentials, ActiveCopies(), epoch=1)
@@ -133,6 +134,7 @@ def _open_group(root: Path) -> Iterator[Group]:
                 run_uid=UID,
                 staging=disks,
                 limiter=Limiter(),
+                unlinked={},
                 machine=SimpleNamespace(is_deleted=_is_deleted, epoch=1),
                 check_space=lambda needed_bytes, what: None,
             )
@@ -609,6 +611,44 @@ def test_parity_of_still_shards_is_made_in_each_session(group: Group) -> None:
     group.saves(_with_base(30, base, session=2))
     group.code(3, NODES[3])
     assert (group.folder(NODES[3]) / parity_file(3, NUM_NODES, STILL)).stat().st_nlink == 1
+
+
+def test_wrong_parity_of_still_shards_is_linked_no_more_once_it_is_made_anew(group: Group) -> None:
+    """A node's disk returned wrong bytes of its still shard when the group was coded."""
+    base = np.arange(1 << 16, dtype=np.float32).reshape(1 << 8, 1 << 8)
+    group.saves(_with_base(20, base))
+    still = [name for name in group.files(6) if is_still_name(name)]
+    for name in still:
+        _flip(group.folder(NODES[6]) / name, -1)
+    _code_all(group)
+    for name in still:
+        (group.folder(NODES[6]) / name).unlink()
+    group.saves(_with_base(30, base))  # node 6 writes its shard anew
+    _code_all(group)
+    assert _computed_wrong(group, 2)
+    _code_all(group, is_anew=True)
+    assert not _computed_wrong(group, 2) and not _computed_wrong(group, 6)
+    group.saves(_with_base(40, base))
+    _code_all(group)
+    assert not _computed_wrong(group, 2)
+    assert (group.folder(NODES[0]) / parity_file(0, NUM_NODES, STILL)).stat().st_nlink == 2
+    _code_all(group, is_anew=True)
+    for node, member in ((NODES[0], 0), (NODES[1], 1)):
+        (group.folder(node) / parity_file(member, NUM_NODES, STILL)).unlink()
+        group.code(member, node)  # as repair does if an order failed
+    assert not _computed_wrong(group, 2)
+
+
+def _code_all(group: Group, *, is_anew: bool = False) -> None:
+    for member, node in enumerate(NODES):
+        group.code(member, node, is_anew=is_anew)
+
+
+def _computed_wrong(group: Group, lost: int) -> list[str]:
+    """Return the files of a lost member that are computed with other bytes."""
+    with ExitStack() as stack:
+        reader, files = _reader(stack, group, lost), group.saved.files
+        return [n for n in group.files(lost) if reader.read_whole(n, max_bytes=MAX_BYTES) != files[n]]
 
 
 def test_a_shared_file_that_is_taken_away_meanwhile_fails_the_coding(group: Group) -> None:

@@ -107,6 +107,27 @@ def test_with_parity_a_shard_is_read_before_it_is_linked(make: Callable[..., Sti
     assert node.save(6, BASE, head(6)).shared_bytes and node.inode(6) == node.inode(4), "another file"
 
 
+def test_with_parity_a_save_reports_that_an_earlier_shard_is_bad_or_gone(
+    make: Callable[..., StillNode],
+) -> None:
+    """The parity of the earlier one may have been made of bad bytes."""
+    node = make("a", options=RunOptions(parity=(2, 1)))
+
+    def facts(step: int) -> tuple[bool, tuple[str, ...]]:
+        node.save(step, BASE, head(step))
+        found = node.run.captures.facts(attempt(step))
+        return found.is_rewritten, found.bad_copies
+
+    assert facts(1) == (False, ())
+    flip(node.path(1))
+    assert facts(2) == (True, (attempt(1).attempt,))
+    assert facts(3) == (False, ()), "that of step 2 is linked"
+    flip(node.path(3))
+    for step in (1, 3):  # step 2 shares the file of step 3
+        node.scrub(step)
+    assert facts(4) == (True, ()), "scrubs have taken them away"
+
+
 def test_a_damaged_shard_that_checkpoints_share_is_read_once(
     make: Callable[..., StillNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:

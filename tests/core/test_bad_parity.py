@@ -91,6 +91,37 @@ def test_parity_that_is_made_anew_counts_in_reports_and_inventories() -> None:
     assert tolerates(run, attempt) == 2
 
 
+def test_parity_that_was_wrong_is_made_anew_without_links_to_earlier_parity() -> None:
+    run, attempt, disk = distrusted()
+    orders = carry_out(run, come_back(run, disk))
+    assert {code.is_anew for code in orders if code.attempt == attempt and code.is_parity} == {True}
+    assert not any(code.is_anew for code in orders if code.attempt != attempt or not code.is_parity)
+
+
+def test_parity_that_a_scrub_has_taken_away_may_be_linked() -> None:
+    """The bytes from which it was made are not in doubt."""
+    run = harness()
+    save(run, 10)
+    damage = read(m.Scrub(attempt=run.attempt(10), node_index=2, place="c"), parity_file(2, 4))
+    assert not one((*run.feed(damage), *run.tick(2.0)), m.Code).is_anew
+
+
+def test_a_node_that_finds_its_earlier_shard_bad_has_it_read_and_the_group_links_no_parity() -> None:
+    run = harness(scrub_bytes_per_s=0)
+    save(run, 10)
+    earlier, attempt = run.attempt(10), run.attempt(20)
+    effects = list(run.feed(*(run.stored(attempt, node) for node in "abd")))
+    stored = run.stored(attempt, "c")
+    facts = replace(stored.facts, is_rewritten=True, bad_copies=(earlier.attempt, "of another run"))
+    effects += run.feed(replace(stored, facts=facts))
+    codes = of(effects, m.Code)
+    assert [code.is_anew for code in codes] == [True] * 4
+    scrubs = of([*effects, *run.tick(MAINTENANCE_S)], m.Scrub)
+    assert scrubs == [m.Scrub(attempt=earlier, node_index=2, place="c")]
+    run.feed(*map(coded, codes))
+    assert not any(code.is_anew for code in of(run.save(30), m.Code))
+
+
 def test_an_order_that_was_under_way_when_parity_is_distrusted_proves_nothing() -> None:
     run, attempt, disk = distrusted()
     codes = [code for code in of((*come_back(run, disk), *run.tick(2.0)), m.Code) if code.attempt == attempt]

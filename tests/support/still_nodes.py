@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ray_ckpt.actors.agent.arena import RankArena, make_arena
+from ray_ckpt.actors.agent.captures import Captures
 from ray_ckpt.actors.agent.files import StoredFiles, put_fragment, scrub, send_copy, store_shard, upload
 from ray_ckpt.actors.agent.memory import RankMemory
 from ray_ckpt.actors.agent.peer_files import PeerFiles
@@ -77,6 +78,7 @@ class StillNode:
             still={},
             read_still={},
             bad_still={},
+            captures=Captures(),
             mended={},
             limiter=Limiter(),
             drain_limiter=Limiter(),
@@ -143,6 +145,7 @@ class StillNode:
             stall_s=0.0,
             capture_s=0.0,
         )
+        self.run.captures.seal(shard)
         return store_shard(self.run, shard)
 
     def send(self, step: int, peer: StillNode, *, is_repair: bool = False) -> tuple[int, int]:
