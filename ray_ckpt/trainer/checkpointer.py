@@ -555,9 +555,9 @@ class Checkpointer:
             if is_saved and self._last_metrics != known:
                 self.annotate(step, metrics=new)
         if why := self._saves.why_later(has_gone_on=self._count.has_gone_on):
-            if is_saved:
+            if is_saved and not self._count.has_gone_on:  # else the end of the loop has said so
                 log.warning("the state at the end is not saved: %s since step %d", why, step)
-            else:
+            elif not is_saved:
                 self._outcomes.skip(self._saves.attempt(step), f"{why} since then")
         elif not is_saved:
             if self._require_items().postpone():

@@ -51,8 +51,8 @@ def test_an_agent_that_is_found_dead_is_replaced(monkeypatch: pytest.MonkeyPatch
         run.host.nodes.opened = frozenset("a")
         for node in "ab":
             engine.agents._actors[node] = SimpleNamespace(disk=SimpleNamespace(remote=died))
-            await read_disk(engine, run, node, 1.0)
-        await read_disk(engine, run, "not here", 1.0)
+            await read_disk(engine, run, node, 60.0)
+        await read_disk(engine, run, "not here", 60.0)
         await asyncio.sleep(0)  # the restarts that were begun
 
     asyncio.run(look())
