@@ -211,7 +211,7 @@ class SaveFacts:
 
     `shared_bytes` are those of files that the nodes have linked to an earlier checkpoint's, all together.
 
-    With parity: `is_rewritten` if a node has written a still shard anew that its last save had too, and
+    With parity: `is_rewritten` if a node has written a still shard although an earlier save had one, and
     `bad_copies` are the earlier attempts whose copy of a still shard on the node was damaged.
     """
 

@@ -54,10 +54,10 @@ def compute(
 
 def _store_parity(run: NodeRun, order: m.Code, group: GroupReader, epoch: int) -> int:
     """Store the parity files of a member; that of the still shards first, by a link if it was made before."""
-    header, stored = group.plan(order.places.group.members.index(order.node_index)), 0
-    directory = order.attempt.directory
-    if order.is_anew:  # and later saves link none of them either
-        run.unlinked[header.position] = set(run.staging.directories(run.run_uid))
+    position, directory = order.places.group.members.index(order.node_index), order.attempt.directory
+    if order.is_anew:  # later orders and saves link none of them either
+        run.unlinked[position] = set(run.staging.directories(run.run_uid))
+    header, stored = group.plan(position), 0
     for layer in reversed(header.layers):
         _check_wanted(run, order.attempt, epoch)
         name, size_bytes = layer.parity_file(header.position), header.size_bytes(layer)

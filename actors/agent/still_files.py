@@ -76,7 +76,9 @@ def _may_link(run: NodeRun, directory: str, other: str, entry: FileEntry) -> boo
     """
     if run.spec.options.parity is None or is_intact(run, other, entry):
         return True
-    run.captures.note_bad(attempt_of(directory), attempt_of(other))
+    _, bad, _ = run.bad_still.get(entry.name, (None, None, None))
+    if bad == entry:  # else the copy is away or cannot be read, which is no damage
+        run.captures.note_bad(attempt_of(directory), attempt_of(other))
     return False
 
 

@@ -27,6 +27,7 @@ class ParityFiles:
         # orders without an answer: (attempt, member, whether of its parity file) -> node
         self._made: dict[tuple[str, int, bool], str] = {}
         self._wrong: dict[str, set[ParityGroup]] = {}  # attempt -> groups whose files give wrong bytes
+        self._unlinked: dict[str, set[ParityGroup]] = {}  # attempt -> groups whose earlier files may be wrong
         # attempt -> (member, node): when a scrub took a file away
         self._taken_s: dict[str, dict[tuple[int, str], float]] = {}
         # attempt -> (member, node) of files that were ordered since they were bad; True: and are made
@@ -70,6 +71,15 @@ class ParityFiles:
     def is_wrong(self, attempt: str, member: int) -> bool:
         """Return True if the files of a member's group have given wrong bytes."""
         return self.group_of(attempt, member) in self._wrong.get(attempt, ())
+
+    def may_not_link(self, attempt: str, group: ParityGroup) -> None:
+        """Note that the files of a group may not be links to those of an earlier save, which may be wrong."""
+        self._unlinked.setdefault(attempt, set()).add(group)
+
+    def is_anew(self, attempt: str, member: int) -> bool:
+        """Return True if a parity file of a member's group is to be made without links."""
+        group = self.group_of(attempt, member)
+        return self.is_wrong(attempt, member) or group in self._unlinked.get(attempt, ())
 
     def _was_bad(self, attempt: str, member: int, node: str) -> bool:
         return self.is_wrong(attempt, member) or (member, node) in self._taken_s.get(attempt, {})
@@ -153,7 +163,7 @@ class ParityFiles:
     def forget(self, attempt: str) -> None:
         self._groups.pop(attempt, None)
         self._group_of.pop(attempt, None)
-        for known in (self._nodes, self._members, self._wrong, self._taken_s, self._anew):
+        for known in (self._nodes, self._members, self._wrong, self._unlinked, self._taken_s, self._anew):
             known.pop(attempt, None)
 
 

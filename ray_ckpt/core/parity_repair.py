@@ -92,9 +92,8 @@ class ParityRepairs:
             node = self._choose(task, holders.live, staying, domains, problem.blame)
             if node is None:
                 continue
-            code = _order(
-                task, node, is_wrong=holders.parity.is_wrong(task.checkpoint.id.attempt, task.member)
-            )
+            is_anew = task.is_parity and holders.parity.is_anew(task.checkpoint.id.attempt, task.member)
+            code = _order(task, node, is_anew=is_anew)
             if budget is not None and not budget.take(code.read_bytes, now_s):
                 return
             self._active.add(code)
@@ -150,7 +149,7 @@ def _key(code: Code | CodeEnded) -> tuple[str, int, bool]:
     return code.attempt.attempt, code.node_index, code.is_parity
 
 
-def _order(task: _Task, node: str, *, is_wrong: bool) -> Code:
+def _order(task: _Task, node: str, *, is_anew: bool) -> Code:
     checkpoint, places = task.checkpoint, task.places
     is_copied = bool(places.fragments[task.at])
     num_read = 1 if is_copied else places.group.num_data
@@ -164,7 +163,7 @@ def _order(task: _Task, node: str, *, is_wrong: bool) -> Code:
         is_parity=task.is_parity,
         places=places,
         read_bytes=num_read * checkpoint.size_bytes // checkpoint.num_nodes,
-        is_anew=task.is_parity and is_wrong,
+        is_anew=is_anew,
     )
 
 

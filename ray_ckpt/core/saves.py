@@ -308,7 +308,8 @@ class Saves:
         assert places is not None  # `OpenAttempts.find` has noted the groups
         stored = [attempt.stored[member] for member in group.members]
         size_bytes = sum(event.size_bytes for event in stored)
-        is_anew = any(event.facts.is_rewritten or event.facts.bad_copies for event in stored)
+        if is_anew := any(event.facts.is_rewritten or event.facts.bad_copies for event in stored):
+            holders.parity.may_not_link(name, group)
         for member in group.members:
             node = attempt.nodes[member].node_id
             if node in holders.live and node not in holders.parity.of(name, member):

@@ -45,7 +45,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         self._checkpointer: Checkpointer | None = None
         self._position: _PositionItem | None = None
         self._step = 0  # the last one that was passed to the Checkpointer
-        self._restored = 0
+        self._is_saved = True  # the last step was restored, or a save of it has begun
         self._deferred: Literal["", "validation", "epoch"] = ""  # the end of which its save follows
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -68,7 +68,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         self._position = _PositionItem(trainer, pl_module)
         self._checkpointer = Checkpointer(**self._items(trainer, pl_module))
         info = self._checkpointer.restore()
-        self._step = self._restored = info.step if info is not None else 0
+        self._step = info.step if info is not None else 0
 
     def _check(self, trainer: Any) -> None:
         if trainer.ckpt_path is not None:
@@ -110,11 +110,11 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         """
         if self._checkpointer is None or trainer.global_step == self._step:
             return
-        self._step, self._deferred = trainer.global_step, ""
+        self._step, self._deferred, self._is_saved = trainer.global_step, "", False
         if self._checkpointer.due(self._step):
             self._deferred = _next(trainer)
             if not self._deferred:
-                self._checkpointer.save(self._step, _metrics(trainer))
+                self._save(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._save_behind("validation", trainer)
@@ -123,7 +123,11 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         """Save the last step if its save was to follow `what`. After the last epoch, `finish` saves it."""
         if self._deferred == what and self._checkpointer is not None:
             self._deferred = ""
-            self._checkpointer.save(self._step, _metrics(trainer))
+            self._save(trainer)
+
+    def _save(self, trainer: Any) -> None:
+        if self._checkpointer is not None:
+            self._is_saved = self._checkpointer.save(self._step, _metrics(trainer))
 
     def _settle(self) -> None:
         """Wait for a capture that reads the weights: callbacks may put averaged ones in their place."""
@@ -135,7 +139,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
 
     def _finish(self, trainer: Any) -> None:
         if self._checkpointer is not None:
-            if self._step > self._restored:  # hooks at the end of the epoch may have stepped an optimizer
+            if not self._is_saved:  # hooks at the end of the epoch may have stepped an optimizer
                 self._checkpointer.due(self._step)
             self._checkpointer.finish(_metrics(trainer))
 

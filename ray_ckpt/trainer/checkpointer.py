@@ -319,7 +319,7 @@ class Checkpointer:
         self._check_open(call)
         is_same = self._saves.has_updates and self._saves.is_same_state()
         step, is_new = self._count.complete(step, call, is_same)
-        self._saves.completed()
+        self._saves.completed(is_new=is_new)
         self._whole_step = -1
         if is_new:
             self._signals.completed()

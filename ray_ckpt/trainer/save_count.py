@@ -26,12 +26,13 @@ class SaveCount:
         self._step_before: int | None = None  # the saved step before that; None: there is none
         self._updates: tuple[int, ...] = ()  # number of steps of each optimizer at the last save
         self._updates_of_step: tuple[int, ...] = ()  # at the last completed step, also in a group with parts
+        self._num_steps = self._num_counted = 0  # completed steps, and those with a step of an optimizer
 
     def restore(self, step: int, session_key: SessionKey, window: Window) -> None:
         """Begin a session after `step`; `window` counts the optimizer steps from now on."""
         self.last_step, self._session_key, self._window = step, session_key, window
         self._updates = self._num_updates()
-        self.completed()
+        self.completed(is_new=False)
 
     def attempt(self, step: int) -> AttemptId:
         """Return the id of the next attempt to save `step`."""
@@ -46,19 +47,23 @@ class SaveCount:
             self._step_before = self.last_step
         self._updates, self.last_step = self._num_updates(), step
 
-    def completed(self) -> None:
-        """Note that the live state is that of the last completed step."""
-        self._updates_of_step = self._window.steps_of_each if self._window else ()
+    def completed(self, *, is_new: bool) -> None:
+        """Note that the live state is that of the last completed step; `is_new` at the first call for it."""
+        steps = self._window.steps_of_each if self._window else ()
+        self._num_steps += is_new
+        self._num_counted += is_new and sum(steps) > sum(self._updates_of_step)
+        self._updates_of_step = steps
 
     def why_later(self, *, has_gone_on: bool) -> str:
         """Return why the live state is later than that of the last completed step; "" if it seems to be that.
 
-        `has_gone_on`: a loop over `steps` has begun another step, which decides if no optimizer runs hooks.
+        `has_gone_on`: a loop over `steps` has begun another step. That decides if less than half of the
+        completed steps had a step of an optimizer: one may run no hooks, or be replayed in a graph.
         """
-        steps = self._window.steps_of_each if self._window is not None else ()
-        if steps != self._updates_of_step:
+        if self._window is not None and self._window.steps_of_each != self._updates_of_step:
             return "an optimizer has stepped"
-        return "the loop has gone on" if has_gone_on and not steps else ""
+        is_counted = 2 * self._num_counted >= max(self._num_steps, 1)
+        return "the loop has gone on" if has_gone_on and not is_counted else ""
 
     def is_same_state(self) -> bool:
         """Return whether no optimizer has stepped since the last save."""

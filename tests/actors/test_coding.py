@@ -639,6 +639,23 @@ def test_wrong_parity_of_still_shards_is_linked_no_more_once_it_is_made_anew(gro
     assert not _computed_wrong(group, 2)
 
 
+def test_no_wrong_parity_is_linked_after_an_order_to_make_it_anew_that_has_failed(group: Group) -> None:
+    base = np.arange(1 << 16, dtype=np.float32).reshape(1 << 8, 1 << 8)
+    group.saves(_with_base(20, base))
+    still = [name for name in group.files(6) if is_still_name(name)]
+    for name in still:
+        _flip(group.folder(NODES[6]) / name, -1)
+    _code_all(group)
+    for name in still:
+        (group.folder(NODES[6]) / name).unlink()
+    group.saves(_with_base(30, base))
+    for member, node in enumerate(NODES):
+        with pytest.raises(Unavailable):  # another member cannot be read
+            group.code(member, node, (member + 1) % len(NODES), is_anew=True)
+    _code_all(group)
+    assert not _computed_wrong(group, 2)
+
+
 def _code_all(group: Group, *, is_anew: bool = False) -> None:
     for member, node in enumerate(NODES):
         group.code(member, node, is_anew=is_anew)

@@ -118,7 +118,9 @@ def test_a_node_that_finds_its_earlier_shard_bad_has_it_read_and_the_group_links
     assert [code.is_anew for code in codes] == [True] * 4
     scrubs = of([*effects, *run.tick(MAINTENANCE_S)], m.Scrub)
     assert scrubs == [m.Scrub(attempt=earlier, node_index=2, place="c")]
-    run.feed(*map(coded, codes))
+    ends = [coded(code, error="busy" if code.node_index == 0 else None) for code in codes]
+    repairs = [effect for _ in range(50) for effect in run.tick(2.0)] if run.feed(*ends) else []
+    assert [(code.node_index, code.is_anew) for code in of(repairs, m.Code)] == [(0, True)]
     assert not any(code.is_anew for code in of(run.save(30), m.Code))
 
 

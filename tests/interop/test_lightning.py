@@ -338,3 +338,21 @@ def test_the_last_step_has_what_a_hook_of_the_module_has_stepped_at_the_end_of_i
     ).fit(model, DataLoader(rows, batch_size=2))
     (sealed,) = link.sealed
     assert torch.equal(link.tensors(sealed.attempt.step)["model.net.weight"], model.net.weight)
+
+
+def test_steps_after_the_last_save_are_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    link = new_run(1)
+    set_connection(Connection(link=link))
+    rows: Any = list(torch.ones(8, 2))
+    pl.Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[ray_ckpt.lightning.CheckpointCallback()],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+    ).fit(SteppedAtEpochEnd(), DataLoader(rows, batch_size=2))
+    assert [sealed.attempt.step for sealed in link.sealed] == [1]
+    assert "the state at the end is not saved: an optimizer has stepped since step 1" in caplog.text

@@ -143,6 +143,22 @@ def test_finish_behind_a_loop_that_has_gone_on_saves_nothing(has_optimizer: bool
     assert not loop.saved and loop.link.skipped[10] == f"{why} since then"
 
 
+@pytest.mark.parametrize("has_warm_up", [True, False])
+def test_a_loop_whose_optimizer_steps_are_not_counted_saves_no_later_state(has_warm_up: bool) -> None:
+    """As with steps that are replayed from a CUDA graph, after one that was recorded."""
+    loop = Loop()
+    for step in loop.ckpt.steps(total=35):
+        if has_warm_up and step == 1:
+            loop.train()
+        else:
+            with loop.ckpt.lock(), torch.no_grad():
+                loop.model.weight.add_(1.0)
+                loop.done["steps"] += 1
+        if step % 10 == 0:
+            loop.ckpt.step(step)
+    assert not loop.ckpt.finish() and set(loop.saved) <= {20}
+
+
 def test_finish_behind_a_loop_that_is_left_at_the_top_saves_the_last_step() -> None:
     loop = Loop()
     for step in loop.ckpt.steps(total=1000):
