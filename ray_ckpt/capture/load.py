@@ -153,7 +153,8 @@ def load_items(
     while True:
         begun: dict[str, str] = {}
         changed = set[int]()
-        for name in sorted(all_items.keys() & set(anew), key=lambda name: _is_optimizer(all_items[name])):
+        asked = [name for name in sorted(all_items) if name in anew]
+        for name in sorted(asked, key=lambda name: isinstance(all_items[name], BaseOptimizerItem)):
             if reason := of_rank(changed=changed).reason_to_begin(name, all_items[name], state["items"]):
                 begun[name] = reason
         trees = _trees(all_items, state, begun.keys())
@@ -409,10 +410,6 @@ class _Wanted:
     def _bytes_of(self, key: str) -> set[tuple[object, ...]]:
         slices = ((row.slice, row.digest) for row in self.rows.of_key(key))
         return {(part.offset, part.shape, found) for part, found in slices if part is not None}
-
-
-def _is_optimizer(item: Item) -> bool:
-    return isinstance(item, BaseOptimizerItem)
 
 
 def _has_grown(item: Item, leaf: Leaf, row: ManifestRow) -> bool:

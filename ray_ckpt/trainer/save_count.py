@@ -71,7 +71,7 @@ class SaveCount:
 
     @property
     def has_updates(self) -> bool:
-        """Whether an optimizer step was counted before the last save."""
+        """True if a step of an optimizer was counted before the last save."""
         return any(self._updates)
 
     def _num_updates(self) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class StepCount:
 
     @property
     def has_gone_on(self) -> bool:
-        """Whether a loop over `steps` has gone on after the last completed step."""
+        """True if a loop over `steps` has begun a step after the last completed one."""
         return self.begun > self.last
 
     def complete(self, value: Any, call: Call, is_same: bool = False) -> tuple[int, bool]:

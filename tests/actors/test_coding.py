@@ -614,16 +614,7 @@ def test_parity_of_still_shards_is_made_in_each_session(group: Group) -> None:
 
 
 def test_wrong_parity_of_still_shards_is_linked_no_more_once_it_is_made_anew(group: Group) -> None:
-    """A node's disk returned wrong bytes of its still shard when the group was coded."""
-    base = np.arange(1 << 16, dtype=np.float32).reshape(1 << 8, 1 << 8)
-    group.saves(_with_base(20, base))
-    still = [name for name in group.files(6) if is_still_name(name)]
-    for name in still:
-        _flip(group.folder(NODES[6]) / name, -1)
-    _code_all(group)
-    for name in still:
-        (group.folder(NODES[6]) / name).unlink()
-    group.saves(_with_base(30, base))  # node 6 writes its shard anew
+    base = _saved_with_wrong_parity(group)
     _code_all(group)
     assert _computed_wrong(group, 2)
     _code_all(group, is_anew=True)
@@ -640,6 +631,16 @@ def test_wrong_parity_of_still_shards_is_linked_no_more_once_it_is_made_anew(gro
 
 
 def test_no_wrong_parity_is_linked_after_an_order_to_make_it_anew_that_has_failed(group: Group) -> None:
+    _saved_with_wrong_parity(group)
+    for member, node in enumerate(NODES):
+        with pytest.raises(Unavailable):  # another member cannot be read
+            group.code(member, node, (member + 1) % len(NODES), is_anew=True)
+    _code_all(group)
+    assert not _computed_wrong(group, 2)
+
+
+def _saved_with_wrong_parity(group: Group) -> np.ndarray[Any, Any]:
+    """Save two steps; node 6 had a wrong still shard when the first was coded, and has written it anew."""
     base = np.arange(1 << 16, dtype=np.float32).reshape(1 << 8, 1 << 8)
     group.saves(_with_base(20, base))
     still = [name for name in group.files(6) if is_still_name(name)]
@@ -649,11 +650,7 @@ def test_no_wrong_parity_is_linked_after_an_order_to_make_it_anew_that_has_faile
     for name in still:
         (group.folder(NODES[6]) / name).unlink()
     group.saves(_with_base(30, base))
-    for member, node in enumerate(NODES):
-        with pytest.raises(Unavailable):  # another member cannot be read
-            group.code(member, node, (member + 1) % len(NODES), is_anew=True)
-    _code_all(group)
-    assert not _computed_wrong(group, 2)
+    return base
 
 
 def _code_all(group: Group, *, is_anew: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -322,12 +322,11 @@ class SteppedAtEpochEnd(pl.LightningModule):  # type: ignore[misc]
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
-def test_the_last_step_has_what_a_hook_of_the_module_has_stepped_at_the_end_of_its_epoch() -> None:
-    link, model = new_run(99), SteppedAtEpochEnd()
-    rows: Any = list(torch.ones(6, 2))
+def fit_stepped(link: LocalLink, num_rows: int, **length: int) -> SteppedAtEpochEnd:
     set_connection(Connection(link=link))
+    model, rows = SteppedAtEpochEnd(), cast(Any, list(torch.ones(num_rows, 2)))
     pl.Trainer(
-        max_epochs=2,
+        **length,
         accelerator="cpu",
         devices=1,
         callbacks=[ray_ckpt.lightning.CheckpointCallback()],
@@ -336,23 +335,18 @@ def test_the_last_step_has_what_a_hook_of_the_module_has_stepped_at_the_end_of_i
         enable_checkpointing=False,
         logger=False,
     ).fit(model, DataLoader(rows, batch_size=2))
+    return model
+
+
+def test_the_last_step_has_what_a_hook_of_the_module_has_stepped_at_the_end_of_its_epoch() -> None:
+    link = new_run(99)
+    model = fit_stepped(link, 6, max_epochs=2)
     (sealed,) = link.sealed
     assert torch.equal(link.tensors(sealed.attempt.step)["model.net.weight"], model.net.weight)
 
 
 def test_steps_after_the_last_save_are_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     link = new_run(1)
-    set_connection(Connection(link=link))
-    rows: Any = list(torch.ones(8, 2))
-    pl.Trainer(
-        max_steps=1,
-        accelerator="cpu",
-        devices=1,
-        callbacks=[ray_ckpt.lightning.CheckpointCallback()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=False,
-    ).fit(SteppedAtEpochEnd(), DataLoader(rows, batch_size=2))
+    fit_stepped(link, 8, max_steps=1)
     assert [sealed.attempt.step for sealed in link.sealed] == [1]
     assert "the state at the end is not saved: an optimizer has stepped since step 1" in caplog.text
