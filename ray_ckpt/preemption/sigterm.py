@@ -75,6 +75,7 @@ class TermSignal:
         self._on_notice = on_notice
         self._grace_s = grace_s
         self._is_off = False  # True: the handler passes signals on
+        self._has_passed = False  # the handler has passed one on
         self._num_handled = 0  # calls of the handler: two signals that arrive together are one call
         self._num_woken = 0  # signal numbers that Python wrote, if the wakeup descriptor is ours
         self._inbox, self._outbox = socket.socketpair()
@@ -98,6 +99,7 @@ class TermSignal:
         if not self._is_off:
             self._write(_HANDLED)  # takes no lock, because the main thread may hold it
             return
+        self._has_passed = True
         self._restore()
         if callable(self._previous):
             self._previous(number, frame)
@@ -151,7 +153,10 @@ class TermSignal:
         if self._num_handled == 0 and signal.getsignal(signal.SIGTERM) != self._handle:
             return  # another handler got the signal and did not call ours
         self._is_off = True
-        os.kill(os.getpid(), signal.SIGTERM)
+        pid = os.getpid()
+        if self._has_passed:
+            return  # the main thread was late, and ran our handler after `uninstall`
+        os.kill(pid, signal.SIGTERM)  # no other thread runs between the check and this call
         if self._previous == signal.SIG_DFL:
             time.sleep(MAIN_THREAD_S)
             os._exit(128 + signal.SIGTERM)

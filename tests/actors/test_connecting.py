@@ -71,6 +71,10 @@ def previous() -> Iterator[list[int]]:
     yield got
     if connecting._signal is not None:
         connecting._signal.uninstall()
+    for thread in threading.enumerate():
+        if thread.name == "ray-ckpt-sigterm":
+            thread.join(10.0)  # it may still pass a signal on, which `known` would not survive
+            assert not thread.is_alive()
     signal.signal(signal.SIGTERM, known)
 
 

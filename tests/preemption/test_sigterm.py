@@ -297,6 +297,32 @@ def test_uninstall_hands_on_a_signal_that_is_held(start: Start) -> None:
     assert program.write_nothing_and_wait() == 7
 
 
+def test_a_main_thread_that_is_late_gets_the_signal_once(start: Start) -> None:
+    program = start(
+        """
+        import ctypes
+        signal.signal(signal.SIGTERM, lambda number, frame: emit("before"))
+        getsignal = signal.getsignal
+        def delay_the_watcher(number):
+            handler = getsignal(number)
+            if threading.current_thread().name == "ray-ckpt-sigterm":
+                time.sleep(0.5)
+            return handler
+        signal.getsignal = delay_the_watcher
+        term = TermSignal.install(lambda notice: (on_notice(notice), term.uninstall()), grace_s=60)
+        other = threading.Thread(target=time.sleep, args=(60,), daemon=True)  # its C code is interrupted
+        other.start()
+        emit("ready")
+        threading.Timer(0.1, signal.pthread_kill, (other.ident, signal.SIGTERM)).start()
+        ctypes.CDLL(None).usleep(300_000)
+        time.sleep(1)
+        """
+    )
+    program.expect("notice")
+    program.expect("before")
+    assert program.write_nothing_and_wait() == 0
+
+
 def test_a_handler_that_was_installed_on_top_and_calls_ours_works(start: Start) -> None:
     program = start(
         """

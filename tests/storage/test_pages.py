@@ -39,11 +39,11 @@ def test_what_was_there_stays_and_the_rest_is_zero(memfd: int) -> None:
         os.pwrite(memfd, b"x", place)
     end = make_huge(memfd, 0, SIZE)
     assert not num_mapped()
-    if end == 0:
-        pytest.skip("this kernel makes no huge pages of shared memory")
-    assert end == STEP_BYTES + 3 * HUGE_BYTES
     content = np.frombuffer(map_shared(memfd, 0, SIZE), np.uint8)
     assert np.flatnonzero(content).tolist() == list(places)
+    if end == 0:
+        pytest.skip("this kernel makes no huge pages of shared memory, or has none left")
+    assert end in (STEP_BYTES, STEP_BYTES + 3 * HUGE_BYTES), "too few may be free for the second step"
     assert huge_kib() >= end // 1024 * 0.9, "a block that is in somebody's hands may be left"
 
 
