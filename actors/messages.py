@@ -274,6 +274,7 @@ class RunView:
     warning_age_s: float | None
     suspect: str = ""  # step and finding about replicas, of the last session or the newest checkpoint
     shared_bytes: int = 0  # of the newest checkpoint, linked to earlier ones on the nodes
+    damaged: tuple[int, ...] = ()  # steps of live checkpoints that are damaged on the storage path by the log
     exported: str = ""  # the newest items that were uploaded alone, with their step
     is_put_away: bool = False  # the run has finished, and its files on the nodes are deleted
     awaited: tuple[Awaited, ...] = ()  # ranks whose restore, save or progress report others wait for

@@ -280,6 +280,12 @@ class CheckpointInfo:
         return tuple(self.exported.split(",")) if self.exported else ()
 
     @property
+    def flaws(self) -> tuple[str, ...]:
+        """Known flaws in a word or two, for rows of tables."""
+        found = {"damaged": self.damaged}
+        return tuple(flaw for flaw, finding in found.items() if finding)
+
+    @property
     def step(self) -> int:
         return self.id.step
 

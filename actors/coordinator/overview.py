@@ -78,6 +78,7 @@ def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -
         warning_age_s=wall_s - seen.warned_at_s if seen.warning else None,
         suspect=_suspect(machine),
         shared_bytes=next((c.shared_bytes for c in reversed(machine.history.lineage())), 0),
+        damaged=tuple(c.step for c in machine.history.live() if c.damaged),
         exported=_exported(machine),
         awaited=machine.view.awaited(),
         parity_groups=plan.groups if plan else (),

@@ -83,9 +83,10 @@ class Rollback:
     def notes(self) -> Iterator[str]:
         """Yield warnings about the plan for the user."""
         found = self.checkpoint
-        if found.level < Level.DURABLE:
+        damage = f"damaged on the storage path (fragments {found.damaged})" if found.damaged else ""
+        if risk := "in the cluster only" if found.level < Level.DURABLE else damage:
             yield (
-                f"Step {found.step} is in the cluster only: if its nodes lose it before the run is opened, "
+                f"Step {found.step} is {risk}: if its nodes lose it before the run is opened, "
                 "an older one is restored."
             )
         if found.id.attempt not in {c.id.attempt for c in self.history.lineage()}:

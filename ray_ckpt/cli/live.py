@@ -334,7 +334,7 @@ def _notes(run: RunView) -> Iterator[str]:
         yield f"in the cluster only: step(s) {', '.join(map(str, run.needed_in_cluster[-10:]))}"
     if run.records_waiting > 1:
         yield f"{run.records_waiting} records wait for the log's store"
-    yield from status_remarks(run.shared_bytes, run.suspect)
+    yield from status_remarks(run.shared_bytes, run.suspect, run.damaged)
     if run.exported:
         yield f"exported: {run.exported}"
     if run.warning:

@@ -128,7 +128,7 @@ def _table(infos: Iterable[CheckpointInfo], lineage: Lineage, *, brief: bool) ->
     """Return a row for each checkpoint; `brief` has fewer columns."""
     if brief:
         shown = "", "step", "level", "session", "size", "when", "metrics"
-        table = FittedTable(*shown, right=(1, 3, 4), whole=range(6), fold=(6,), gives_way=(6,))
+        table = FittedTable(*shown, right=(1, 3, 4), whole=(0, 1, 3, 4, 5), fold=(6,), gives_way=(6,))
     else:
         more = "", "step", "level", "state", "session", "world", "size", "when", "metrics"
         table = FittedTable(*more, right=(1, 4, 5, 6), whole=(6,), fold=(8,))
@@ -164,6 +164,7 @@ def _run_summary(run: Location, options: Mapping[str, str]) -> dict[str, Any]:
         "newest_step": newest.info.step if newest else None,
         "newest_level": newest.info.level.label if newest else None,
         "in_cluster": newest.info.level < Level.DURABLE if newest else None,
+        "newest_flaws": list(newest.info.flaws) if newest else None,
         "committed_at_s": newest.info.committed_at_s if newest else None,
     }
 
@@ -179,7 +180,8 @@ def _list_runs(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
         elif row["newest_step"] is None:
             table.add(row["run_name"], row["live_checkpoints"], "", "", "")
         else:
-            level = row["newest_level"] + (", in cluster" if row["in_cluster"] else "")
+            place = ["in cluster"] if row["in_cluster"] else []
+            level = ", ".join((row["newest_level"], *place, *row["newest_flaws"]))
             when = when_text(row["committed_at_s"])
             table.add(row["run_name"], row["live_checkpoints"], row["newest_step"], level, when)
     stdout().print(table)

@@ -21,7 +21,7 @@ from rich.table import Table
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView, Damage, VerifyReport
 from ray_ckpt.core.retention import pinned_by
 from ray_ckpt.format import jsontext
-from ray_ckpt.texts import age_text, local_time_text, printable, to_datetime
+from ray_ckpt.texts import age_text, local_time_text, printable, steps_text, to_datetime
 from ray_ckpt.types import CheckpointInfo, Level, ParityGroup, parity_text
 
 PIPE_WIDTH = 1_000_000  # characters without a terminal: no line is folded
@@ -92,12 +92,14 @@ def remarks_json(info: CheckpointInfo | None, groups: Iterable[ParityGroup] = ()
     }
 
 
-def status_remarks(shared_bytes: int, suspect: str) -> Iterator[str]:
-    """Yield what status tells of a run: shared files of the newest save, and replicas that differ."""
+def status_remarks(shared_bytes: int, suspect: str, damaged: Iterable[int]) -> Iterator[str]:
+    """Yield what status tells of a run: shared files of the newest save, differing replicas, damage."""
     if shared_bytes:
         yield f"{decimal(shared_bytes)} of the newest save were linked to an earlier one, not written"
     if suspect:
         yield f"data-parallel replicas have drifted apart, {suspect}"
+    if steps := steps_text(damaged):
+        yield f"damaged on the storage path, or not readable there: step(s) {steps}"
 
 
 class Lineage:
@@ -244,17 +246,15 @@ def is_narrow(console: Console) -> bool:
 def level_text(info: CheckpointInfo, *, brief: bool = False) -> str:
     """Return a text such as `replicated(1), in cluster, exported: model`; if `brief`, `replicated(1)`.
 
-    With parity groups it is `replicated(2), parity 6+2, in cluster`.
+    With parity groups it is `replicated(2), parity 6+2, in cluster`; flaws are last, also if `brief`.
     """
-    if info.level is Level.DURABLE:
-        return info.level.label
     copies = f"({info.replicas})" if info.level is Level.REPLICATED else ""
-    if brief:
-        return f"{info.level.label}{copies}"
-    parity = f", parity {info.parity}" if info.parity else ""
-    exported = f", exported: {info.exported}" if info.exported else ""
-    place = ", in cluster" if info.state == "live" else ""
-    return f"{info.level.label}{copies}{parity}{place}{exported}"
+    parts = [f"{info.level.label}{copies}"]
+    if not brief and info.level is not Level.DURABLE:
+        parts += [f"parity {info.parity}"] if info.parity else []
+        parts += ["in cluster"] if info.state == "live" else []
+        parts += [f"exported: {info.exported}"] if info.exported else []
+    return ", ".join((*parts, *info.flaws))
 
 
 def pins_text(info: CheckpointInfo) -> str:

@@ -98,6 +98,7 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
         "in_cluster_only": [info.step for info in catalog.checkpoints if info.level < Level.DURABLE],
         "shared_bytes": next((info.shared_bytes for info in reversed(catalog.lineage)), 0),
         "suspect": "" if suspect is None else f"step {suspect.step}: {suspect.suspect}",
+        "damaged": [info.step for info in catalog.checkpoints if info.damaged],
     }
     if as_json:
         print_json(document)
@@ -120,5 +121,5 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
     if document["in_cluster_only"]:
         steps = steps_text(document["in_cluster_only"])
         console.print_line(f"not on the storage path: step(s) {steps}")
-    for remark in status_remarks(document["shared_bytes"], document["suspect"]):
+    for remark in status_remarks(document["shared_bytes"], document["suspect"], document["damaged"]):
         console.print_line(remark)

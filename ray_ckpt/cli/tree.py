@@ -121,6 +121,7 @@ class _Sessions:
                     "state": info.state,
                     "level": info.level.label,
                     "replicas": info.replicas,
+                    "flaws": list(info.flaws),
                     "committed_at_s": info.committed_at_s,
                     **self.marks.marks_json(info),
                 }

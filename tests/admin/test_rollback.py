@@ -116,6 +116,15 @@ def test_a_target_that_is_only_in_the_cluster_is_warned_about(tmp_path: Path) ->
     assert "Step 20 is in the cluster only" in note
 
 
+def test_a_target_that_is_damaged_on_the_storage_path_is_warned_about(tmp_path: Path) -> None:
+    run = write_run(tmp_path, durable=(10, 20))
+    run.log.append(records.Damaged(attempt=run.checkpoints[20].attempt.attempt, fragments="0,1"))
+    history = read_tail(run.log.store).history
+    assert not [*plan_rollback(history, to=10).notes()]
+    (note,) = plan_rollback(history, to=20).notes()
+    assert "Step 20 is damaged on the storage path (fragments 0,1): if its nodes lose it" in note
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

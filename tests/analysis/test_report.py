@@ -28,7 +28,7 @@ from ray_ckpt.storage.log_store import CreateResult, write_snapshot
 from ray_ckpt.types import ROLLBACK_PREFIX, AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
 from tests.analysis.test_goodput import impossible_facts, random_log
 from tests.support.examples import every_few
-from tests.support.sample_run import RunLog, write_run
+from tests.support.sample_run import RunLog, SampleRun, write_run
 
 NOON_S = 1_790_078_400.0  # 2026-09-22 12:00:00 UTC
 SECTIONS = (
@@ -527,6 +527,50 @@ def test_what_is_durable_and_off_the_lineage_is_named(tmp_path: Path) -> None:
         "On the storage path is step 40, from which this run does not descend: without the cluster a restart "
         "would begin anew."
     )
+
+
+def protection(run: SampleRun) -> tuple[str, str, str]:
+    """Return tone, head and text of the first verdict."""
+    (verdict, *_) = to_json(read_report(Catalog(run.folder), NOON_S))["verdicts"]
+    return verdict["tone"], verdict["head"], verdict["text"]
+
+
+def test_a_damaged_checkpoint_protects_nothing(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10, 20, 30), durable=(10, 20))
+    attempts = {step: found.attempt.attempt for step, found in run.checkpoints.items()}
+    assert protection(run)[2].endswith("Without the cluster it would be step 20.")
+    run.log.append(records.Damaged(attempt=attempts[20], fragments="1"))
+    assert protection(run)[2].endswith("Without the cluster it would be step 10.")
+    assert ">durable, damaged<" in page(read_report(Catalog(run.folder), NOON_S))
+    run.log.append(records.Damaged(attempt=attempts[10], fragments="0"))
+    tone, _, text = protection(run)
+    lost = "Only damaged checkpoints are on the storage path: without the cluster all may be lost."
+    assert tone == "warn" and text.endswith(lost)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "tone", "end"),
+    [
+        ((20,), "warn", "Without the cluster it would be step 10."),
+        (
+            (10, 20),
+            "bad",
+            "Only damaged checkpoints are on the storage path: without the cluster all may be lost.",
+        ),
+    ],
+)
+def test_a_newest_checkpoint_that_is_damaged_is_not_good(
+    tmp_path: Path, damaged: tuple[int, ...], tone: str, end: str
+) -> None:
+    run = write_run(tmp_path, steps=(10, 20), durable=(10, 20))
+    assert protection(run)[0] == "good"
+    for step in damaged:
+        run.log.append(records.Damaged(attempt=run.checkpoints[step].attempt.attempt, fragments="1"))
+    found, head, text = protection(run)
+    assert (found, head) == (tone, "step 20")
+    assert text.startswith("Damaged on the storage path, or not readable there") and text.endswith(end)
+    there = f"every live checkpoint is on the storage path, {len(damaged)} of them damaged there."
+    assert there in page(read_report(Catalog(run.folder), NOON_S))
 
 
 def test_with_a_reader_whose_clock_is_behind_nothing_is_yet_to_come(night: Story) -> None:

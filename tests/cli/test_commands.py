@@ -488,6 +488,24 @@ def test_show_and_verify_name_the_damage_that_a_scrub_has_found(run: SampleRun) 
     assert as_json("show", run.folder, 50)["damaged"] is None
 
 
+def test_lists_name_the_damage_that_the_log_has(run: SampleRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.log.append(records.Damaged(attempt=run.checkpoints[50].attempt.attempt, fragments="0,1"))
+    assert re.search(r"\* +50 +durable, damaged +live", ray_ckpt_cli("ls", run.folder))
+    assert re.search(r"gpt +4 +50 +durable, damaged", ray_ckpt_cli("ls", run.folder.parent))
+    (row,) = as_json("ls", run.folder.parent)["runs"]
+    assert row["newest_flaws"] == ["damaged"]
+    assert "* step 50  durable, damaged  " in ray_ckpt_cli("tree", run.folder)
+    sessions = as_json("tree", run.folder)["sessions"]
+    assert {c["step"]: c["flaws"] for c in sessions[-1]["checkpoints"]} == {40: [], 50: ["damaged"]}
+    assert "level          durable, damaged\n" in ray_ckpt_cli("show", run.folder, 50)
+    assert re.search(
+        r"stays +50 +durable, damaged ", ray_ckpt_cli("gc", run.folder, "--dry-run", "--keep-last", 1)
+    )
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = ray_ckpt_cli("ls", run.folder).splitlines()
+    assert any("durable, damaged" in line for line in lines) and max(map(len, lines)) <= 60
+
+
 def test_show_names_pins_and_the_last_verification(run: SampleRun) -> None:
     assert (as_json("show", run.folder, 50)["pins"], as_json("show", run.folder, 50)["verified_at_s"]) == (
         {},

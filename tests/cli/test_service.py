@@ -255,6 +255,15 @@ def test_status_of_a_log_names_what_is_shared_and_what_was_suspected(tmp_path: P
     assert (document["shared_bytes"], document["suspect"]) == (0, found), "each save compares other bytes"
 
 
+def test_status_of_a_log_names_the_damaged_steps(run: SampleRun) -> None:
+    assert as_json("status", run.folder)["damaged"] == []
+    for step in (10, 30):
+        run.log.append(r.Damaged(attempt=run.checkpoints[step].attempt.attempt, fragments="1"))
+    text = ray_ckpt_cli("status", run.folder)
+    assert "damaged on the storage path, or not readable there: step(s) 10, 30\n" in text
+    assert as_json("status", run.folder)["damaged"] == [10, 30]
+
+
 def test_status_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = fails(capsys, "status", tmp_path / "none")
     assert "There is no run at" in text and "cluster" not in text

@@ -330,20 +330,22 @@ def _protection(report: RunReport) -> Verdict:
         return Verdict(tone=tone, title=title, head=head, text="The run has no live checkpoint.")
     age = f"saved {duration_text(report.age_s(newest.committed_at_s))} before this report"
     head = f"step {newest.step}"
-    safer = [info for info in report.lineage if info.level > newest.level]
+    intact = [info for info in report.lineage if not info.damaged]
+    safer = [info for info in intact if info.level > newest.level]
+    durable = [info for info in intact if info.level is Level.DURABLE]
     alone = [f"{info.exported} of step {info.step}" for info in report.lineage if info.exported]
-    behind = ""
-    if newest.level < Level.DURABLE:
-        durable = [info for info in safer if info.level is Level.DURABLE]
-        behind = (
-            f" Without the cluster it would be step {durable[-1].step}."
-            if durable
-            else f" Without the cluster only {alone[-1]} would be left."
-            if alone
-            else _all_in_the_cluster(report)
-        )
+    behind = (
+        f" Without the cluster it would be step {durable[-1].step}."
+        if durable
+        else f" Without the cluster only {alone[-1]} would be left."
+        if alone
+        else _all_in_the_cluster(report)
+    )
     if newest.level is Level.DURABLE:
-        return Verdict(tone="good", title=title, head=head, text=f"On the storage path, {age}.")
+        if not newest.damaged:
+            return Verdict(tone="good", title=title, head=head, text=f"On the storage path, {age}.")
+        text = f"Damaged on the storage path, or not readable there; {age}.{behind}"
+        return Verdict(tone="warn" if durable else "bad", title=title, head=head, text=text)
     if newest.level is Level.REPLICATED:
         nodes = "any one node" if newest.replicas == 1 else f"any {newest.replicas} nodes"
         tone = "good" if behind.startswith(" Without") else "warn"
@@ -356,8 +358,11 @@ def _protection(report: RunReport) -> Verdict:
 
 
 def _all_in_the_cluster(report: RunReport) -> str:
-    others = [info.step for info in report.live if info.level is Level.DURABLE]
+    stored = [info for info in report.live if info.level is Level.DURABLE]
+    others = [info.step for info in stored if not info.damaged]
     if not others:
+        if stored:
+            return " Only damaged checkpoints are on the storage path: without the cluster all may be lost."
         return " Nothing is on the storage path: without the cluster all would be lost."
     return (
         f" On the storage path is step {others[-1]}, from which this run does not descend:"

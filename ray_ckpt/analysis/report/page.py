@@ -196,10 +196,9 @@ def _lineage(report: RunReport) -> Iterator[tuple[SessionInfo, CheckpointInfo | 
 
 
 def _level_text(info: CheckpointInfo) -> str:
-    if info.level is not Level.REPLICATED:
-        return info.level.label
     parity = f", parity {info.parity}" if info.parity else ""
-    return f"{info.level.label} ({info.replicas}{parity})"
+    copies = f" ({info.replicas}{parity})" if info.level is Level.REPLICATED else ""
+    return ", ".join((f"{info.level.label}{copies}", *info.flaws))
 
 
 def _sizes_text(info: CheckpointInfo) -> str:
