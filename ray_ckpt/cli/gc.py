@@ -63,8 +63,9 @@ def gc(
     """Show which live checkpoints retention would delete, which it would keep, and why.
 
     Uses the policy of the last training session, or the one given by options, which are those of
-    `CheckpointCallback`. Only the service of a running training deletes; it also keeps checkpoints in use,
-    and older durable ones while the newest is damaged on the storage path.
+    `CheckpointCallback`. While the newest durable checkpoints are damaged on the storage path by the log,
+    older ones stay, down to an intact one. Only the service of a running training deletes; it also keeps
+    checkpoints in use.
 
     Example: `ray-ckpt gc /shared/runs/gpt --dry-run --keep-last 3 --keep-every 1000`
     """
@@ -87,7 +88,10 @@ def gc(
         "ttl_s": ttl_s,
     }
     policies = _policies(catalog, {name: value for name, value in options.items() if value is not None})
-    view = RetentionView(live=catalog.checkpoints, lineage=catalog.lineage, now_s=time.time())
+    damaged = {info.id.attempt for info in catalog.checkpoints if info.damaged}
+    view = RetentionView(
+        live=catalog.checkpoints, lineage=catalog.lineage, now_s=time.time(), unsafe_remote=damaged
+    )
     decisions = decide(view, policies)
     if as_json:
         print_json(

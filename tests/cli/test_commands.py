@@ -585,6 +585,12 @@ def test_gc_shows_that_pins_hold(run: SampleRun) -> None:
     assert "pinned by eval" in ray_ckpt_cli("gc", run.folder, "--dry-run", "--keep-last", 1)
 
 
+def test_gc_keeps_the_newest_intact_durable_one(run: SampleRun) -> None:
+    assert verdicts(run.folder, "--keep-last", 1) == [(30, False), (40, False), (40, False), (50, True)]
+    run.log.append(records.Damaged(attempt=run.checkpoints[50].attempt.attempt, fragments="1"))
+    assert verdicts(run.folder, "--keep-last", 1) == [(30, True), (40, False), (40, False), (50, True)]
+
+
 def test_gc_prints_why_it_does_not_run(
     run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
