@@ -272,7 +272,7 @@ class RunView:
     needed_in_cluster: tuple[int, ...]  # of these: newer than any on the storage path, pinned, or in upload
     warning: str  # the last warning, "" if there was none
     warning_age_s: float | None
-    suspect: str = ""  # step and finding about replicas, of the last session or the newest checkpoint
+    suspect: str = ""  # `RunHistory.suspect_text`
     shared_bytes: int = 0  # of the newest checkpoint, linked to earlier ones on the nodes
     damaged: tuple[int, ...] = ()  # steps of live checkpoints that are damaged on the storage path by the log
     exported: str = ""  # the newest items that were uploaded alone, with their step

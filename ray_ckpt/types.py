@@ -282,7 +282,7 @@ class CheckpointInfo:
     @property
     def flaws(self) -> tuple[str, ...]:
         """Known flaws in a word or two, for rows of tables."""
-        found = {"damaged": self.damaged}
+        found = {"damaged": self.damaged, "drifted apart": self.suspect}
         return tuple(flaw for flaw, finding in found.items() if finding)
 
     @property

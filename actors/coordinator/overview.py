@@ -76,7 +76,7 @@ def run_view(spec: RunSpec, machine: RunMachine, seen: Seen, *, wall_s: float) -
         needed_in_cluster=needed_in_cluster(machine, wall_s),
         warning=seen.warning,
         warning_age_s=wall_s - seen.warned_at_s if seen.warning else None,
-        suspect=_suspect(machine),
+        suspect=machine.history.suspect_text,
         shared_bytes=next((c.shared_bytes for c in reversed(machine.history.lineage())), 0),
         damaged=tuple(c.step for c in machine.history.live() if c.damaged),
         exported=_exported(machine),
@@ -95,11 +95,6 @@ def _step(machine: RunMachine) -> int:
 def _exported(machine: RunMachine) -> str:
     found = next((c for c in reversed(machine.history.lineage()) if c.exported), None)
     return "" if found is None else f"{found.exported} of step {found.step}"
-
-
-def _suspect(machine: RunMachine) -> str:
-    found = machine.history.suspect
-    return "" if found is None else f"step {found.step}: {found.suspect}"
 
 
 def _newest(machine: RunMachine, wall_s: float) -> tuple[NewestView, ...]:

@@ -73,6 +73,7 @@ class Rollback:
     left_aside: tuple[CheckpointInfo, ...]
     is_done: bool  # the last session is a rollback to this checkpoint
     reason: str  # a text in the log, for users
+    first_suspect: CheckpointInfo | None  # the oldest with differing replicas that the target descends from
 
     @property
     def session(self) -> int:
@@ -88,6 +89,11 @@ class Rollback:
             yield (
                 f"Step {found.step} is {risk}: if its nodes lose it before the run is opened, "
                 "an older one is restored."
+            )
+        if first := self.first_suspect:
+            yield (
+                f"Data-parallel replicas had drifted apart at step {first.step} already: the state of step "
+                f"{found.step} may be wrong."
             )
         if found.id.attempt not in {c.id.attempt for c in self.history.lineage()}:
             yield f"Step {found.step} is of session {found.id.session}, on another branch of the lineage."
@@ -154,6 +160,7 @@ def plan_rollback(history: RunHistory, *, before: int | None = None, to: int | N
         left_aside=tuple(c for c in lineage if c.id.attempt not in stays),
         is_done=session is not None and session.is_rollback and session.resumed_from == chosen.id.attempt,
         reason=reason,
+        first_suspect=after.first_suspect,
     )
 
 

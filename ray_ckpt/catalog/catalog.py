@@ -153,6 +153,11 @@ class Catalog:
         """
         return self._history.suspect
 
+    @property
+    def suspect_text(self) -> str:
+        """The step and the finding of `suspect`, with the first such step of its lineage; "" without one."""
+        return self._history.suspect_text
+
     def list(self, *, all: bool = False) -> tuple[CheckpointInfo, ...]:
         """Return the live checkpoints in log order; with `all` also lost, retired and collected ones."""
         return tuple(self._history.checkpoints.values()) if all else self.checkpoints

@@ -74,7 +74,7 @@ def status(
 def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -> None:
     """Print the state of a run by its log, with the reason `why` no service has it."""
     catalog = Catalog(path, options)
-    now_s, sessions, suspect = time.time(), catalog.sessions, catalog.suspect
+    now_s, sessions = time.time(), catalog.sessions
     newest = {level.label: catalog.newest(level) for level in Level}
     document: dict[str, Any] = {
         "source": "log",
@@ -97,7 +97,7 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
         ][-1:],
         "in_cluster_only": [info.step for info in catalog.checkpoints if info.level < Level.DURABLE],
         "shared_bytes": next((info.shared_bytes for info in reversed(catalog.lineage)), 0),
-        "suspect": "" if suspect is None else f"step {suspect.step}: {suspect.suspect}",
+        "suspect": catalog.suspect_text,
         "damaged": [info.step for info in catalog.checkpoints if info.damaged],
     }
     if as_json:

@@ -119,6 +119,22 @@ class RunHistory:
         return next((c for c in self.lineage()[-1:] if c.suspect), None)
 
     @property
+    def first_suspect(self) -> CheckpointInfo | None:
+        """The oldest checkpoint on the lineage, live or not, with replicas that differed, or None."""
+        ends = self.branch_points()
+        found = (c for c in self.checkpoints.values() if c.suspect and c.seq <= ends.get(c.id.session, -1))
+        return min(found, key=lambda c: c.seq, default=None)
+
+    @property
+    def suspect_text(self) -> str:
+        """The step and the finding of `suspect`, with the step of `first_suspect`; "" without a finding."""
+        if (newest := self.suspect) is None:
+            return ""
+        first = self.first_suspect or newest
+        since = f", first at step {first.step}" if first.id != newest.id else ""
+        return f"step {newest.step}{since}: {newest.suspect}"
+
+    @property
     def next_session(self) -> int:
         """The number of a session that begins now.
 

@@ -32,13 +32,13 @@ from ray_ckpt.core.ownership import RunMark, check_claim, check_marks
 from ray_ckpt.errors import ConfigError, Fenced, RunSuperseded, StoragePathError, Unavailable
 from ray_ckpt.format import names, records
 from ray_ckpt.location import Location
-from ray_ckpt.storage.log_store import CreateResult, MemoryLogStore
+from ray_ckpt.storage.log_store import CreateResult, LogStore, MemoryLogStore
 from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.types import ROLLBACK_PREFIX, SessionInfo
 from tests.core.driver import RUN, RUN_UID, SERVICE, START_S, Harness, of, one
 from tests.servers.stores import bucket_url
 from tests.servers.strict_store import StrictStore
-from tests.support.sample_run import RECORD_S, SampleRun, copy_to, make_checkpoint, write_run
+from tests.support.sample_run import RECORD_S, RunLog, SampleRun, copy_to, make_checkpoint, write_run
 from tests.support.sample_run import START_S as SAMPLE_S
 
 OTHER_SERVICE = "service-2"
@@ -53,7 +53,7 @@ def trained(*steps: int, **options: Any) -> Harness:
     return run
 
 
-def go_back(store: MemoryLogStore, *, before: int | None = None, to: int | None = None) -> SessionInfo:
+def go_back(store: LogStore, *, before: int | None = None, to: int | None = None) -> SessionInfo:
     plan = plan_rollback(read_tail(store).history, before=before, to=to)
     return roll_back(store, plan, now_s=START_S, pause=refuse)
 
@@ -123,6 +123,28 @@ def test_a_target_that_is_damaged_on_the_storage_path_is_warned_about(tmp_path: 
     assert not [*plan_rollback(history, to=10).notes()]
     (note,) = plan_rollback(history, to=20).notes()
     assert "Step 20 is damaged on the storage path (fragments 0,1): if its nodes lose it" in note
+
+
+def test_a_target_after_the_first_finding_about_replicas_is_warned_about(tmp_path: Path) -> None:
+    log = RunLog(folder=tmp_path / "gpt")
+    log.create()
+    log.session(1, after=None, world_size=2, num_nodes=2)
+    saved = {step: make_checkpoint(log.attempt(1, step)) for step in (10, 20, 30, 40, 50)}
+    for step, found in saved.items():
+        log.commit(found, suspect="model.w: rank(s) 1 differ" if step in (30, 50) else None)
+        log.drain(found)
+    log.append(records.Retired(attempt=saved[30].attempt.attempt, reason="older than the last 3"))
+    history = read_tail(log.store).history
+    (note,) = plan_rollback(history, before=50).notes()
+    assert note == (
+        "Data-parallel replicas had drifted apart at step 30 already: the state of step 40 may be wrong."
+    )
+    assert not [*plan_rollback(history, before=30).notes()]
+    rolled = go_back(log.store, before=30)
+    assert rolled.resumed_from == saved[20].attempt.attempt
+    history = read_tail(log.store).history
+    assert history.suspect_text == "" and history.first_suspect is None
+    assert "at step 30 already" in "".join(plan_rollback(history, to=50).notes()), "on the other branch"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from ray_ckpt.storage.log_store import CreateResult, write_snapshot
 from ray_ckpt.types import ROLLBACK_PREFIX, AttemptId, CheckpointInfo, Level, SessionEnd, SessionInfo
 from tests.analysis.test_goodput import impossible_facts, random_log
 from tests.support.examples import every_few
-from tests.support.sample_run import RunLog, SampleRun, write_run
+from tests.support.sample_run import RunLog, SampleRun, make_checkpoint, write_run
 
 NOON_S = 1_790_078_400.0  # 2026-09-22 12:00:00 UTC
 SECTIONS = (
@@ -546,6 +546,17 @@ def test_a_damaged_checkpoint_protects_nothing(tmp_path: Path) -> None:
     tone, _, text = protection(run)
     lost = "Only damaged checkpoints are on the storage path: without the cluster all may be lost."
     assert tone == "warn" and text.endswith(lost)
+
+
+def test_the_first_finding_about_replicas_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10,))
+    for step, suspect in ((20, "model.w differs"), (30, None), (40, "model.b differs")):
+        run.log.commit(make_checkpoint(run.log.attempt(1, step)), suspect=suspect)
+    report = read_report(Catalog(run.folder), NOON_S)
+    found = next(v for v in to_json(report)["verdicts"] if v["title"] == "Replicas")
+    assert found["head"] == "differed at 2 saves"
+    assert found["text"] == "Step 40: model.b differs. The first was at step 20 of session 1."
+    assert page(report).count(">replicated (1), drifted apart<") == 2
 
 
 @pytest.mark.parametrize(

@@ -477,11 +477,13 @@ def _damage(report: RunReport) -> Verdict | None:
 
 
 def _replicas(report: RunReport) -> Verdict | None:
-    """Return the newest finding of the replica watch; None without one."""
+    """Return the newest finding of the replica watch, and the step of the first; None without one."""
     found = [info for info in report.checkpoints if info.suspect]
     if not found:
         return None
     text = f"Step {found[-1].step}: {short_text(found[-1].suspect)}."
+    if len(found) > 1:
+        text += f" The first was at step {found[0].step} of session {found[0].id.session}."
     return Verdict(
         tone="bad", title="Replicas", head=f"differed at {count_text(len(found), 'save')}", text=text
     )
