@@ -280,6 +280,11 @@ class CheckpointInfo:
         return tuple(self.exported.split(",")) if self.exported else ()
 
     @property
+    def kept_items(self) -> str:
+        """`exported` while the storage path keeps these items, which it does not for a retired checkpoint."""
+        return self.exported if self.state in ("live", "lost") else ""
+
+    @property
     def flaws(self) -> tuple[str, ...]:
         """Known flaws in a word or two, for rows of tables."""
         found = {"damaged": self.damaged, "drifted apart": self.suspect}

@@ -93,7 +93,7 @@ def _step(machine: RunMachine) -> int:
 
 
 def _exported(machine: RunMachine) -> str:
-    found = next((c for c in reversed(machine.history.lineage()) if c.exported), None)
+    found = machine.history.exported
     return "" if found is None else f"{found.exported} of step {found.step}"
 
 

@@ -141,6 +141,11 @@ class Catalog:
         return self._history.lineage()
 
     @property
+    def exported(self) -> CheckpointInfo | None:
+        """The newest checkpoint, live or lost, on any branch, with items alone on the storage path."""
+        return self._history.exported
+
+    @property
     def lost_exported(self) -> tuple[CheckpointInfo, ...]:
         """The lost checkpoints of which the storage path still has some items, in log order."""
         return self._history.lost_exported()

@@ -74,7 +74,7 @@ def status(
 def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -> None:
     """Print the state of a run by its log, with the reason `why` no service has it."""
     catalog = Catalog(path, options)
-    now_s, sessions = time.time(), catalog.sessions
+    now_s, sessions, exported = time.time(), catalog.sessions, catalog.exported
     newest = {level.label: catalog.newest(level) for level in Level}
     document: dict[str, Any] = {
         "source": "log",
@@ -84,7 +84,8 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
         "where": catalog.where,
         "session": sessions[-1].session if sessions else None,
         "checkpoints": dict(Counter(info.state for info in catalog.list(all=True))),
-        "bytes_on_storage": sum(c.size_bytes for c in catalog.checkpoints if c.level >= Level.DURABLE),
+        "bytes_on_storage": sum(c.size_bytes for c in catalog.checkpoints if c.level >= Level.DURABLE)
+        + sum(c.exported_bytes for c in catalog.list(all=True) if c.kept_items),
         "newest": [
             {"level": level, "step": view.info.step, "age_s": now_s - view.info.committed_at_s}
             for level, view in newest.items()
@@ -92,9 +93,9 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
         ],
         "exported": [
             {"items": info.exported, "step": info.step, "age_s": now_s - info.committed_at_s}
-            for info in catalog.lineage
-            if info.exported
-        ][-1:],
+            for info in (exported,)
+            if info is not None
+        ],
         "in_cluster_only": [info.step for info in catalog.checkpoints if info.level < Level.DURABLE],
         "shared_bytes": next((info.shared_bytes for info in reversed(catalog.lineage)), 0),
         "suspect": catalog.suspect_text,
@@ -108,7 +109,7 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
     number = "no session yet" if not sessions else f"session {sessions[-1].session}"
     console.print_line(f"run {catalog.run_name}  uid {catalog.run_uid}  {catalog.where}")
     counts = ", ".join(f"{count} {state}" for state, count in document["checkpoints"].items()) or "none"
-    size = f"{decimal(document['bytes_on_storage'])} live, before sharing and compression"
+    size = f"{decimal(document['bytes_on_storage'])} kept, before sharing and compression"
     console.print_line(f"{number}  checkpoints: {counts}  on the storage path: {size}")
     table = FittedTable("level", "newest step", "age", right=(1,))
     known = {found["level"]: (found["step"], age_text(found["age_s"])) for found in document["newest"]}

@@ -178,6 +178,12 @@ class RunHistory:
         """Return the lost checkpoints that are not retired, in log order."""
         return tuple(sorted(self._lost.values(), key=lambda c: c.seq))
 
+    @property
+    def exported(self) -> CheckpointInfo | None:
+        """The newest checkpoint, live or lost, on any branch, with items alone on the storage path."""
+        known = (c for c in (*self.live(), *self.lost()) if c.exported)
+        return max(known, key=lambda c: c.seq, default=None)
+
     def lost_exported(self) -> tuple[CheckpointInfo, ...]:
         """Return the lost checkpoints of which the storage path still has some items, in log order."""
         return tuple(c for c in self.lost() if c.exported)

@@ -559,6 +559,28 @@ def test_the_first_finding_about_replicas_is_named(tmp_path: Path) -> None:
     assert page(report).count(">replicated (1), drifted apart<") == 2
 
 
+def test_items_alone_on_the_storage_path_are_named_wherever_their_checkpoint_is(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10, 20), durable=())
+    empty = read_report(Catalog(write_run(tmp_path, "empty", steps=()).folder), NOON_S)
+    assert "Nothing: the run has no live checkpoint." in page(empty)
+    attempt = run.checkpoints[20].attempt.attempt
+    run.log.append(records.Exported(attempt=attempt, items="model", root_digest="a" * 32, size_bytes=700))
+    tone, _, text = protection(run)
+    assert tone == "good" and text.endswith("Without the cluster only model of step 20 would be left.")
+    there = page(read_report(Catalog(run.folder), NOON_S))
+    assert "20 (replicated; exported: model)," in there and "cluster, except for the exported items." in there
+    assert ">replicated (1), exported: model<" in there
+    run.log.session(2, after=None, world_size=2, num_nodes=2)
+    run.log.commit(make_checkpoint(run.log.attempt(2, 5)))
+    only = "On the storage path is only model of step 20: without the cluster a restart would begin anew."
+    assert protection(run)[0] == "warn" and protection(run)[2].endswith(only)
+    for info in Catalog(run.folder).checkpoints:
+        run.log.append(records.Lost(attempt=info.id.attempt, reason="all nodes are gone"))
+    has = "The run has no live checkpoint. The storage path has model of step 20."
+    assert protection(run)[2] == has
+    assert ">lost, exported: model<" in page(read_report(Catalog(run.folder), NOON_S))
+
+
 @pytest.mark.parametrize(
     ("damaged", "tone", "end"),
     [

@@ -227,7 +227,7 @@ def test_status_of_a_path_is_that_of_the_log(run: SampleRun) -> None:
     text = ray_ckpt_cli("status", run.folder)
     assert text.startswith("By the log alone: There is no Ray cluster on this machine.\n")
     assert "session 1  checkpoints: 3 live, 1 retired" in text
-    assert " live, before sharing and compression\n" in text
+    assert " kept, before sharing and compression\n" in text
     assert "not on the storage path: step(s) 40" in text
     document = as_json("status", run.folder)
     assert (document["source"], document["session"]) == ("log", 1)
@@ -263,6 +263,21 @@ def test_status_of_a_log_names_the_first_finding_about_replicas(tmp_path: Path) 
     assert text in ray_ckpt_cli("status", run.folder)
     assert "step 20  replicated(1), in cluster, drifted apart  " in ray_ckpt_cli("tree", run.folder)
     assert ray_ckpt_cli("ls", run.folder).count("replicated(1), in cluster, drifted apart ") == 2
+
+
+def test_status_of_a_log_names_items_on_the_storage_path_of_a_lost_checkpoint(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10, 20), durable=())
+    attempt = run.checkpoints[20].attempt.attempt
+    exported = r.Exported(attempt=attempt, items="model", root_digest="a" * 32, size_bytes=700)
+    run.log.append(exported)
+    for is_lost in (False, True):
+        text, document = ray_ckpt_cli("status", run.folder), as_json("status", run.folder)
+        assert "exported: model of step 20, saved" in text and "storage path: 700 bytes kept, before" in text
+        assert [(found["items"], found["step"]) for found in document["exported"]] == [("model", 20)], is_lost
+        assert document["bytes_on_storage"] == 700
+        run.log.append(r.Lost(attempt=attempt, reason="all nodes are gone"))
+    run.log.append(r.Retired(attempt=attempt, reason="older"))
+    assert as_json("status", run.folder)["exported"] == []
 
 
 def test_status_of_a_log_names_the_damaged_steps(run: SampleRun) -> None:

@@ -138,6 +138,11 @@ class RunReport:
         return [info for info in self.live if info.level < Level.DURABLE]
 
     @cached_property
+    def exported(self) -> Sequence[CheckpointInfo]:
+        """Live and lost checkpoints with items alone on the storage path, on the lineage or not."""
+        return [info for info in self.checkpoints if info.kept_items]
+
+    @cached_property
     def interval_s(self) -> float | None:
         """Median time between recent commits of a session; None for fewer than three."""
         recent = self.checkpoints[-RECENT_SAVES:]
@@ -327,13 +332,15 @@ def _protection(report: RunReport) -> Verdict:
     if newest is None:
         tone: Tone = "bad" if report.checkpoints else "warn"
         head = f"step {report.newest_step} of another run" if report.newest_step else "scratch"
-        return Verdict(tone=tone, title=title, head=head, text="The run has no live checkpoint.")
+        text = "The run has no live checkpoint."
+        text += f" The storage path has {_items_text(report.exported[-1])}." if report.exported else ""
+        return Verdict(tone=tone, title=title, head=head, text=text)
     age = f"saved {duration_text(report.age_s(newest.committed_at_s))} before this report"
     head = f"step {newest.step}"
     intact = [info for info in report.lineage if not info.damaged]
     safer = [info for info in intact if info.level > newest.level]
     durable = [info for info in intact if info.level is Level.DURABLE]
-    alone = [f"{info.exported} of step {info.step}" for info in report.lineage if info.exported]
+    alone = [_items_text(info) for info in report.lineage if info.exported]
     behind = (
         f" Without the cluster it would be step {durable[-1].step}."
         if durable
@@ -360,14 +367,19 @@ def _protection(report: RunReport) -> Verdict:
 def _all_in_the_cluster(report: RunReport) -> str:
     stored = [info for info in report.live if info.level is Level.DURABLE]
     others = [info.step for info in stored if not info.damaged]
-    if not others:
-        if stored:
-            return " Only damaged checkpoints are on the storage path: without the cluster all may be lost."
+    if others:
+        what = f"step {others[-1]}, from which this run does not descend"
+    elif report.exported:
+        what = f"only {_items_text(report.exported[-1])}"
+    elif stored:
+        return " Only damaged checkpoints are on the storage path: without the cluster all may be lost."
+    else:
         return " Nothing is on the storage path: without the cluster all would be lost."
-    return (
-        f" On the storage path is step {others[-1]}, from which this run does not descend:"
-        " without the cluster a restart would begin anew."
-    )
+    return f" On the storage path is {what}: without the cluster a restart would begin anew."
+
+
+def _items_text(info: CheckpointInfo) -> str:
+    return f"{short_text(info.exported)} of step {info.step}"
 
 
 def _training(report: RunReport) -> Verdict | None:
