@@ -104,8 +104,12 @@ _PINS = pa.list_(pa.struct({"owner": pa.string(), "until": _TIME}))
 
 
 def _tiers(info: CheckpointInfo, on_storage: bool) -> tuple[str, ...]:
-    """Return the tiers that hold a checkpoint by the log, which does not record the loss of local copies."""
-    nodes = () if info.state != "live" else ("local", "peer") if info.replicas else ("local",)
+    """Return the tiers that hold a checkpoint by the log, which does not record the loss of local copies.
+
+    With parity no other node has a copy.
+    """
+    has_copies = info.replicas > 0 and not info.parity
+    nodes = () if info.state != "live" else ("local", "peer") if has_copies else ("local",)
     return (*nodes, "remote") if on_storage else nodes
 
 

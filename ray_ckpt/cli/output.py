@@ -74,7 +74,7 @@ def remarks(info: CheckpointInfo, groups: Iterable[ParityGroup] = ()) -> Iterato
     """Yield what no verdict tells of a checkpoint: shared files, parity groups, damage, drift."""
     if info.shared_bytes:
         yield f"{decimal(info.shared_bytes)} were linked to an earlier checkpoint on the nodes, not written"
-    if parity := parity_text(groups):
+    if parity := parity_text(groups) or info.parity:
         yield f"its files are in parity groups ({parity})"
     if info.damaged:
         yield f"a scrub has found damage on the storage path, or cannot read it, in fragments {info.damaged}"
@@ -84,9 +84,10 @@ def remarks(info: CheckpointInfo, groups: Iterable[ParityGroup] = ()) -> Iterato
 
 def remarks_json(info: CheckpointInfo | None, groups: Iterable[ParityGroup] = ()) -> dict[str, Any]:
     """Return the same as fields; all empty for a directory without a log."""
+    known = info.parity if info is not None else ""
     return {
         "shared_bytes": info.shared_bytes if info is not None else None,
-        "parity": parity_text(groups) or None,
+        "parity": parity_text(groups) or known or None,
         "damaged": info.damaged or None if info is not None else None,
         "suspect": info.suspect or None if info is not None else None,
     }
@@ -246,12 +247,14 @@ def is_narrow(console: Console) -> bool:
 def level_text(info: CheckpointInfo, *, brief: bool = False) -> str:
     """Return a text such as `replicated(1), in cluster, exported: model`; if `brief`, `replicated(1)`.
 
-    With parity groups it is `replicated(2), parity 6+2, in cluster`; flaws are last, also if `brief`.
+    With parity groups it is `replicated(2), parity 6+2, in cluster` or `durable, parity 6+2`. Flaws are
+    last, also if `brief`.
     """
     copies = f"({info.replicas})" if info.level is Level.REPLICATED else ""
     parts = [f"{info.level.label}{copies}"]
+    if not brief and info.parity:
+        parts.append(f"parity {info.parity}")
     if not brief and info.level is not Level.DURABLE:
-        parts += [f"parity {info.parity}"] if info.parity else []
         parts += ["in cluster"] if info.state == "live" else []
         parts += [f"exported: {info.exported}"] if info.exported else []
     return ", ".join((*parts, *info.flaws))

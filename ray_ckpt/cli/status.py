@@ -97,6 +97,7 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
             if info is not None
         ],
         "in_cluster_only": [info.step for info in catalog.checkpoints if info.level < Level.DURABLE],
+        "parity": next((info.parity for info in reversed(catalog.lineage)), "") or None,
         "shared_bytes": next((info.shared_bytes for info in reversed(catalog.lineage)), 0),
         "suspect": catalog.suspect_text,
         "damaged": [info.step for info in catalog.checkpoints if info.damaged],
@@ -122,5 +123,7 @@ def _print_log(path: str, options: Mapping[str, str], why: str, as_json: bool) -
     if document["in_cluster_only"]:
         steps = steps_text(document["in_cluster_only"])
         console.print_line(f"not on the storage path: step(s) {steps}")
+    if document["parity"]:
+        console.print_line(f"the newest save is in parity groups ({document['parity']})")
     for remark in status_remarks(document["shared_bytes"], document["suspect"], document["damaged"]):
         console.print_line(remark)

@@ -476,6 +476,8 @@ def test_the_page_names_parity_groups(night: Story) -> None:
     coded = replace(newest, level=Level.REPLICATED, replicas=2, parity="6+2")
     report = replace(night.report(), checkpoints=[*others, coded])
     assert ">replicated (2, parity 6+2)<" in page(report)
+    durable = replace(newest, level=Level.DURABLE, replicas=2, parity="6+2")
+    assert ">durable (parity 6+2)<" in page(replace(report, checkpoints=[*others, durable]))
     assert to_json(report)["checkpoints"][-1]["parity"] == "6+2"
 
 

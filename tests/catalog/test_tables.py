@@ -166,6 +166,13 @@ def test_tables_and_pages_name_parity_groups(tmp_path: Path) -> None:
     assert "parity groups" in catalog[20]._repr_html_() and "parity" not in catalog[10]._repr_html_()
 
 
+def test_parity_is_no_copy_on_another_node(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10,), durable=())
+    run.log.commit(make_checkpoint(run.log.attempt(1, 20)), replicas=2, parity="6+2")
+    found = rows(Catalog(run.folder).to_arrow(), "tiers", "parity")
+    assert found == [(["local", "peer"], None), (["local"], "6+2")]
+
+
 def test_tiers_are_those_of_the_log(tmp_path: Path) -> None:
     run = write_run(tmp_path, durable=(10, 30), replicas=0, lost=(20,), retired=(30,))
     found = rows(Catalog(run.folder).to_arrow(), "step", "tiers", "on_storage")

@@ -476,6 +476,21 @@ def test_show_and_ls_name_the_parity_groups_of_the_log(tmp_path: Path) -> None:
     assert [found["parity"] for found in as_json("ls", run.folder)["checkpoints"]] == [None, "6+2"]
 
 
+def test_every_command_names_the_parity_groups_of_a_durable_checkpoint(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=())
+    saved = make_checkpoint(run.log.attempt(1, 10))
+    run.log.commit(saved, replicas=2, parity="6+2")
+    run.log.drain(saved, replicas=2)
+    assert "level          durable, parity 6+2\n" in ray_ckpt_cli("show", run.folder)
+    assert "durable, parity 6+2  " in ray_ckpt_cli("ls", run.folder)
+    assert "durable, parity 6+2  " in ray_ckpt_cli("tree", run.folder)
+    assert "durable, parity 6+2  " in ray_ckpt_cli("gc", run.folder, "--dry-run", "--keep-last", 1)
+    for args in (("verify",), ("verify", "--plan"), ("drill", "--remote-only")):
+        command = (args[0], run.folder, *args[1:])
+        assert "its files are in parity groups (6+2)" in ray_ckpt_cli(*command)
+        assert as_json(*command)["checkpoints"][0]["parity"] == "6+2"
+
+
 def test_show_and_verify_name_the_damage_that_a_scrub_has_found(run: SampleRun) -> None:
     attempt = run.checkpoints[50].attempt.attempt
     assert "damaged" not in ray_ckpt_cli("show", run.folder, 50)

@@ -280,6 +280,14 @@ def test_status_of_a_log_names_items_on_the_storage_path_of_a_lost_checkpoint(tm
     assert as_json("status", run.folder)["exported"] == []
 
 
+def test_status_of_a_log_names_the_parity_groups_of_the_newest_save(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=(10,))
+    assert as_json("status", run.folder)["parity"] is None
+    run.log.commit(make_checkpoint(run.log.attempt(1, 20)), replicas=2, parity="6+2")
+    assert as_json("status", run.folder)["parity"] == "6+2"
+    assert "the newest save is in parity groups (6+2)\n" in ray_ckpt_cli("status", run.folder)
+
+
 def test_status_of_a_log_names_the_damaged_steps(run: SampleRun) -> None:
     assert as_json("status", run.folder)["damaged"] == []
     for step in (10, 30):

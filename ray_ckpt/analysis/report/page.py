@@ -196,8 +196,9 @@ def _lineage(report: RunReport) -> Iterator[tuple[SessionInfo, CheckpointInfo | 
 
 
 def _level_text(info: CheckpointInfo) -> str:
-    parity = f", parity {info.parity}" if info.parity else ""
-    copies = f" ({info.replicas}{parity})" if info.level is Level.REPLICATED else ""
+    known = [str(info.replicas)] if info.level is Level.REPLICATED else []
+    known += [f"parity {info.parity}"] if info.parity else []
+    copies = f" ({', '.join(known)})" if known else ""
     level = f"{info.level.label}{copies}" if info.state == "live" else info.state
     is_alone = info.kept_items and (info.level < Level.DURABLE or info.state == "lost")
     exported = [f"exported: {short_text(info.kept_items)}"] if is_alone else []
