@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
@@ -36,9 +36,8 @@ from ray_ckpt.types import ProgressCallback
 MAX_FILE_BYTES = 5 * 10**9  # bytes of tensors per file, unless one tensor is larger; as Hugging Face does
 WINDOW_BYTES = 64 << 20  # of a file that are mapped at a time, or one larger tensor
 INDEX_FILE = "model.safetensors.index.json"
-_EXPORTED = re.compile(
-    r"(adapter_)?model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?|\.metadata|__0_0\.distcp"
-)  # files of an export
+_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
+MAX_NAMED = 5  # files in one error
 METADATA = "__metadata__"  # the only key of a header that is not a tensor
 
 
@@ -78,10 +77,11 @@ def export_safetensors(
 
     With `item` the tensors of one item are exported under their names in it, otherwise all tensors under
     their full names. `only` has full names or patterns of them. `progress` is called with the bytes of each
-    tensor. `force` permits a folder that is not empty; only the files of an earlier export are replaced.
+    tensor. `force` permits a folder that is not empty; only `model.safetensors`, the shards that its index
+    lists, and files with the names of new ones are replaced.
 
-    Raise ConfigError if no tensor is selected or `out` cannot be used, CorruptionError for damage,
-    OSError if `out` cannot be written.
+    Raise ConfigError if no tensor is selected, or if `out` cannot be used or has other weights,
+    CorruptionError for damage, OSError if `out` cannot be written.
     """
     tensors = _chosen(view, item, only)
     return write_safetensors(_parts(tensors, max_file_bytes), out, force=force, progress=progress)
@@ -104,7 +104,8 @@ def write_safetensors(
     shards = [_sorted(shard) for shard in shards]
     headers = [_header(shard) for shard in shards]
     names = [_file_name(stem, k, len(shards)) for k in range(len(shards))]
-    with export_folder(out, force=force) as folder:
+    replaced = {*names, *_earlier(out, stem)}
+    with export_folder(out, force=force, weights=_WEIGHTS, replaced=replaced) as folder:
         for name, header, shard in zip(names, headers, shards, strict=True):
             _write(folder / name, header, shard, progress or (lambda nbytes: None))
         if len(shards) > 1:
@@ -262,21 +263,43 @@ def _index(names: Sequence[str], shards: Sequence[Mapping[str, SavedTensor]]) ->
     return json.dumps(document, indent=2) + "\n"
 
 
+def _earlier(out: Path, stem: str) -> set[str]:
+    """Return the names of the weights of an earlier export in `out`: one file, or the files of its index."""
+    names = {f"{stem}.safetensors"}
+    try:
+        listed = json.loads((out / INDEX_FILE).read_text())["weight_map"].values()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or not in this form
+        return names
+    return {*names, INDEX_FILE, *map(str, listed)}
+
+
 def _file_name(stem: str, index: int, count: int) -> str:
     return f"{stem}.safetensors" if count == 1 else f"{stem}-{index + 1:05}-of-{count:05}.safetensors"
 
 
 @contextmanager
-def export_folder(out: Path, *, force: bool) -> Iterator[Path]:
+def export_folder(
+    out: Path, *, force: bool, weights: re.Pattern[str] | None = None, replaced: Collection[str] = ()
+) -> Iterator[Path]:
     """Give a temporary folder, whose files are moved to the folder `out` if no error occurs.
 
-    It is made in `out`, or beside a missing `out`. `force` permits an `out` that is not empty; only the files
-    of an earlier export are replaced. Raise ConfigError if `out` cannot be used.
+    It is made in `out`, or beside a missing `out`. `force` permits an `out` that is not empty. `weights` are
+    the names of all files there that a reader would take for the export: those in `replaced` are deleted
+    when the new files are complete, and others are refused. A file with the name of a new one is replaced.
+    Raise ConfigError if `out` cannot be used.
     """
     if os.path.lexists(out) and not out.is_dir():
         raise ConfigError(f"{out} is not a folder.", hint="Give a folder for the files.")
-    if out.is_dir() and any(out.iterdir()) and not force:
+    there = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    if there and not force:
         raise ConfigError(f"{out} is not empty.", hint="Give another folder, or --force.")
+    old = [name for name in there if weights is not None and weights.fullmatch(name)]
+    if others := [name for name in old if name not in replaced]:
+        more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+        raise ConfigError(
+            f"{out} has other weights: {', '.join(others[:MAX_NAMED])}{more}.",
+            hint="Give another folder, or move them elsewhere.",
+        )
     whole = out.absolute()
     place = whole if whole.is_dir() else whole.parent
     if not place.is_dir():
@@ -285,18 +308,17 @@ def export_folder(out: Path, *, force: bool) -> Iterator[Path]:
     try:
         path.mkdir()
         yield path
-        _publish(path, out)
+        _publish(path, out, old)
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _publish(folder: Path, out: Path) -> None:
-    """Rename `folder` to `out`; if `out` exists, replace the files of an earlier export, the index last."""
+def _publish(folder: Path, out: Path, old: Sequence[str]) -> None:
+    """Rename `folder` to `out`; if `out` exists, delete the `old` files and move the new, the index last."""
     if not out.is_dir():
         folder.rename(out.absolute())
         return
-    for old in out.iterdir():
-        if _EXPORTED.fullmatch(old.name):
-            old.unlink()
+    for name in old:
+        (out / name).unlink(missing_ok=True)
     for file in sorted(folder.iterdir()):
         file.replace(out / file.name)

@@ -102,7 +102,8 @@ def export(
         bool,
         option(
             "--force",
-            "Replace an older export in OUT, or the file; universal replaces none of the same step.",
+            "Replace an older export in OUT, or the file. Refused if OUT has weights that its index does not "
+            "list; universal replaces none of the same step.",
         ),
     ] = False,
     storage_option: StorageOption = None,

@@ -185,6 +185,43 @@ def test_nothing_is_overwritten_without_force(
     assert export(run.folder, file, "--to", "torch", "--force") == 0
 
 
+def test_force_deletes_only_weights_that_an_index_lists(
+    run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of torch.distributed.checkpoint, an adapter, or shards of unknown origin may be of anyone."""
+    out = tmp_path / "out"
+    assert export(run.folder, out, "--max-file", "100B") == 0
+    listed = sorted(path.name for path in out.iterdir())
+    foreign = ["adapter_model.safetensors", "model-00001-of-00003.safetensors"]
+    others = [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    for name in (*foreign, *others):
+        (out / name).write_text("of somebody else")
+    capsys.readouterr()
+    assert export(run.folder, out, "--force") == 2
+    assert f"{out} has other weights: {', '.join(foreign)}." in capsys.readouterr().err
+    assert sorted(path.name for path in out.iterdir()) == sorted([*listed, *foreign, *others])
+    for name in foreign:
+        (out / name).unlink()
+    assert export(run.folder, out, "--force") == 0
+    assert sorted(path.name for path in out.iterdir()) == sorted([*others, "model.safetensors"])
+    assert all((out / name).read_text() == "of somebody else" for name in others)
+
+
+@pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../mine.txt"}}'])
+def test_force_deletes_nothing_by_an_index_of_another_form(
+    run: SampleRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], index: str
+) -> None:
+    out, shard = tmp_path / "out", "model-00001-of-00009.safetensors"
+    out.mkdir()
+    (tmp_path / "mine.txt").touch()
+    (out / INDEX_FILE).write_text(index)
+    (out / shard).touch()
+    assert export(run.folder, out, "--force") == 2
+    assert shard in capsys.readouterr().err
+    assert sorted(path.name for path in out.iterdir()) == [shard, INDEX_FILE]
+    assert (tmp_path / "mine.txt").exists()
+
+
 @pytest.mark.slow  # 5 s, a process that imports torch
 def test_a_disk_that_takes_no_more_is_no_damage(run: SampleRun, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ray_ckpt.cli", "export", str(run.folder), "out.pt", "--to", "torch"]

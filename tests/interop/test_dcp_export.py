@@ -63,13 +63,22 @@ def test_dcp_loads_tensors_and_values(tmp_path: Path, trained: Any) -> None:
     assert all(torch.equal(into["model"][name], each) for name, each in model.state_dict().items())
 
 
-def test_one_item_has_names_of_its_own(tmp_path: Path, trained: Any) -> None:
+def test_one_item_has_names_of_its_own(
+    tmp_path: Path, trained: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(RunLog(folder=tmp_path / "gpt"), [{"model": adapt("model", trained[0], {})}])
     assert export(tmp_path / "gpt", tmp_path / "out", "--to", "dcp", "--item", "model") == 0
     assert export(tmp_path / "gpt", tmp_path / "out", "--to", "dcp", "--item", "model") == 2, "not empty"
     assert export(tmp_path / "gpt", tmp_path / "out", "--to", "dcp", "--item", "model", "--force") == 0
     assert export(tmp_path / "gpt", tmp_path / "no", "--to", "dcp", "--item", "policy") == 2
     assert export(tmp_path / "gpt", tmp_path / "no", "--to", "dcp", "--only", "model.*") == 2
+    (tmp_path / "out" / "model.safetensors").touch()
+    (tmp_path / "out" / "__1_0.distcp").touch()
+    assert export(tmp_path / "gpt", tmp_path / "out", "--to", "dcp", "--item", "model", "--force") == 2
+    assert "has other weights: __1_0.distcp." in capsys.readouterr().err
+    (tmp_path / "out" / "__1_0.distcp").unlink()
+    assert export(tmp_path / "gpt", tmp_path / "out", "--to", "dcp", "--item", "model", "--force") == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
     into = {"embed.weight": torch.zeros(8, 4)}
     dcp.load(into, checkpoint_id=tmp_path / "out", no_dist=True)
     assert torch.equal(into["embed.weight"], trained[0].embed.weight)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -35,6 +36,7 @@ from ray_ckpt.interop.exporters.trees import check_whole, with_tensors
 from ray_ckpt.types import ProgressCallback
 
 METADATA, DATA = ".metadata", "__0_0.distcp"
+WEIGHTS = re.compile(r"\.metadata|.*\.distcp")  # files of a directory, of any number of ranks
 
 
 def export_dcp(
@@ -56,7 +58,7 @@ def export_dcp(
     cannot be used; RestoreError or CorruptionError for damage; OSError if `out` cannot be written.
     """
     entries, paths = flat(_state(checkpoint, tensors, item))
-    with export_folder(out, force=force) as folder:
+    with export_folder(out, force=force, weights=WEIGHTS, replaced=(DATA, METADATA)) as folder:
         write_entries(folder, tensors, entries, paths, progress=progress)
     return out / DATA, out / METADATA
 

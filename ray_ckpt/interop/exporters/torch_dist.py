@@ -21,7 +21,7 @@ from ray_ckpt.catalog.lazy_tensor import LazyTensor
 from ray_ckpt.catalog.load import OpenedCheckpoint
 from ray_ckpt.errors import ConfigError
 from ray_ckpt.format.tree import TensorRef
-from ray_ckpt.interop.dcp.export import DATA, METADATA, write_entries
+from ray_ckpt.interop.dcp.export import DATA, METADATA, WEIGHTS, write_entries
 from ray_ckpt.interop.exporters.optimizer_tree import STEP, check_optimizer, common_step
 from ray_ckpt.interop.exporters.trees import check_whole, with_tensors
 from ray_ckpt.interop.packages import require
@@ -66,7 +66,7 @@ def export_torch_dist(
     entries = dict(_weights(trees, item or MODEL)) | dict(_optimizer(trees))
     entries |= dict(_objects(checkpoint, trees))
     common = with_tensors(_common(checkpoint, trees, tensors), tensors)
-    with export_folder(out, force=force) as folder:
+    with export_folder(out, force=force, weights=WEIGHTS, replaced=(DATA, METADATA)) as folder:
         write_entries(folder, tensors, entries, None, progress=progress)
         with (folder / COMMON_FILE).open("wb") as file:
             torch.save(common, file)
