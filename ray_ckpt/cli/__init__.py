@@ -39,6 +39,7 @@ from ray_ckpt.cli import (
 from ray_ckpt.cli.options import EXIT_DAMAGED, EXIT_REFUSED, EXIT_USAGE, option
 from ray_ckpt.cli.streams import end_when_unread
 from ray_ckpt.errors import CheckpointError, CorruptionError, NewerFormat, RunInUse
+from ray_ckpt.storage.checkpoint_files import UNREADABLE
 from ray_ckpt.texts import printable
 
 NAME = "ray-ckpt"
@@ -72,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail("The question was not answered.", EXIT_USAGE)
     except CheckpointError as error:
         is_damage = isinstance(error, CorruptionError) and not isinstance(error, NewerFormat)
+        is_damage = is_damage and error.fields.get("where") != UNREADABLE
         code = EXIT_DAMAGED if is_damage else EXIT_REFUSED if isinstance(error, RunInUse) else EXIT_USAGE
         _fail(str(error), code)
     except OSError as error:

@@ -85,8 +85,8 @@ def verify(
     """Read every byte of a checkpoint and compare it with its digest.
 
     Prints one line for each damage: file, tensor slice, problem. Exits with 0 if everything is as it was
-    saved, 1 if anything is damaged, and 2 if there is nothing to verify, or a checkpoint is of a newer
-    version. Checkpoints that the run retires meanwhile are skipped.
+    saved, 1 if anything is damaged, and 2 if there is nothing to verify, files cannot be read, as without
+    permission, or a checkpoint is of a newer version. Checkpoints that the run retires meanwhile are skipped.
 
     `--plan` takes seconds for any size: it reads the manifest, the list of files and their headers, and
     proves that every element of every tensor is there exactly once. It does not see damage inside files.
@@ -202,10 +202,11 @@ def _show(
 ) -> None:
     """Print all reports and errors, and exit unless everything is ok."""
     reports, newer = found
-    is_damaged = any(not looked.report.ok for looked in reports)
+    failed = [looked.report for looked in reports if not looked.report.ok]
+    is_damaged = not all(report.is_unread for report in failed)
     if as_json:
         checkpoints = [to_json(each.report) | remarks_json(each.info, each.groups) for each in reports]
-        ok = not (is_damaged or newer)
+        ok = not (failed or newer)
         print_json({"ok": ok, "checkpoints": checkpoints, "in_cluster_only": left_out})
     else:
         for looked in reports:
@@ -220,7 +221,7 @@ def _show(
             stdout().print_line(f"Not verified: {count} in the cluster only ({steps_text(left_out)}).")
     for error in newer:
         print(f"ray-ckpt: {printable(str(error))}", file=sys.stderr)
-    if is_damaged or newer:
+    if failed or newer:
         raise typer.Exit(EXIT_DAMAGED if is_damaged else EXIT_USAGE)
 
 
@@ -344,14 +345,14 @@ def _print_plan(report: PlanReport, nodes: bool) -> None:
 
 
 def _verdict(report: PlanReport) -> str:
-    if report.only_items:
+    if report.only_items and not report.is_unread:
         return "ok" if report.ok else f"DAMAGED ({count_text(report.num_damages, 'finding')})"
     if report.ok:
         return "can be restored"
-    verdict = "CANNOT BE RESTORED"
+    verdict = "CANNOT BE READ" if report.is_unread else "CANNOT BE RESTORED"
     if report.is_restorable:
         what = "copies are bad or missing" if report.holders else "its folder has changed since the save"
-        verdict = f"can be restored; {what}"
+        verdict = f"can be restored; {'not all files can be read' if report.is_unread else what}"
     return f"{verdict} ({count_text(report.num_damages, 'finding')})"
 
 
@@ -361,7 +362,8 @@ def _only_text(report: VerifyReport | PlanReport) -> str:
 
 def _print_report(report: VerifyReport) -> None:
     console = stdout()
-    verdict = "ok" if report.ok else f"DAMAGED ({count_text(len(report.damages), 'finding')})"
+    bad = "CANNOT BE READ" if report.is_unread else "DAMAGED"
+    verdict = "ok" if report.ok else f"{bad} ({count_text(len(report.damages), 'finding')})"
     read = f"{report.num_files} files, {report.num_slices} slices, {decimal(report.size_bytes)}"
     console.print_line(f"{report.where}: {verdict}{_only_text(report)}; read {read}")
     _print_damages(report.damages)

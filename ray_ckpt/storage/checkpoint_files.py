@@ -15,6 +15,7 @@ from ray_ckpt.storage.local.files import NotRegular
 from ray_ckpt.storage.remote.file_store import Blocks, FileStore, StoredFile, UnlistableKey, children_of
 from ray_ckpt.storage.remote.tier import RemoteTier, open_store
 
+UNREADABLE = "unreadable"  # field `where` of an error about a file whose bytes are unknown
 PERHAPS_DELETED = "If it has been deleted since the log was read, read the log again."
 
 
@@ -90,8 +91,11 @@ class SavedFiles(ABC):
             return b"".join(map(bytes, file.read([(0, file.size_bytes)])))
         except (OSError, EOFError) as error:
             hint = PERHAPS_DELETED if isinstance(error, FileNotFoundError) else ""
+            if isinstance(error, PermissionError):
+                hint = "Checkpoints are private to the user that trained; read them as that user, or with "
+                hint += "credentials for the bucket."
             raise CorruptionError(
-                f"{self.place(name)} cannot be read: {error}.", hint=hint, file=name, where="unreadable"
+                f"{self.place(name)} cannot be read: {error}.", hint=hint, file=name, where=UNREADABLE
             ) from error
 
 

@@ -27,7 +27,7 @@ from ray_ckpt.format.manifest import (
     uncovered,
 )
 from ray_ckpt.location import StoragePath
-from ray_ckpt.storage.checkpoint_files import CheckpointFiles, SavedFiles, files_at
+from ray_ckpt.storage.checkpoint_files import UNREADABLE, CheckpointFiles, SavedFiles, files_at
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow, ProgressCallback
 
@@ -68,6 +68,16 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         return not self.damages
+
+    @property
+    def is_unread(self) -> bool:
+        """True if files cannot be read, as without permission, and nothing shows damage."""
+        return only_unreadable(self.damages)
+
+
+def only_unreadable(damages: Sequence[Damage]) -> bool:
+    """Return True if there are findings, and all are files that cannot be read."""
+    return bool(damages) and all(damage.where == UNREADABLE for damage in damages)
 
 
 def check_group(
@@ -145,7 +155,7 @@ def verify_files(
     check.damages += check_group(description, fragments)
     check.damages += check_tensors(fragments)
     check.read_files(description, fragments)
-    check.check_root(description, root_digest)
+    check.check_root(description, root_digest, is_whole=is_complete(fragments))
     if description is not None or fragments:
         check.check_unlisted(is_whole=lists_all(description, fragments))
     return VerifyReport(
@@ -257,12 +267,17 @@ class Verification:
                 self.report(checked.name, "files", "No fragment lists it.")
             self._take(checked)
 
-    def check_root(self, description: CheckpointDescription | None, expected: str | None) -> None:
-        """Compare the files with those committed in the log, unless other damage explains a difference."""
+    def check_root(
+        self, description: CheckpointDescription | None, expected: str | None, *, is_whole: bool
+    ) -> None:
+        """Compare the files with those committed in the log, unless other damage explains a difference.
+
+        `is_whole`: all fragments have been read.
+        """
         files = [f for f in self.found.values() if f.name != names.CHECKPOINT_JSON]
         if description is not None:
             actual: tuple[str, ...] = (description.root_digest,)
-        elif all(damage.file == names.CHECKPOINT_JSON for damage in self.damages):
+        elif is_whole and all(damage.file == names.CHECKPOINT_JSON for damage in self.damages):
             actual = root_digests(files)
         else:
             return
@@ -358,7 +373,7 @@ class Verification:
             with closing(file.read([(0, min(file.size_bytes, entry.size_bytes))])) as blocks:
                 self._check_rows(checked, self._counted(blocks, whole), rows)
         except (OSError, EOFError) as error:
-            checked.report("unreadable", str(error))
+            checked.report(UNREADABLE, str(error))
             return checked
         except CorruptionError as error:  # from a compressed file
             checked.report("content", f"{error}{_cut_off(rows, checked.num_rows)}")

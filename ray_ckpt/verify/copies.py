@@ -306,7 +306,7 @@ class _StorageCheck(_HolderCheck):
         description = self.check.read_description()
         listed: dict[str, FileEntry] = {}
         if description is not None:
-            self.check.check_root(description, self._root_digest)
+            self.check.check_root(description, self._root_digest, is_whole=False)
         if description is not None and description.root_digest == self._root_digest:
             listed = {entry.name: entry for entry in description.fragments}
         return self.check.read_named([(name, listed.get(name)) for name in self.fragments])

@@ -17,7 +17,7 @@ from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format import names
 from ray_ckpt.format.digest import Digester, root_digests
 from ray_ckpt.format.manifest import CheckpointDescription, Region, by_tensor
-from ray_ckpt.storage.checkpoint_files import CheckpointFiles
+from ray_ckpt.storage.checkpoint_files import UNREADABLE, CheckpointFiles
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow, ProgressCallback
 from ray_ckpt.verify.content import (
     Checked,
@@ -28,6 +28,7 @@ from ray_ckpt.verify.content import (
     data_files,
     is_complete,
     lists_all,
+    only_unreadable,
 )
 
 
@@ -96,6 +97,11 @@ class PlanReport:
     @property
     def ok(self) -> bool:
         return not self.num_damages
+
+    @property
+    def is_unread(self) -> bool:
+        """True if files cannot be read, as without permission, and nothing shows damage."""
+        return not self.holders and only_unreadable(self.damages)
 
     @property
     def num_damages(self) -> int:
@@ -253,7 +259,7 @@ class PlanVerification(Verification):
                 with closing(file.read([(0, header.nbytes)])) as blocks:
                     self._check_rows(checked, self._counted(blocks, Digester()), [header])
         except (OSError, EOFError) as error:
-            checked.report("unreadable", str(error))
+            checked.report(UNREADABLE, str(error))
         except CorruptionError as error:  # from a compressed file
             checked.report("content", str(error))
         return checked

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -33,6 +34,7 @@ from ray_ckpt.format import names, records
 from ray_ckpt.format.tree import TensorRef
 from ray_ckpt.location import Location
 from ray_ckpt.storage.checkpoint_files import CheckpointFiles
+from ray_ckpt.storage.remote.file_store import Blocks, Children, PosixFiles
 from ray_ckpt.storage.remote.tier import open_store
 from ray_ckpt.types import Slice
 from tests.servers.stores import bucket_url
@@ -753,6 +755,58 @@ def test_verify_without_anything_to_verify_exits_with_2(
         code, out, err = fails(capsys, "verify", *args)
         assert (code, out) == (2, "")
         assert message in err and err.startswith("ray-ckpt: ") and err.count("\n") == 1
+
+
+def test_files_without_permission_are_not_called_damaged(
+    run: SampleRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    children, private = PosixFiles.children, run.directory(50)
+
+    def refuse(files: PosixFiles, folder: str = "") -> Children:
+        if folder.endswith(private.name):
+            raise PermissionError(13, "Permission denied", str(private))
+        return children(files, folder)
+
+    monkeypatch.setattr(PosixFiles, "children", refuse)
+    for args in ((), ("--all",), ("--plan",)):
+        code, out, _ = fails(capsys, "verify", run.folder, *args)
+        assert code == 2 and f"{private}: CANNOT BE READ (1 finding)" in out
+        assert "read them as that user" in out and "root digest" not in out
+        code, out, _ = fails(capsys, "verify", run.folder, *args, "--json")
+        assert code == 2 and json.loads(out)["ok"] is False
+    for command in (("show", run.folder, 50), ("export", run.folder, tmp_path / "out")):
+        code, _, err = fails(capsys, *command)
+        assert code == 2 and "read them as that user" in err
+    damage(run, 30)
+    assert fails(capsys, "verify", run.folder, "--all")[0] == 1
+
+
+def test_one_file_without_permission_is_not_called_damaged(
+    run: SampleRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, private = PosixFiles.read, [SHARD]
+
+    def refuse(files: PosixFiles, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
+        if name.endswith(private[0]):
+            raise PermissionError(13, "Permission denied", name)
+        return read(files, name, ranges)
+
+    monkeypatch.setattr(PosixFiles, "read", refuse)
+    for args in ((), ("--plan",)):
+        code, out, _ = fails(capsys, "verify", run.folder, *args)
+        assert code == 2 and "CANNOT BE READ (1 finding)" in out and f"{SHARD}: unreadable" in out
+    private[0] = names.CHECKPOINT_JSON
+    code, out, _ = fails(capsys, "verify", run.folder, "--plan")
+    assert code == 2 and "can be restored; not all files can be read (1 finding)" in out
+
+
+@pytest.mark.parametrize("plan", [(), ("--plan",)])
+def test_verify_of_a_folder_that_is_gone_names_no_other_root_digest(
+    run: SampleRun, capsys: pytest.CaptureFixture[str], plan: tuple[str, ...]
+) -> None:
+    shutil.rmtree(run.directory(50))
+    code, out, _ = fails(capsys, "verify", run.folder, *plan)
+    assert code == 1 and f"{names.CHECKPOINT_JSON}: missing" in out and "root digest" not in out
 
 
 # export
