@@ -49,15 +49,29 @@ def show(
     if view is None:
         raise ConfigError(f"Run {catalog.run_name} has no live checkpoint.", hint="See `ray-ckpt ls --all`.")
     document = {"run_name": catalog.run_name, "run_uid": catalog.run_uid, **info_json(view)}
+    failure: CheckpointError | None = None
     if view.where is not None:
-        document |= _content_json(view, slices)
-        document |= _shared_json(catalog, view, document["files"])
-        if any(s.is_import for s in catalog.sessions if s.session == view.info.id.session):
-            document[IMPORTED_FROM] = _origin(view)
+        try:
+            document |= _contents_json(catalog, view, slices)
+        except CheckpointError as error:
+            failure = None if view.is_deleted() else error
     if as_json:
         print_json(document)
-        return
-    console = stdout()
+    else:
+        _print(view, document, is_unread=failure is not None)
+    if failure is not None:
+        raise failure
+
+
+def _print(view: CheckpointView, document: Mapping[str, Any], *, is_unread: bool) -> None:
+    """Print the facts, and the content of the files if `document` has it.
+
+    If not, the checkpoint is being deleted, unless its files cannot be read (`is_unread`).
+    """
+    console, has_content = stdout(), "files" in document
+    where = view.where or "none: it has no files on the storage path"
+    if view.where is not None and not (has_content or is_unread):
+        where += ", being deleted"
     info, mesh = view.info, f", mesh {view.info.mesh}" if view.info.mesh else ""
     facts = {
         **{
@@ -80,7 +94,7 @@ def show(
         else f"{info.drill}, {when_text(info.drilled_at_s)}",
         **({"damaged": f"fragments {info.damaged} on the storage path"} if info.damaged else {}),
         **({"drifted apart": info.suspect} if info.suspect else {}),
-        "path": view.where or "none: it has no files on the storage path",
+        "path": where,
     }
     if "shared" in document:
         shared = document["shared"]
@@ -90,7 +104,7 @@ def show(
         facts["imported from"] = "  ".join(filter(None, document[IMPORTED_FROM].values()))
     for name, value in facts.items():
         console.print_line(f"{name:13}  {value}")
-    if view.where is not None:
+    if has_content:
         _print_content(console, document)
 
 
@@ -98,6 +112,15 @@ def exported_text(info: CheckpointInfo) -> str:
     """Return a text about the items on the storage path apart from the whole checkpoint."""
     when = "" if info.exported_at_s is None else f", {when_text(info.exported_at_s)}"
     return f"{info.exported}: {decimal(info.exported_bytes)}{when}; not durable by that"
+
+
+def _contents_json(catalog: Catalog, view: CheckpointView, slices: bool) -> dict[str, Any]:
+    """Return the facts that only the files have. Raise the errors of `CheckpointView.each_table`."""
+    content = _content_json(view, slices)
+    content |= _shared_json(catalog, view, content["files"])
+    if any(s.is_import for s in catalog.sessions if s.session == view.info.id.session):
+        content[IMPORTED_FROM] = _origin(view)
+    return content
 
 
 def _shared_json(
@@ -132,7 +155,7 @@ def _origin(view: CheckpointView) -> dict[str, str]:
 
 
 def _content_json(view: CheckpointView, slices: bool) -> dict[str, Any]:
-    """Return the facts that only the files have."""
+    """Return the files, and the tensors by item."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

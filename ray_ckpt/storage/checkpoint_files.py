@@ -16,7 +16,7 @@ from ray_ckpt.storage.remote.file_store import Blocks, FileStore, StoredFile, Un
 from ray_ckpt.storage.remote.tier import RemoteTier, open_store
 
 UNREADABLE = "unreadable"  # field `where` of an error about a file whose bytes are unknown
-PERHAPS_DELETED = "If it has been deleted since the log was read, read the log again."
+PERHAPS_DELETED = "Run `ray-ckpt verify`; if it was deleted since the log was read, read the log again."
 
 
 @contextmanager

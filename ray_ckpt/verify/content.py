@@ -356,7 +356,8 @@ class Verification:
         try:
             data = self._files.read_whole(checked.name, max_bytes)
         except CorruptionError as error:
-            checked.report(error.fields["where"], str(error))
+            where = error.fields["where"]
+            checked.report(where, error.message if where == "missing" else str(error))
             return None
         self._count(len(data))
         checked.found = FileEntry(name=checked.name, size_bytes=len(data), digest=digest(data))

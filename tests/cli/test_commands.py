@@ -631,6 +631,28 @@ def test_gc_prints_why_it_does_not_run(
     assert "No live checkpoints." in ray_ckpt_cli("gc", empty, "--dry-run", "--keep-last", 1)
 
 
+def test_show_prints_what_the_log_has_before_it_reports_damage(
+    run: SampleRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.directory(50) / "manifest-00001-of-00002.parquet").unlink()
+    code, out, err = fails(capsys, "show", run.folder, 50)
+    assert code == 1 and f"path           {run.directory(50)}" in out
+    assert "manifest-00001-of-00002.parquet is missing. Run `ray-ckpt verify`" in err
+    code, out, err = fails(capsys, "show", run.folder, 50, "--json")
+    document = json.loads(out)
+    assert code == 1 and document["step"] == 50 and "files" not in document and "is missing" in err
+    code, out, _ = fails(capsys, "verify", run.folder)
+    assert code == 1 and "is missing.\n" in out, "verify has read the log just now"
+
+
+def test_show_of_a_checkpoint_that_is_being_deleted_is_no_error(run: SampleRun) -> None:
+    run.log.append(records.Retired(attempt=run.checkpoints[30].attempt.attempt, reason="old"))
+    assert "model.blocks.0" in ray_ckpt_cli("show", run.folder, 30, "--slices")
+    (run.directory(30) / names.CHECKPOINT_JSON).unlink()
+    assert f"{run.directory(30)}, being deleted\n" in ray_ckpt_cli("show", run.folder, 30)
+    assert as_json("show", run.folder, 30)["state"] == "retired"
+
+
 # verify
 
 
@@ -941,7 +963,7 @@ def test_errors_of_the_system_are_printed_in_words(
 def test_damage_exits_with_1_in_every_command(run: SampleRun, capsys: pytest.CaptureFixture[str]) -> None:
     next(run.directory(50).glob("manifest-*")).write_bytes(b"x")
     code, out, err = fails(capsys, "show", run.folder, 50)
-    assert (code, out) == (1, "") and "differs from its digest" in err
+    assert code == 1 and "root digest" in out and "differs from its digest" in err
     (run.folder / "ray_ckpt" / "log" / names.record_file(3)).write_bytes(b'{"x":')
     for command in ("ls", "tree", "goodput"):
         code, out, err = fails(capsys, command, run.folder)
