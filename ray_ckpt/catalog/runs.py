@@ -61,6 +61,12 @@ def run_at(location: Location, storage_options: Mapping[str, str] | None) -> Loc
     raise NoRun(f"There is no run at {location}.", hint=f"{hint} {unread}".strip(), path=str(location))
 
 
+def is_run(location: Location, storage_options: Mapping[str, str] | None) -> bool:
+    """Return whether the folder has the log of a run. Raise StoragePathError, or ConfigError."""
+    with readable(location):
+        return _run_in(location, open_store(location, storage_options)[0]) is not None
+
+
 def runs_text(runs: Sequence[Location]) -> str:
     """Return a text such as `bert, gpt and 3 more`."""
     more = f" and {len(runs) - _MAX_NAMED_RUNS} more" if len(runs) > _MAX_NAMED_RUNS else ""

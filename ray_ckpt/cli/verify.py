@@ -13,6 +13,7 @@ import typer
 from rich.filesize import decimal
 
 from ray_ckpt.catalog.catalog import Catalog, CheckpointView, Damage, VerifyReport
+from ray_ckpt.catalog.runs import is_run
 from ray_ckpt.cli.live import run_location
 from ray_ckpt.cli.options import (
     EXIT_DAMAGED,
@@ -251,7 +252,7 @@ def _targets(
     files = files_at(path, options)
     with readable(files.location):
         is_checkpoint, size_bytes = _is_checkpoint(files), files.size_bytes
-    if is_checkpoint:
+    if is_checkpoint and not is_run(files.location, options):
         if step is not None or all:
             raise ConfigError(
                 f"{path} is one checkpoint.", hint="Leave out --step and --all, or name its run."

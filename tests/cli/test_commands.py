@@ -727,6 +727,12 @@ def test_verify_of_a_copy_needs_no_log(
     assert fails(capsys, "verify", copy, "--all")[0] == 2
 
 
+def test_verify_of_a_run_with_a_stray_file_verifies_the_run(run: SampleRun) -> None:
+    for folder in (run.folder, run.folder / names.SERVICE_DIR):
+        (folder / names.CHECKPOINT_JSON).write_text("{}")
+        assert f"{run.directory(50)}: ok" in ray_ckpt_cli("verify", folder)
+
+
 @pytest.fixture
 def deleted_when_read(run: SampleRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retention deletes step 30 as soon as anything is read."""
