@@ -268,10 +268,12 @@ def _targets(
         durable = [view for view in (catalog.newest(Level.DURABLE),) if view is not None] or durable[-1:]
     if not durable:
         what = "it has no durable checkpoint" if step is None else f"step {step} is in the cluster only"
+        hint = "Only durable ones can be read here, see `ray-ckpt ls`; "
+        if catalog.lost_exported:
+            hint += "`--all` verifies the items that lost checkpoints have left; "
         raise ConfigError(
             f"Nothing to verify in run {catalog.run_name}: {what}.",
-            hint="Only durable ones can be read here, see `ray-ckpt ls`; "
-            "`--plan --address auto` proves on the cluster what its nodes hold.",
+            hint=f"{hint}`--plan --address auto` proves on the cluster what its nodes hold.",
         )
     left_out = sorted({view.info.step for view in catalog if view.info.level < Level.DURABLE}) if all else []
     return [_Target(view.files(), view.size_bytes, view) for view in durable], left_out

@@ -837,6 +837,18 @@ def test_verify_of_a_folder_that_is_gone_names_no_other_root_digest(
     assert code == 1 and f"{names.CHECKPOINT_JSON}: missing" in out and "root digest" not in out
 
 
+def test_verify_names_the_option_for_items_that_lost_checkpoints_have_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path, steps=(10,), durable=())
+    attempt = run.checkpoints[10].attempt.attempt
+    exported = records.Exported(attempt=attempt, items="model", root_digest="0" * 32, size_bytes=9)
+    for record in (exported, records.Lost(attempt=attempt, reason="all nodes are gone")):
+        run.log.append(record)
+    (names_all,) = fails(capsys, "verify", run.folder)[2].splitlines()
+    assert "`--all` verifies the items that lost checkpoints have left" in names_all
+
+
 # export
 
 
