@@ -88,6 +88,7 @@ def verify(
     Prints one line for each damage: file, tensor slice, problem. Exits with 0 if everything is as it was
     saved, 1 if anything is damaged, and 2 if there is nothing to verify, files cannot be read, as without
     permission, or a checkpoint is of a newer version. Checkpoints that the run retires meanwhile are skipped.
+    Steps that are in the cluster only are named, with `--all`, and not verified.
 
     `--plan` takes seconds for any size: it reads the manifest, the list of files and their headers, and
     proves that every element of every tensor is there exactly once. It does not see damage inside files.
@@ -95,7 +96,7 @@ def verify(
     incomplete copy gives exit code 1, even if the others are enough to restore; so does an extra file in the
     folder that a reader might take for the checkpoint's.
 
-    Example: `ray-ckpt verify /shared/runs/gpt --all && echo "safe to delete the old run"`
+    Example: `ray-ckpt verify /shared/runs/gpt --all`
     """
     _check_options(step, all, plan, nodes, address)
     if address is not None:
