@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 NAMESPACE = "ray_ckpt"
 COORDINATOR = f"coordinator-v{PROTOCOL_VERSION}"
 AGENT_PREFIX = f"agent-v{PROTOCOL_VERSION}-"

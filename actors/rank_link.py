@@ -199,7 +199,7 @@ class RayLink:
         path: str = _result(self._agent.signal_page.remote(self._uid, named), CALL_S)
         return path
 
-    def seal(self, shard: SealedShard) -> Future[None]:
+    def seal(self, shard: SealedShard) -> Future[bool]:
         return self._agent.seal.remote(self._uid, shard).future()  # type: ignore[no-any-return]
 
     def outcome(self, attempt: AttemptId, level: Level) -> Future[SaveOutcome]:

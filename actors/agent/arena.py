@@ -24,7 +24,7 @@ from ray_ckpt.format.save_signal import PAGE_BYTES, write_flag
 from ray_ckpt.format.shard import RankLayout
 from ray_ckpt.storage.local.pages import map_shared, populate, seal_writes
 from ray_ckpt.trainer.link import ArenaGrant, ArenaMode
-from ray_ckpt.types import ARENA_PAGE_BYTES
+from ray_ckpt.types import ARENA_PAGE_BYTES, AttemptId
 
 log = logging.getLogger("ray_ckpt.agent")
 
@@ -49,6 +49,7 @@ class ArenaMemory:
         self._named = self.path if named else None
         self.page = ArenaPage(self.memory)
         self.layout: RankLayout | None = None
+        self._still: tuple[AttemptId, str] | None = None  # who copied the still slices, and their digest
         self._lock = threading.Lock()  # guards the fields below
         self._is_populating = False
         self._is_closed = False
@@ -101,6 +102,16 @@ class ArenaMemory:
         """Return whether the headers of that layout are in place."""
         headers = (shard.header for shard in layout.shards)
         return all(self.data(layout, k)[: len(header)] == header for k, header in enumerate(headers))
+
+    def keeps_still(self, copied: AttemptId, digest: str) -> bool:
+        """Return whether the still slices have the bytes that an earlier capture had; note their digest.
+
+        `copied` is the capture that copied them: those since have left them out. True for the first capture
+        with these slices that was stored.
+        """
+        if self._still is None or self._still[0] != copied:
+            self._still = copied, digest
+        return self._still[1] == digest
 
     def stream(self, layout: RankLayout, attempt: str) -> Iterator[memoryview]:
         """Yield the bytes of the shard file in blocks as the rank fills the ring; cut the last block to size.

@@ -38,6 +38,7 @@ class Captures:
         self._sealed: dict[tuple[str, int], SealedShard] = {}
         self._released: dict[tuple[str, int], asyncio.Event] = {}
         self._writing: set[tuple[str, int]] = set()  # captures whose memory is in use by a write
+        self._changed: set[tuple[str, int]] = set()  # sealed captures with still slices that have changed
         self._times: dict[str, _SaveTimes] = {}  # by attempt
 
     def seal(self, shard: SealedShard) -> None:
@@ -48,11 +49,14 @@ class Captures:
         while len(self._times) > MAX_REPORTED:
             del self._times[next(iter(self._times))]
 
-    async def wait_released(self, shard: SealedShard) -> None:
-        """Wait until the memory of a sealed capture may be used again."""
+    async def wait_released(self, shard: SealedShard) -> bool:
+        """Wait until the memory of a sealed capture may be used again; return whether to copy all of it."""
         key = (shard.attempt.attempt, shard.rank)
         await self._released[key].wait()
         self._released.pop(key, None)
+        is_changed = key in self._changed
+        self._changed.discard(key)
+        return is_changed
 
     def begin_write(self, attempt: AttemptId, rank: int) -> SealedShard | None:
         """Return the capture to write; None if the capture was released, or is being written."""
@@ -67,6 +71,10 @@ class Captures:
         """Note that so many bytes of a save were linked instead of written."""
         if times := self._times.get(attempt.attempt):
             times.shared_bytes += size_bytes
+
+    def note_changed(self, shard: SealedShard) -> None:
+        """Note that still slices in the memory of a capture, which is being written, have changed."""
+        self._changed.add((shard.attempt.attempt, shard.rank))
 
     def note_rewritten(self, attempt: str) -> None:
         """Note that a save has written a still shard of the last save anew."""

@@ -25,6 +25,7 @@ from ray_ckpt.actors.agent.files import (
 from ray_ckpt.actors.agent.node import Node
 from ray_ckpt.actors.agent.priority import trim_heaps
 from ray_ckpt.actors.agent.restoring import NodeRestore, error_text
+from ray_ckpt.actors.agent.still_files import check_copied
 from ray_ckpt.actors.threads import in_thread
 from ray_ckpt.core import messages as m
 from ray_ckpt.core import node_messages as n
@@ -97,11 +98,12 @@ class RayNodePorts:
         shard = run.captures.begin_write(work.attempt, work.rank)
         if shard is None:
             return
-        arena = run.memory.arenas.get(shard.rank)
+        arena, buffer = run.memory.arenas.get(shard.rank), run.memory.buffer_of(shard)
         is_stream = arena is not None and arena.mode == "stream"
         pool = self._node.stream_io if is_stream else self._node.disk_io
         try:
             stored = await in_thread(pool, store_shard, run, shard)
+            check_copied(run, buffer, shard, stored.files)
         except Exception as error:  # after any error, the rank must get its arena back
             event: n.NodeEvent = n.SaveFailed(
                 attempt=shard.attempt, rank=shard.rank, reason=error_text(error)

@@ -124,8 +124,8 @@ class RankEndpoints:
 
     # -- saves and liveness --------------------------------------------------------------------------------
 
-    async def seal(self, run_uid: str, shard: SealedShard) -> None:
-        """Take over a capture; return when the rank may capture into the arena again."""
+    async def seal(self, run_uid: str, shard: SealedShard) -> bool:
+        """Take over a capture; return, as `SaveLink.seal`, when the rank may capture into the arena again."""
         run = self._runs.get(run_uid)
         plan = run.machine.plan
         is_over = plan is not None and not plan.has(shard.attempt)  # the arena is that of another rank
@@ -142,7 +142,7 @@ class RankEndpoints:
             watched=shard.watched,
         )
         run.host.handle(event)
-        await run.captures.wait_released(shard)
+        return await run.captures.wait_released(shard)
 
     async def keep_state(self, run_uid: str, session_key: SessionKey, state: StepState) -> None:
         """Keep the own state of a rank after a step, of this node or of a peer, for a salvage."""

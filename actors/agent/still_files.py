@@ -27,7 +27,9 @@ from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.types import AttemptId, FileEntry
 
 if TYPE_CHECKING:
+    from ray_ckpt.actors.agent.arena import ArenaMemory
     from ray_ckpt.actors.agent.run import NodeRun
+    from ray_ckpt.trainer.link import SealedShard
 
 log = logging.getLogger("ray_ckpt.agent")
 
@@ -66,6 +68,25 @@ def store_still(
         run.captures.note_rewritten(attempt_of(directory))
     run.still[file] = tuple(spans), written
     return written, False
+
+
+def check_copied(
+    run: NodeRun, buffer: ArenaMemory | None, shard: SealedShard, files: Sequence[FileEntry]
+) -> None:
+    """Raise CorruptionError if still slices have changed in the arena since the rank copied them.
+
+    A capture leaves them out if the rank finds its tensors as they were. So the memory has changed, by a
+    flipped bit or by a write to a wrong address. `files` are stored, and were in `buffer` all that time.
+    """
+    still = next((file.digest for file in files if is_still_name(file.name)), None)
+    if buffer is None or shard.still_from is None or still is None:
+        return
+    if not buffer.keeps_still(shard.still_from, still):
+        run.captures.note_changed(shard)
+        raise CorruptionError(
+            f"Tensors that stay the same, which rank {shard.rank} copied into its arena at step "
+            f"{shard.still_from.step}, have changed there. A later save copies them again."
+        )
 
 
 def _may_link(run: NodeRun, directory: str, other: str, entry: FileEntry) -> bool:

@@ -34,9 +34,10 @@ class SaveBuffer:
 
     target: Arena | Ring
     index: int
-    released: Future[None] | None = None  # done when the agent no longer needs the bytes
+    released: Future[bool] | None = None  # done when the agent no longer needs the bytes; see `SaveLink.seal`
     layout: RankLayout | None = None  # the layout of this buffer that was sent to the agent
     taken: Taken | None = None  # the still slices of the last capture, if that was complete and has some
+    still_from: AttemptId | None = None  # the last capture that copied still slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,13 +185,14 @@ class Handoff:
     _digest: SharedDigest
     _stall_s: Callable[[float], float]  # maps a save's begin time to the time for which it blocked training
     _taken: Taken | None  # the still slices that the buffer has and that are not copied again
-    released: Future[None] = field(default_factory=Future)
+    released: Future[bool] = field(default_factory=Future)
     _is_known: bool = False  # the agent was notified, reads the buffer, and releases it
     _is_new_layout: bool = field(init=False)
 
     def __post_init__(self) -> None:
         if self._taken is None and self._plan.still:
             self._taken = Taken.of(self._plan.still)
+            self._buffer.still_from = self._parts.attempt
         self._is_new_layout = self._buffer.layout is not self._plan.layout
         self._buffer.released, self._buffer.layout = self.released, None  # set again once it has the layout
         self._buffer.taken = None  # set again once it has the slices
@@ -239,6 +241,7 @@ class Handoff:
             stall_s=self._stall_s(parts.began_s),
             capture_s=time.monotonic() - parts.began_s,
             watched=self._digest.watched(),
+            still_from=self._buffer.still_from if self._plan.still else None,
         )
         try:
             sealed = self._link.seal(shard)
@@ -259,21 +262,21 @@ class Handoff:
         with contextlib.suppress(Exception):
             self._link.skip(self._parts.attempt, text_of(error))
         if not self.released.done():
-            self.released.set_result(None)
+            self.released.set_result(False)
 
     def abandon(self) -> None:
         """Release the buffer after a failed start, because no thread runs that would release it."""
         if isinstance(self._buffer.target, Ring):
             self._buffer.target.give_up()
         if not self._is_known and not self.released.done():
-            self.released.set_result(None)
+            self.released.set_result(False)
 
 
-def _release(released: Future[None], sealed: Future[None]) -> None:
+def _release(released: Future[bool], sealed: Future[bool]) -> None:
     error = sealed.exception()
     if released.done():
         return
     if error is None:
-        released.set_result(None)
+        released.set_result(sealed.result())
     else:
         released.set_exception(error)

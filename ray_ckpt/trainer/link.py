@@ -82,6 +82,7 @@ class SealedShard:
     stall_s: float  # time for which the save has blocked training so far
     capture_s: float  # time since the save began
     watched: tuple[Watched, ...] = ()  # digests that are compared between replicas
+    still_from: AttemptId | None = None  # whose capture copied the still slices; None: there are none
 
 
 MAX_STEP_STATE_BYTES = 1 << 20  # of a rank's own state, which travels in a control message after each step
@@ -175,8 +176,12 @@ class SaveLink(RankLink, Protocol):
         """
         ...
 
-    def seal(self, shard: SealedShard) -> Future[None]:
-        """Hand a capture over to the agent. The future is done when the buffer may be used again."""
+    def seal(self, shard: SealedShard) -> Future[bool]:
+        """Hand a capture over to the agent. The future is done when the buffer may be used again.
+
+        It is True if the still slices in the buffer have changed since they were copied: the save is dropped,
+        and the next capture into this buffer copies them.
+        """
         ...
 
     def skip(self, attempt: AttemptId, reason: str) -> None:

@@ -158,7 +158,8 @@ class Saver:
             if timeout_s > 0:  # a capture is handed over only when this thread is at a safe point
                 self.settle()
             try:
-                self._buffers[0].released.result(timeout_s)
+                if self._buffers[0].released.result(timeout_s):
+                    self._buffers[0].taken = None  # the next capture copies the still slices again
             except FutureTimeout:
                 return False
             except Exception as error:  # the agent died, and the save with it

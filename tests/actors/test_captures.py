@@ -39,8 +39,23 @@ def test_a_capture_is_released_after_its_write_has_ended() -> None:
         assert not released.done()
         captures.end_write(shard)
         captures.release(ATTEMPT, 0)
-        await released
+        assert not await released
         assert captures.begin_write(ATTEMPT, 0) is None
+
+    asyncio.run(story())
+
+
+def test_the_rank_learns_that_still_slices_have_changed_in_its_memory() -> None:
+    async def story() -> None:
+        captures, shards = Captures(), [sealed(0), sealed(1)]
+        for shard in shards:
+            captures.seal(shard)
+            captures.begin_write(ATTEMPT, shard.rank)
+        captures.note_changed(shards[1])
+        for shard in shards:
+            captures.end_write(shard)
+            captures.release(ATTEMPT, shard.rank)
+        assert [await captures.wait_released(shard) for shard in shards] == [False, True]
 
     asyncio.run(story())
 

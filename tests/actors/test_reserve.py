@@ -113,8 +113,9 @@ def test_a_capture_of_an_earlier_session_leaves_the_layout_of_the_arena_alone() 
     took: list[SealedShard] = []
     events: list[n.ShardSealed] = []
 
-    async def released(shard: SealedShard) -> None:
+    async def released(shard: SealedShard) -> bool:
         assert events[-1].attempt == shard.attempt
+        return False
 
     def take_layout(shard: SealedShard) -> bool:
         took.append(shard)

@@ -137,7 +137,7 @@ class LocalLink:
                 self.page = SignalPage(named=named)
             return self.page.path
 
-    def seal(self, shard: SealedShard) -> Future[None]:
+    def seal(self, shard: SealedShard) -> Future[bool]:
         if self.fails:
             self._outcome(shard.attempt).set_exception(Unavailable("there is no agent"))
             raise Unavailable("there is no agent")
@@ -149,7 +149,7 @@ class LocalLink:
         assert buffer.layout is not None and buffer.layout.signature == shard.layout_signature
         self.sealed.append(shard)
 
-        def write() -> None:
+        def write() -> bool:
             self.go.wait(30)
             layout = buffer.layout
             assert layout is not None
@@ -158,10 +158,15 @@ class LocalLink:
                 for number in range(len(layout.shards))
             ]
             arena.check(buffer, shard.attempt.attempt)
-            self.files[shard.attempt.step] = data
             if still:
+                assert shard.still_from is not None
+                if not buffer.keeps_still(shard.still_from, digest(still[0])):
+                    self.skip(shard.attempt, f"copied at step {shard.still_from.step}, changed since")
+                    return True
                 self.still_files[shard.attempt.step] = still[0]
+            self.files[shard.attempt.step] = data
             self._outcome(shard.attempt).set_result(SaveOutcome(level=Level.LOCAL, error=None))
+            return False
 
         return self._pool.submit(write)
 

@@ -387,7 +387,7 @@ def test_a_large_stream_keeps_its_ring() -> None:
 class SlowDisk(LocalLink):
     """The disk stalls in the first stream, and is slow in the second."""
 
-    def seal(self, shard: SealedShard) -> Future[None]:
+    def seal(self, shard: SealedShard) -> Future[bool]:
         assert self.arena is not None
         arena, buffer = self.arena, self.arena.buffers[shard.buffer]
         if shard.layout is not None:
@@ -397,7 +397,7 @@ class SlowDisk(LocalLink):
         if nth == 0:  # nobody is to wait for it
             self._outcome(shard.attempt).set_result(SaveOutcome(level=None, error=Unavailable("slow")))
 
-        def write() -> None:
+        def write() -> bool:
             blocks = []
             for number, chunk in enumerate(arena.chunks(buffer, shard.attempt.attempt)):
                 if nth == 0 and number == 1:
@@ -407,6 +407,7 @@ class SlowDisk(LocalLink):
                 blocks.append(bytes(chunk))
             arena.check(buffer, shard.attempt.attempt)
             self.files[shard.attempt.step] = b"".join(blocks)
+            return False
 
         return ThreadPoolExecutor(1).submit(write)
 

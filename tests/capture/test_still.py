@@ -7,6 +7,7 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from torch import nn
 
 import ray_ckpt
 import ray_ckpt.capture.still as still_module
+from ray_ckpt.actors.agent.arena import ArenaMemory
 from ray_ckpt.capture import snapshot as snapshot_module
 from ray_ckpt.capture.still import MAX_CHANGES, StillSlices, Taken
 from ray_ckpt.capture.torch_private import copy_all
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.config import RunOptions
-from ray_ckpt.errors import ConfigError, FormatError
+from ray_ckpt.core.node_messages import SaveOutcome
+from ray_ckpt.errors import ConfigError, FormatError, Unavailable
 from ray_ckpt.format.shard import RankLayout
+from ray_ckpt.trainer.link import SealedShard
 from ray_ckpt.types import GroupPart
 from tests.capture.local import LocalLink
 from tests.capture.ranks import items_of
@@ -100,11 +104,18 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def loop(memory: str = "double", *, static: tuple[str, ...] = (), verify: bool = False, **more: Any) -> Loop:
+def loop(
+    memory: str = "double",
+    link: type[LocalLink] = LocalLink,
+    *,
+    static: tuple[str, ...] = (),
+    verify: bool = False,
+    **more: Any,
+) -> Loop:
     options = RunOptions(
         memory=memory, max_block_s=30.0, static_items=static, verify_captures=verify, overlap=False
     )
-    return Loop(LocalLink(options), **more)
+    return Loop(link(options), **more)
 
 
 BASE_BYTES = (64 * 64 + 64) * 4
@@ -202,6 +213,86 @@ def test_no_checkpoint_has_a_base_of_another_step(
         training.step(step)
     training.check()
     assert caplog.text.count("was expected to stay the same") == 1
+    training.ckpt.close()
+
+
+FULL = (4, 5)  # steps
+
+
+class FullDisk(LocalLink):
+    """An agent that releases the captures of two saves without a look at them."""
+
+    def seal(self, shard: SealedShard) -> Future[bool]:
+        if shard.attempt.step not in FULL:
+            return LocalLink.seal(self, shard)
+        assert shard.layout is None, "that of the last capture in the buffer"
+        self._outcome(shard.attempt).set_result(
+            SaveOutcome(level=None, error=Unavailable("the disk is full"))
+        )
+        released: Future[bool] = Future()
+        released.set_result(False)
+        return released
+
+
+def flip(buffer: ArenaMemory) -> None:
+    """Flip a bit of the last still slice, as faulty memory or a write to a wrong address does."""
+    assert buffer.layout is not None
+    buffer.data(buffer.layout, 1)[-5] ^= 4
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("memory", ["single", "double"])
+def test_bytes_that_change_in_the_arena_are_in_no_checkpoint_and_cost_one_save_of_each_buffer(
+    memory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank finds its tensors unchanged and leaves them out of its copy; the agent finds other bytes."""
+    training = loop(memory)
+    for step in range(1, 6):
+        training.step(step)
+    assert training.link.arena is not None
+    buffers = training.link.arena.buffers
+    for buffer in buffers:
+        flip(buffer)
+    for step in range(6, 12):
+        training.step(step)
+    refused = list(range(6, 6 + len(buffers)))
+    assert sorted(training.link.skipped) == refused
+    assert caplog.text.count("was not saved: copied at step") == len(refused)
+    for step in refused:
+        del training.expected[step]
+        assert step not in training.link.files
+    training.check()
+    assert len(set(training.link.still_files.values())) == 1 and len(training.link.grants) == 1
+    training.ckpt.close()
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("memory", ["single", "double"])
+def test_a_capture_that_was_not_stored_is_no_measure_for_the_next_one(memory: str) -> None:
+    """Its slices had other bytes and were copied, and the agent has only seen those before."""
+    training = loop(memory, FullDisk)
+    for step in range(1, 4):
+        training.step(step)
+    moved(training.model.base)
+    training.model.base.weight.data[0, 1] += 1  # one element, which a look may miss
+    for step in range(4, 9):
+        training.step(step)
+    for step in FULL:
+        del training.expected[step]
+    training.check()
+    assert sorted(training.link.files) == [1, 2, 3, 6, 7, 8] and not training.link.skipped
+    training.ckpt.close()
+
+
+@pytest.mark.usefixtures("any_size")
+def test_a_shard_names_the_capture_that_copied_its_still_slices() -> None:
+    training = loop("double")
+    for step in range(1, 10):
+        if step == 6:
+            training.model.base.weight.data = training.model.base.weight.data.clone()
+        training.step(step)
+    copied = [shard.still_from.step if shard.still_from else 0 for shard in training.link.sealed]
+    assert copied == [1, 2, 1, 2, 1, 6, 7, 6, 7]
     training.ckpt.close()
 
 

@@ -117,6 +117,13 @@ class StillNode:
 
     def capture(self, step: int, base: torch.Tensor, head: torch.Tensor) -> StoredFiles:
         """Capture all tensors, and store the files without the fragment."""
+        shard = self.seal(step, base, head)
+        return store_shard(self.run, shard)
+
+    def seal(
+        self, step: int, base: torch.Tensor, head: torch.Tensor, *, still_from: int | None = None
+    ) -> SealedShard:
+        """Capture all tensors, or all but `base` if the capture of `still_from` has copied it."""
         items = items_of(base=nn.Parameter(base, requires_grad=False), head=head)
         owned = walk(items, rank=0, world_size=1).owned(0)
         layout = StillSlices((), (), 1).layout(owned)
@@ -129,7 +136,8 @@ class StillNode:
         arena.lay_out(layout)
         buffer.layout = layout
         by_key = {live.slice_key: live for live in owned}
-        for placed, view in zip(layout.slices, arena.views, strict=True):
+        copied = layout.slices if still_from is None else layout.slices[: layout.num_moving]
+        for placed, view in zip(copied, arena.views, strict=False):
             view.copy_(by_key[placed.slice.key, placed.slice.offset].tensor)
         arena.seal(attempt(step).attempt)
         shard = SealedShard(
@@ -144,9 +152,10 @@ class StillNode:
             mesh="",
             stall_s=0.0,
             capture_s=0.0,
+            still_from=attempt(step if still_from is None else still_from),
         )
         self.run.captures.seal(shard)
-        return store_shard(self.run, shard)
+        return shard
 
     def send(self, step: int, peer: StillNode, *, is_repair: bool = False) -> tuple[int, int]:
         """Copy a checkpoint to a peer; return the bytes sent, and those that the peer had."""

@@ -46,12 +46,12 @@ class Agent(LocalLink):
             raise InsufficientSpace("There is no memory for captures.")
         return LocalLink.open_arena(self, session_key, size_bytes, named=named)
 
-    def seal(self, shard: SealedShard) -> Future[None]:
+    def seal(self, shard: SealedShard) -> Future[bool]:
         if self.has_disk:
             return LocalLink.seal(self, shard)
         self.skip(shard.attempt, "the disk is full")
-        done: Future[None] = Future()
-        done.set_result(None)
+        done: Future[bool] = Future()
+        done.set_result(False)
         return done
 
 
