@@ -216,14 +216,14 @@ class Walked:
         """Return the slices that all ranks in `everyone`, the ranks of this rank's part, hold."""
         return [s for s in self.slices if s.ranks == everyone] if len(everyone) > 1 else []
 
-    def shared_digest(self, everyone: tuple[int, ...], contents: Mapping[str, str]) -> str:
+    def shared_digest(self, everyone: tuple[int, ...], contents: Mapping[SliceKey, str]) -> str:
         """Return a digest of the slices that these ranks share, to compare before these slices are divided.
 
-        The digest covers names, dtypes, shapes, and the digests of bytes in `contents`, by key: if parameters
-        that are no DTensors differed between ranks, all copies except one would be lost.
+        The digest covers names, dtypes, places, and the digests of bytes in `contents`: if parameters that
+        are no DTensors differed between ranks, all copies except one would be lost.
         """
         lines = sorted(
-            [s.slice.key, s.slice.dtype, list(s.slice.shape), contents.get(s.slice.key, "")]
+            [*s.slice_key, s.slice.dtype, s.slice.shape, contents.get(s.slice_key, "")]
             for s in self.shared(everyone)
         )
         return digest(json.dumps(lines).encode())

@@ -578,7 +578,7 @@ class Checkpointer:
                 attempt=attempt,
                 state=items.encode_state(attempt.step, walked),
                 metrics=captured.complete,
-                compare_content=self._save_calls == 1,  # in the first save, to find ranks that differ early
+                compare_content=self._outcomes.newest is None,  # to find ranks that differ early
                 count=self._count.mark(),
                 began_s=began_s,
             ),

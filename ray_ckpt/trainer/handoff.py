@@ -120,8 +120,8 @@ class SharedDigest:
     ) -> None:
         self._walked = walked
         self._identity = identity
-        self._left = {live.slice.key: live for live in walked.shared(identity.ranks)} if content else {}
-        self._contents: dict[str, str] = {}
+        self._left = {live.slice_key: live for live in walked.shared(identity.ranks)} if content else {}
+        self._contents: dict[SliceKey, str] = {}
         self._content = content
         self._window = window
         self._on_unwatched = on_unwatched
@@ -129,7 +129,7 @@ class SharedDigest:
     def add_now(self, background: Set[str]) -> None:
         """Read bytes that may change at any time, and bytes on a device; this thread has its stream."""
         for key, live in list(self._left.items()):
-            if key not in background or live.tensor.device.type != "cpu":
+            if live.slice.key not in background or live.tensor.device.type != "cpu":
                 self._contents[key] = bytes_digest(self._left.pop(key).tensor)
         with self._watching():
             if self._window is not None:
@@ -162,8 +162,8 @@ class SharedDigest:
     def text(self) -> str:
         """Return `<part>:<digest>`, or with bytes `<part>/content:<digest>`.
 
-        Only texts of the same kind are compared, because the number of saves may differ between ranks: a rank
-        that missed an agreed step has made fewer.
+        Only texts of the same kind are compared. All ranks compare bytes until a save is committed; then one
+        of them may learn of that commit later than others.
         """
         found = self._walked.shared_digest(self._identity.ranks, self._contents)
         kind = f"{self._identity.part}/content" if self._content else self._identity.part

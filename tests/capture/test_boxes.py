@@ -18,6 +18,8 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from ray_ckpt.capture.walk import walk
 from ray_ckpt.errors import UnsupportedLeaf
 from ray_ckpt.format.manifest import check_coverage
+from ray_ckpt.trainer.handoff import SharedDigest
+from ray_ckpt.trainer.link import Identity
 from tests.capture.ranks import Files, items_of, on_ranks
 
 WHOLE = torch.arange(1.0, 61.0).view(10, 6)
@@ -54,6 +56,31 @@ def megatron(rank: int, *, is_filled: bool, replica: int = 0) -> Any:
     rows = slice(5 * rank, 5 * rank + 5)
     local = WHOLE[rows].clone() if is_filled else torch.zeros(5, 6)
     return ShardedTensor.from_rank_offsets("w", local, (0, rank, 2), replica_id=replica)
+
+
+def test_ranks_that_all_hold_several_boxes_of_a_tensor_compare_the_bytes_of_each() -> None:
+    """Megatron's replicas and DTensors with boxes have several slices under one name."""
+    texts: list[str] = []
+    for changed in (None, 0, 1):
+        local = columns(0, is_filled=True)
+        if changed is not None:
+            local.local_shards()[changed][0, 0] += 1
+
+        def digest(rank: int, local: LocalShardsWrapper = local) -> str:
+            mesh, size = init_device_mesh("cpu", (2,)), torch.Size((7, 6))
+            whole = DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=size, stride=(6, 1))
+            walked = walk(items_of(w=whole), rank=rank, world_size=2)
+            assert [live.ranks for live in walked.slices] == [(0, 1)] * 2
+            identity = Identity(run_uid="", run_name="", rank=rank, world_size=2, node_id="")
+            made = SharedDigest(walked, identity, content=True, window=None, on_unwatched=print)
+            made.add_now(frozenset())
+            made.complete()
+            return made.text()
+
+        one, other = on_ranks(2, digest)
+        assert one == other
+        texts.append(one)
+    assert len(set(texts)) == 3
 
 
 def test_boxes_of_megatron_are_saved_once_and_restored_on_every_replica(tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ def test_an_empty_local_part_is_no_slice_and_a_partial_one_is_refused(fake_world
 def test_the_shared_digest_covers_names_shapes_and_optionally_bytes() -> None:
     def shared(model: nn.Module, *, rank: int = 0, content: bool = False) -> str:
         walked = walk(items_of(model=model), rank=rank, world_size=2)
-        contents = {s.slice.key: bytes_digest(s.tensor) for s in walked.shared((0, 1))} if content else {}
+        contents = {s.slice_key: bytes_digest(s.tensor) for s in walked.shared((0, 1))} if content else {}
         return walked.shared_digest((0, 1), contents)
 
     torch.manual_seed(0)

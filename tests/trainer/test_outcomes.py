@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -40,6 +40,7 @@ class Agent(LocalLink):
     has_arena: bool = True
     has_disk: bool = True
     level: Level = Level.DURABLE  # that saves reach
+    texts: dict[int, str] = field(default_factory=dict)  # by step, the digest that all ranks must agree on
 
     def open_arena(self, session_key: SessionKey, size_bytes: int, *, named: bool = False) -> ArenaGrant:
         if not self.has_arena:
@@ -47,8 +48,11 @@ class Agent(LocalLink):
         return LocalLink.open_arena(self, session_key, size_bytes, named=named)
 
     def seal(self, shard: SealedShard) -> Future[bool]:
+        self.texts[shard.attempt.step] = shard.replicated[0]
         if self.has_disk:
             return LocalLink.seal(self, shard)
+        if self.arena is not None and shard.layout is not None:
+            self.arena.buffers[shard.buffer].layout = shard.layout
         self.skip(shard.attempt, "the disk is full")
         done: Future[bool] = Future()
         done.set_result(False)
@@ -92,6 +96,21 @@ def test_before_the_restore_it_is_misuse() -> None:
     with pytest.raises(ConfigError, match="before restore"):
         ckpt.wait()
     ckpt.close()
+
+
+def test_ranks_compare_the_bytes_until_a_save_is_committed() -> None:
+    """A first save that is skipped or dropped, maybe on one rank only, is not the last look at them."""
+    agent = Agent(RunOptions(memory="single", max_block_s=10.0), world_size=2, has_arena=False)
+    ckpt = checkpointer(agent)
+    assert not ckpt.save(1)
+    agent.has_arena, agent.has_disk = True, False
+    for step in range(2, 7):
+        agent.has_disk = step > 3
+        assert ckpt.save(step)
+        ckpt.flush(commit=True)
+    ckpt.close()
+    assert [step for step, text in agent.texts.items() if text.startswith("/content:")] == [2, 3, 4]
+    assert sorted(agent.files) == [4, 5, 6] and sorted(agent.texts) == [2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("level", LEVELS)
