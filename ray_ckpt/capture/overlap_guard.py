@@ -79,10 +79,25 @@ def guarded_storages(optimizers: Iterable[Stepped]) -> set[int]:
         is_hooked = runs_hooks(optimizer)
         for param in optimized(stepped):
             places = guarded if is_hooked and not is_updated_in_backward(param) else refused
-            places.add(storage_of(param))
-            state = optimizer.state.get(param, {}) if param in optimizer.state else {}
-            places.update(storage_of(v) for v in state.values() if isinstance(v, torch.Tensor))
+            places.update(_storages(optimizer, param))
     return guarded - refused
+
+
+def stepped_storages(optimizers: Iterable[Stepped]) -> set[int]:
+    """Return the addresses of all storages that steps of these optimizers may change."""
+    found: set[int] = set()
+    for stepped in optimizers:
+        optimizer = stepped.optimizer if isinstance(stepped, PartitionedOptimizer) else stepped
+        for param in optimized(stepped):
+            found.update(_storages(optimizer, param))
+    return found
+
+
+def _storages(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[int]:
+    """Yield the addresses of the storages of a parameter and its state."""
+    yield storage_of(param)
+    state = optimizer.state.get(param, {}) if param in optimizer.state else {}
+    yield from (storage_of(value) for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def optimized(stepped: Stepped) -> Iterator[torch.Tensor]:

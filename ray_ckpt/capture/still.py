@@ -5,7 +5,9 @@ links the file instead of writing it. Nothing depends on the choice made here bu
 digest decides whether a file is shared.
 
 A slice is still if it is of a parameter without gradient that no registered optimizer has, or of an item in
-the option `static_items`. Slices that each rank saves for itself under the same name are not, such as
+the option `static_items`. Of the latter, what a registered optimizer has is copied by each save all the same,
+since torch's fused steps and those of other libraries leave the versions of tensors as they are. Slices that
+each rank saves for itself under the same name are not, such as
 buffers, or with `replicate="full"` all that several ranks hold: a reader of format 1 tells them apart by the
 name of the rank's first shard only.
 """
@@ -24,7 +26,7 @@ from torch import nn
 
 from ray_ckpt.capture.dtensors import is_dtensor
 from ray_ckpt.capture.items import elements, storage_of
-from ray_ckpt.capture.overlap_guard import Stepped, optimized
+from ray_ckpt.capture.overlap_guard import Stepped, optimized, stepped_storages
 from ray_ckpt.capture.walk import LiveSlice, SliceKey
 from ray_ckpt.format.shard import RankLayout, build_rank_layout
 from ray_ckpt.texts import size_text
@@ -86,6 +88,11 @@ class StillSlices:
             for live in still
             if live.slice.item in self._static or storage_of(live.tensor) not in changing
         ]
+
+    def unstepped(self, still: Sequence[LiveSlice], optimizers: Iterable[Stepped]) -> list[LiveSlice]:
+        """Return those that none of the optimizers has, so that versions and looks show their changes."""
+        places = stepped_storages(optimizers) if self._static else set()
+        return [live for live in still if storage_of(live.tensor) not in places]
 
     def _may_be_still(self, live: LiveSlice) -> bool:
         leaf = live.leaf

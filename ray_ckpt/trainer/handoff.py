@@ -61,6 +61,7 @@ class CopyPlan:
     optimized: tuple[int, ...]  # number of backward hooks, then ids of what optimizers change
     layout: RankLayout
     slices: tuple[LiveSlice, ...]  # in the layout's order
+    has_stepped: bool  # an optimizer has some of the still slices, so each save copies them
     places: Mapping[SliceKey, int]  # index of each slice in `slices`
     background: Set[str]
     guarded: Set[int]  # storages of the tensors in `background`

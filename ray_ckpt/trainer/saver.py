@@ -248,7 +248,7 @@ class Saver:
             return plan, False
         changed = taken.changed(plan.still, target.views[len(plan.moving) :])
         if not changed:
-            return plan, taken.is_here(plan.still)
+            return plan, not plan.has_stepped and taken.is_here(plan.still)
         self._still.note_changed(changed)
         self._plan = None
         return self._fitted(walked), False
@@ -329,12 +329,15 @@ class Saver:
             layout = self._layout = self._layout if layout == self._layout else layout
             by_key = walked.by_slice_key
             order = [(placed.slice.key, placed.slice.offset) for placed in layout.slices]
+            slices = tuple(map(by_key.__getitem__, order))
+            still = slices[layout.num_moving :]
             background = background_slices(walked.slices, guarded_storages(self.optimizers))
             plan = self._plan = CopyPlan(
                 whole=walked.slices,
                 optimized=found,
                 layout=layout,
-                slices=tuple(map(by_key.__getitem__, order)),
+                slices=slices,
+                has_stepped=len(self._still.unstepped(still, self.optimizers)) < len(still),
                 places={place: index for index, place in enumerate(order)},
                 background=background,
                 guarded={

@@ -114,7 +114,8 @@ class _StepCopy:
     def _choose(self, common: tuple[LiveSlice, ...]) -> None:
         """Choose the tensors to copy, and allocate memory for them."""
         self._copies = []  # frees the memory
-        still = [live for live in self._still.choose(common) if live.slice_key not in self._changed]
+        chosen = self._still.unstepped(self._still.choose(common), self._still.optimizers)
+        still = [live for live in chosen if live.slice_key not in self._changed]
         self._uncopied, self._versions = tuple(still), versions(still)
         self._looks = tuple(look(live.tensor, self._draws) for live in still)
         left_out = {live.slice_key for live in still}

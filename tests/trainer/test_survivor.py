@@ -219,6 +219,17 @@ def test_frozen_parameters_are_not_copied() -> None:
         assert torch.equal(training.link.tensors(STEPS - 1)["model.0.weight"], training.model[0].weight)
 
 
+def test_a_static_item_that_an_optimizer_has_is_copied() -> None:
+    """A fused step does not count its changes, so that live tensors would be those of the next step."""
+    with loop(salvage_copy=True, static_items=("model",)) as training:
+        training.decide(STEPS - 1, 0)
+        fails(training)
+        copied = vars(training.ckpt)["_survivor"]._copied
+        assert not copied.live
+        found = training.link.tensors(STEPS - 1)["model.0.weight"]
+        assert torch.equal(found, training.states[STEPS - 1]["model.0.weight"])
+
+
 def test_training_goes_on_if_there_is_no_memory_for_a_copy(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
