@@ -150,6 +150,7 @@ class Drains:
         self.awaited = ""  # the attempt for which a rank has waited longest
         self._not_before_s: dict[str, float] = {}  # attempt whose drain found no intact copy -> next drain
         self._in_vain_s: dict[str, float] = {}  # attempt whose drain waited for repair in vain -> its end
+        self._unshared: set[str] = set()  # attempts that were damaged after an upload that may have shared
 
     def __bool__(self) -> bool:
         """Return True if any drain waits or is under way."""
@@ -262,10 +263,13 @@ class Drains:
                 yield WriteDescription(checkpoint=checkpoint, exported=task.exported())
 
     def _like(self, task: _Task) -> str:
-        """Return the folder of the newest durable checkpoint; "" if the drained one may be damaged there."""
+        """Return the folder of the newest durable checkpoint; "" if the drained one may be damaged there.
+
+        Also "" if it was found damaged after an upload that named a durable checkpoint.
+        """
         unsafe = self._context.holders.unsafe_remote
         is_again = task.checkpoint.level >= Level.DURABLE  # it may have been mended in the meantime
-        if is_again or task.checkpoint.id.attempt in unsafe:
+        if is_again or task.checkpoint.id.attempt in unsafe | self._unshared:
             return ""
         if task.like is None or task.like.attempt in unsafe:
             durable = (
@@ -380,11 +384,28 @@ class Drains:
         name, task = event.attempt.attempt, self._tasks.get(event.attempt.attempt)
         if event.is_damage:
             self._put_off(name)
+        if event.error is None:
+            self._unshared.discard(name)
         if event.error is None or event.is_damage:
             self.finish(name)
         elif task is not None and not task.todo and task.describe_at_s is None:
             task.describe_at_s = self._context.now_s + _pause_s(task.descriptions)
         return frozenset() if task is None else task.fragments
+
+    def start_unshared(self, attempt: str) -> AttemptId | None:
+        """Begin a drain anew that is damaged on the storage path and may have shared files there.
+
+        No order of it names a durable checkpoint then. Return the one that the orders named; None, and change
+        nothing, if they named none.
+        """
+        task = self._tasks.get(attempt)
+        if task is None or task.like is None:
+            return None
+        live = {checkpoint.id.attempt for checkpoint in self._context.history.live()}
+        self._unshared = {attempt, *(self._unshared & live)}
+        self.finish(attempt)
+        self.start(task.checkpoint, is_requested=True)
+        return task.like
 
     def finish(self, attempt: str) -> None:
         """Remove the drain of a checkpoint that needs no drain any more."""

@@ -220,12 +220,24 @@ class DrainSchedule:
         yield from self.assign()
 
     def described(self, event: m.DescriptionWritten) -> Iterator[m.Effect]:
-        """Promote a checkpoint that is complete on the storage path; give up its drain if it is damaged."""
+        """Promote a checkpoint that is complete on the storage path; give up its drain if it is damaged.
+
+        If the drain may have shared files there, it begins anew without them, and their origin is read.
+        """
         context, attempt = self._context, event.attempt.attempt
         if event.exported is not None:
             yield from self._items.described(event, event.exported)
             return
         checkpoint = context.history.checkpoints[attempt]
+        origin = self._drains.start_unshared(attempt) if event.is_damage else None
+        if origin is not None:
+            self._maintenance.suspect_stored(context.history.checkpoints[origin.attempt])
+            yield from context.warn_once(
+                f"Step {event.attempt.step} is damaged on the storage path. It is uploaded again without "
+                f"files of step {origin.step}, which is read: {event.error}"
+            )
+            yield from self.assign()
+            return
         uploaded = self._drains.described(event)
         if event.is_damage:
             yield from self._failed(event.attempt, str(event.error))

@@ -20,7 +20,7 @@ from ray_ckpt.core.placement import place_groups
 from ray_ckpt.core.rate_budget import Budget
 from ray_ckpt.core.repair import Losses, Repairs, worth_copies
 from ray_ckpt.core.retention import choose_evictions, choose_evictions_for_space, pinned_aside
-from ray_ckpt.core.scrub import Scrubs
+from ray_ckpt.core.scrub import Scrubs, damage_text
 from ray_ckpt.core.values import DiskSpace, GroupPlaces
 from ray_ckpt.format import records as r
 from ray_ckpt.format.names import PARITY_PREFIX, is_still_name
@@ -106,8 +106,7 @@ class Maintenance:
             bad = fragments.intersection(map(int, checkpoint.damaged.split(",")))
             self._guessed |= {(checkpoint.num_nodes, index) for index in bad}
             self._unread[name] = fragments if len(bad) == r.MAX_DAMAGED else bad  # perhaps there are more
-            for index in sorted(self._unread[name]):
-                self._scrubs.suspect(m.Scrub(attempt=checkpoint.id, node_index=index, place=m.REMOTE))
+            self._scrubs.suspect_stored(checkpoint.id, self._unread[name])
         for num_nodes, index in sorted(self._guessed):
             for scrub in self._remote_copies(num_nodes, index):
                 self._scrubs.suspect(scrub)
@@ -121,7 +120,7 @@ class Maintenance:
             is_live = checkpoint is not None and checkpoint.state == "live"
             found = bad.get(name, set()) | self._unread.get(name, set()) if is_live else set()
             recorded = self._recorded.get(name, "")
-            text = _listed(found, recorded)
+            text = damage_text(found, recorded)
             if text != recorded and is_live:
                 self._context.ledger.append(r.Damaged(attempt=name, fragments=text))
             self._recorded[name] = text
@@ -418,6 +417,12 @@ class Maintenance:
                 self._scrubs.suspect(m.Scrub(attempt=attempt, node_index=index, place=node))
                 self._next_s = 0.0
 
+    def suspect_stored(self, checkpoint: CheckpointInfo) -> None:
+        """Let a checkpoint be read on the storage path; an upload that may share its files is damaged."""
+        self._scrubs.suspect_stored(checkpoint.id, range(checkpoint.num_nodes))
+        self._context.holders.suspect_remote = self._scrubs.suspect_remote
+        self._next_s = 0.0
+
     def _is_computed(self, attempt: AttemptId, index: int, without: Set[str]) -> bool:
         """Return True if a fragment can be computed without the files on some nodes."""
         places = self._context.holders.places_of(attempt.attempt, index)
@@ -582,15 +587,3 @@ class Maintenance:
 
 def _where(place: str) -> str:
     return "the storage path" if place == m.REMOTE else f"node {place[:12]}"
-
-
-def _listed(found: Set[int], recorded: str) -> str:
-    """Return the text of the record for these damaged fragments: the last MAX_DAMAGED of them.
-
-    If there are more, the recorded ones stay while they are damaged. Rounds read fragments in order, so an
-    outage of the storage path, and its end, take a few hundred records at most in a run of any size.
-    """
-    known = set(map(int, filter(None, recorded.split(","))))
-    if len(known) == r.MAX_DAMAGED and known <= found:
-        return recorded
-    return ",".join(map(str, sorted(found)[-r.MAX_DAMAGED :]))

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from ray_ckpt.core.holders import Holders
 from ray_ckpt.core.messages import REMOTE, Scrub, ScrubEnded
 from ray_ckpt.core.rate_budget import Budget, longest_s
-from ray_ckpt.format.records import Verified
+from ray_ckpt.format.records import MAX_DAMAGED, Verified
 from ray_ckpt.types import AttemptId, CheckpointInfo, Level
 
 SLACK_S = 1800.0  # time of a read beyond that of a mean fragment: busy disks, larger fragments, parity files
@@ -125,6 +125,11 @@ class Scrubs:
         A copy on the storage path stays a suspect until it has been read, if need be in a round.
         """
         self._suspects[scrub] = 0
+
+    def suspect_stored(self, attempt: AttemptId, fragments: Iterable[int]) -> None:
+        """Read these fragments of a checkpoint on the storage path next."""
+        for index in sorted(fragments):
+            self.suspect(Scrub(attempt=attempt, node_index=index, place=REMOTE))
 
     def renewed(self, attempt: AttemptId, fragments: Set[int]) -> None:
         """Forget suspects: these fragments of a checkpoint share no file on the storage path now."""
@@ -249,6 +254,18 @@ def _mean_bytes(checkpoint: CheckpointInfo) -> float:
 def _last_s(checkpoint: CheckpointInfo) -> float:
     """Return the Unix time when the checkpoint's bytes were last known to be good."""
     return checkpoint.committed_at_s if checkpoint.verified_at_s is None else checkpoint.verified_at_s
+
+
+def damage_text(found: Set[int], recorded: str) -> str:
+    """Return the text of the record for these damaged fragments: the last MAX_DAMAGED of them.
+
+    If there are more, the recorded ones stay while they are damaged. Rounds read fragments in order, so an
+    outage of the storage path, and its end, take a few hundred records at most in a run of any size.
+    """
+    known = set(map(int, filter(None, recorded.split(","))))
+    if len(known) == MAX_DAMAGED and known <= found:
+        return recorded
+    return ",".join(map(str, sorted(found)[-MAX_DAMAGED:]))
 
 
 def _is_too_much(due: Iterable[CheckpointInfo], holders: Holders, budget: Budget, every_s: float) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ray_ckpt.core import messages as m
+from ray_ckpt.core.drain import DAMAGED_AGAIN_S
 from ray_ckpt.core.maintenance import MAINTENANCE_S
 from ray_ckpt.core.scrub import AGAIN_S, MAX_TRIES
 from ray_ckpt.format.names import fragment_file, shard_file, state_file
@@ -221,6 +222,47 @@ def test_an_upload_that_is_ordered_again_shares_no_file_of_what_was_found_damage
     read(run, old, fragment_file(0, 3))
     again = [drain for drain in of(run.lose("c"), m.Drain) if drain.attempt == run.attempt(20)]
     assert again and likes(tuple(again)) == {""}
+
+
+def described_as_damaged(run: Harness, effects: tuple[m.Effect, ...]) -> tuple[m.Effect, ...]:
+    """Carry out uploads, whose description finds a file cut short; return what follows."""
+    ended = [effect for drain in of(effects, m.Drain) for effect in run.drained(drain)]
+    attempt = one(ended, m.WriteDescription).checkpoint.id
+    return run.feed(m.DescriptionWritten(attempt=attempt, error="it is cut short", is_damage=True))
+
+
+@pytest.mark.parametrize("is_end", [False, True])
+def test_an_upload_that_shared_a_file_and_is_damaged_is_repeated_without_sharing(is_end: bool) -> None:
+    """The shared file may have been damaged where it came from, which is read at once."""
+    run = run_with((10,))
+    origin = run.attempt(10)
+    saved = run.save(20)
+    assert likes(saved) == {origin.directory}
+    if is_end:
+        run.feed(m.FinishRequested(token="end"))
+    effects = described_as_damaged(run, saved)
+    assert not of(effects, m.Fail)
+    assert "without files of step 10, which is read: it is cut short" in one(effects, m.Warn).text
+    assert likes(effects) == {""} and {drain.attempt for drain in of(effects, m.Drain)} == {run.attempt(20)}
+    effects = (*effects, *run.drain_all(effects))
+    assert run.checkpoint(run.attempt(20)).level is Level.DURABLE
+    if is_end:
+        assert one(effects, m.Reply).value == run.checkpoint(run.attempt(20))
+        return
+    scrubs = []
+    while found := of((*effects, *run.tick(MAINTENANCE_S)), m.Scrub):
+        scrubs.append(one(found, m.Scrub))
+        effects = read(run, origin, index=scrubs[-1].node_index)
+    assert scrubs == [m.Scrub(attempt=origin, node_index=index, place=m.REMOTE) for index in (0, 1)]
+
+
+def test_an_upload_that_is_damaged_although_it_shared_no_file_is_given_up_for_a_while() -> None:
+    run = run_with((10,))
+    effects = described_as_damaged(run, run.save(20))
+    effects = described_as_damaged(run, effects)
+    assert "did not reach the storage path" in one(effects, m.Warn).text
+    again = (*run.tick(DAMAGED_AGAIN_S), *run.tick(MAINTENANCE_S))
+    assert likes(again) == {""} and {drain.attempt.step for drain in of(again, m.Drain)} == {20}
 
 
 @pytest.mark.parametrize("file", [shard_file(0, 2), state_file(0, 2)])

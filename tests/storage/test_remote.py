@@ -26,6 +26,7 @@ from ray_ckpt.storage.remote.tier import RemoteRef, RemoteTier
 from ray_ckpt.types import FileEntry
 
 DIRECTORY = "000000000010-0123456789abcdef"
+LATER = "000000000020-0123456789abcdef"
 SHARD = "shard-00000-of-00001.safetensors"
 MANIFEST = "manifest-00000-of-00001.parquet"
 
@@ -175,6 +176,25 @@ def test_a_file_of_this_node_that_is_short_or_gone_is_damage_of_the_node(
     path.unlink()
     with pytest.raises(CorruptionError, match="missing on this node"):
         tier.put_file(DIRECTORY, entry, path, level=level)
+
+
+@pytest.mark.parametrize("level", [None, 1])
+def test_a_stored_file_that_is_cut_short_is_not_copied(
+    tier: RemoteTier, root: Path, tmp_path: Path, level: int | None
+) -> None:
+    entry, path = staged(tmp_path, compressible(3 * zstd.FRAME_BYTES))
+    stored = tier.put_file(DIRECTORY, entry, path, level=level)
+    (origin,) = (root / "checkpoints" / DIRECTORY).iterdir()
+    for nbytes in (stored // 2, 1, 0):
+        os.truncate(origin, nbytes)
+        assert tier.share(DIRECTORY, LATER, entry) is None
+    assert tier.files_of(LATER) == {}
+    other = compressible(zstd.FRAME_BYTES)
+    tier.put_file(DIRECTORY, *staged(tmp_path, other), level=level)
+    assert tier.share(DIRECTORY, LATER, entry) is None, "a shard of another size"
+    tier.put_file(DIRECTORY, *staged(tmp_path, compressible(3 * zstd.FRAME_BYTES)), level=level)
+    assert tier.share(DIRECTORY, LATER, entry) == stored
+    assert tier.size(LATER, SHARD) == entry.size_bytes
 
 
 def test_a_mount_that_is_away_is_not_written_below(tier: RemoteTier, root: Path) -> None:

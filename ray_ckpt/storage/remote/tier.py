@@ -300,19 +300,19 @@ class RemoteTier:
     def share(self, source: str, directory: str, file: FileEntry) -> int | None:
         """Copy a shard within the store from the checkpoint `source`, which has the same shard.
 
-        Return the stored size in bytes, or None if that is not possible; the caller then uploads the shard.
+        Return the stored size in bytes, or None if that is not possible, or if the shard of `source` is cut
+        short or has a damaged seek table; the caller then uploads the shard.
         """
         origin, name = self._name(source, file.name), self._name(directory, file.name)
         try:
             for suffix in ("", zstd.SUFFIX) if self._copies else ():
                 size = self.files.size(origin + suffix)
-                if size is None or (not suffix and size != file.size_bytes):
-                    continue
-                return self.files.copy(origin + suffix, name + suffix)
+                if size is not None and self._saved_size(origin + suffix, size) == file.size_bytes:
+                    return self.files.copy(origin + suffix, name + suffix)
         except Unsupported as error:
             self._copies = False
             log.info("unchanged shards are uploaded again: %s", error)
-        except OSError as error:
+        except (OSError, EOFError, FormatError) as error:
             log.info("%s is uploaded, not copied from %s: %s", name, source, error)
         finally:
             self._forget(name)
@@ -358,13 +358,16 @@ class RemoteTier:
 
         Raise FormatError, OSError or EOFError.
         """
-        if not listed.name.endswith(zstd.SUFFIX):
-            return listed.size_bytes
-        read = functools.partial(self.files.read, listed.name)
+        return self._saved_size(listed.name, listed.size_bytes)
+
+    def _saved_size(self, stored: str, size_bytes: int) -> int:
+        if not stored.endswith(zstd.SUFFIX):
+            return size_bytes
+        read = functools.partial(self.files.read, stored)
         try:
-            return zstd.SeekableReader(read, listed.size_bytes).raw_size
+            return zstd.SeekableReader(read, size_bytes).raw_size
         except FormatError as error:
-            raise error.at(f"{self.where}/{listed.name}") from None
+            raise error.at(f"{self.where}/{stored}") from None
 
     def blocks(self, directory: str, file: str) -> Blocks:
         """Yield all saved bytes of a file. Raise FileNotFoundError, OSError or EOFError."""
