@@ -203,8 +203,9 @@ def upload(
 ) -> tuple[int, int]:
     """Upload a fragment and its files to the storage path, at a lower priority than copies to peers.
 
-    Still shards that the durable checkpoint `like` has are copied within the store. Returns the bytes, as
-    stored, of the files that were uploaded, and of those that were copied.
+    Still shards that the durable checkpoint `like` has are copied within the store, if `compress` would store
+    them in the form that they have there. Returns the bytes, as stored, of the files that were uploaded, and
+    of those that were copied.
     """
     time.sleep(random.uniform(0.0, DRAIN_SPREAD_S))
     held = holding(run, attempt, node_index)
@@ -216,10 +217,12 @@ def upload(
             if run.machine.is_deleted(attempt.attempt):  # a late upload would bring the step back
                 raise Unavailable(f"step {attempt.step} is being deleted here")
             is_there = like and has_remotely(run, like, node_index, held.fragment.num_nodes, file)
-            if is_there and (shared := run.remote.share(like, attempt.directory, file)) is not None:
-                shared_bytes += shared
-                continue
             path = run.staging.path(run.run_uid, attempt.directory, file.name)
+            if is_there:
+                shared = run.remote.share(like, attempt.directory, file, path=path, level=level)
+                if shared is not None:
+                    shared_bytes += shared
+                    continue
             stored_bytes += run.remote.put_file(attempt.directory, file, path, pace=pace, level=level)
     finally:
         run.uploads.pop(key, None)

@@ -481,6 +481,35 @@ def test_an_upload_counts_bytes_as_they_are_stored(make: Callable[..., StillNode
     assert uploaded == sum(path.stat().st_size for path in folder.iterdir()) < BASE.nbytes
 
 
+@pytest.mark.parametrize("level", [None, 1])
+def test_an_upload_copies_only_the_form_that_the_options_ask_for(
+    make: Callable[..., StillNode], level: int | None
+) -> None:
+    """After `compress` was turned on or off, the next checkpoint has none of the other form."""
+    a = make("a", options=RunOptions(compress=None if level else 1))
+    b = make("b", options=RunOptions(compress=level))
+    suffix, other = ("", ".zst")[:: -1 if level else 1]
+    a.save(1, BASE, head(1))
+    a.upload(1)
+    assert stored_bytes(a, 1, other) is not None
+    for step in (1, 2, 3):
+        b.save(step, BASE, head(step))
+    assert b.upload(2, like=1)[1] == 0
+    assert stored_bytes(b, 2, other) is None
+    assert b.upload(3, like=2)[1] == stored_bytes(b, 3, suffix)
+    assert stored_bytes(b, 3, other) is None and read_back(b, 3) == b.path(3).read_bytes()
+
+
+def test_an_upload_copies_a_raw_shard_that_would_not_be_compressed(make: Callable[..., StillNode]) -> None:
+    noise = torch.randint(-(2**62), 2**62, (1 << 18,)).view(torch.float32)
+    a, b = make("a"), make("b", options=RunOptions(compress=1))
+    a.save(1, noise, head(1))
+    a.upload(1)
+    for step in (1, 2):
+        b.save(step, noise, head(step))
+    assert b.upload(2, like=1)[1] == stored_bytes(b, 2) == b.entry(2).size_bytes
+
+
 def test_an_upload_copies_only_what_the_other_lists_alike(make: Callable[..., StillNode]) -> None:
     a = make("a")
     a.save(1, BASE, head(1))

@@ -297,17 +297,29 @@ class RemoteTier:
         finally:
             self._forget(self._name(directory, file.name))
 
-    def share(self, source: str, directory: str, file: FileEntry) -> int | None:
+    def share(
+        self,
+        source: str,
+        directory: str,
+        file: FileEntry,
+        *,
+        path: Path | None = None,
+        level: int | None = None,
+    ) -> int | None:
         """Copy a shard within the store from the checkpoint `source`, which has the same shard.
 
         Return the stored size in bytes, or None if that is not possible, or if the shard of `source` is cut
-        short or has a damaged seek table; the caller then uploads the shard.
+        short or has a damaged seek table; the caller then uploads the shard. With `path`, the shard on this
+        node's disk, it is copied only if it is stored in the form (compressed or raw) that `put_file` would
+        give it.
         """
         origin, name = self._name(source, file.name), self._name(directory, file.name)
         try:
             for suffix in ("", zstd.SUFFIX) if self._copies else ():
                 size = self.files.size(origin + suffix)
-                if size is not None and self._saved_size(origin + suffix, size) == file.size_bytes:
+                if size is None or (path and not _keeps(suffix, path, file.size_bytes, level)):
+                    continue
+                if self._saved_size(origin + suffix, size) == file.size_bytes:
                     return self.files.copy(origin + suffix, name + suffix)
         except Unsupported as error:
             self._copies = False
@@ -555,6 +567,13 @@ def _check_size(file: FileEntry, path: Path) -> None:
         raise CorruptionError(
             f"{file.name} has {size_bytes} bytes here, not {file.size_bytes}.", file=file.name
         )
+
+
+def _keeps(suffix: str, path: Path, size_bytes: int, level: int | None) -> bool:
+    """Return whether a stored shard keeps its form; one that is compressed does with any level."""
+    if level is None:
+        return not suffix
+    return bool(suffix) or not _pays(path, size_bytes, level)
 
 
 def _pays(path: Path, size_bytes: int, level: int) -> bool:
