@@ -56,7 +56,7 @@ class RunHistory:
         self.sessions: dict[int, SessionInfo] = {}  # by number, in log order
         self.checkpoints: dict[str, CheckpointInfo] = {}  # by attempt, in log order
         self.drilled_at_s: float | None = None  # Unix time of the last passed drill of any checkpoint
-        self._suspect: CheckpointInfo | None = None  # the newest checkpoint with replicas that differed
+        self._suspects: dict[str, CheckpointInfo] = {}  # entries of `checkpoints` with replicas that differed
         self._live: dict[str, CheckpointInfo] = {}  # the live entries of `checkpoints`
         self._lost: dict[str, CheckpointInfo] = {}  # the lost entries of `checkpoints`
         self._found: _Found | None = None  # results of `live` and `lineage`, until the next record
@@ -77,7 +77,7 @@ class RunHistory:
         history._lost = {name: c for name, c in history.checkpoints.items() if c.state == "lost"}
         for checkpoint in (c for c in snapshot.checkpoints if c.drilled_at_s is not None):
             history._note_drill(checkpoint)
-        history._suspect = next((c for c in reversed(snapshot.checkpoints) if c.suspect), None)
+        history._suspects = {name: c for name, c in history.checkpoints.items() if c.suspect}
         return history
 
     def to_snapshot(self, time_s: float) -> LogSnapshot:
@@ -100,6 +100,7 @@ class RunHistory:
         other = copy.copy(self)
         other.sessions, other.checkpoints = dict(self.sessions), dict(self.checkpoints)
         other._live, other._lost = dict(self._live), dict(self._lost)
+        other._suspects = dict(self._suspects)
         return other
 
     @property
@@ -109,14 +110,14 @@ class RunHistory:
 
     @property
     def suspect(self) -> CheckpointInfo | None:
-        """The newest checkpoint of the current session with replicas that differed; None if there is none.
+        """The newest checkpoint on the lineage with replicas that differed, also if it is lost or retired.
 
-        If no save of the session found a difference, the newest checkpoint of the lineage if its save did.
+        None if there is none. Later checkpoints may have bytes of both sides, and after a restore of one of
+        them no replica differs any more.
         """
-        found, session = self._suspect, self.session
-        if found is not None and session is not None and found.id.session == session.session:
-            return found
-        return next((c for c in self.lineage()[-1:] if c.suspect), None)
+        ends = self.branch_points() if self._suspects else {}
+        newest_first = reversed(self._suspects.values())
+        return next((c for c in newest_first if c.seq <= ends.get(c.id.session, -1)), None)
 
     @property
     def first_suspect(self) -> CheckpointInfo | None:
@@ -216,8 +217,8 @@ class RunHistory:
         name = checkpoint.id.attempt
         self.checkpoints[name] = checkpoint
         self._note_drill(checkpoint)
-        if checkpoint.suspect and checkpoint.seq >= (self._suspect.seq if self._suspect else 0):
-            self._suspect = checkpoint
+        if checkpoint.suspect:
+            self._suspects[name] = checkpoint
         if checkpoint.state == "live":
             self._live[name] = checkpoint
         else:

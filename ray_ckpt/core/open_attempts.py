@@ -159,7 +159,10 @@ class OpenAttempts:
         self._context.measure(telemetry.REPLICA_FINDINGS)
         self._num_findings += 1
         if self._num_findings.bit_count() == 1:
-            yield m.Warn(text=f"Step {step}: data-parallel replicas have drifted apart: {suspect}.")
+            yield m.Warn(
+                text=f"Step {step}: data-parallel replicas have drifted apart: {suspect}. Older checkpoints "
+                f"are deleted in time: to be able to go back, pin one from before step {step}."
+            )
 
     def _objection(self, attempt: Attempt, copies: int) -> CheckpointError | None:
         """Return the error that forbids the commit of an attempt with `copies` copies, or None."""

@@ -16,6 +16,7 @@ def warn_of_opening(context: Context, history: RunHistory, resume: Resume) -> It
     """Yield the warnings for the last session of the history, whose group was opened with `resume`."""
     yield from _warn_of_ignored(context, history)
     yield from _warn_of_left(context, history, resume)
+    yield from _warn_of_replicas(context, history)
 
 
 def _warn_of_ignored(context: Context, history: RunHistory) -> Iterator[Warn]:
@@ -48,4 +49,15 @@ def _warn_of_left(context: Context, history: RunHistory, resume: Resume) -> Iter
             f"resume={resume!r} leaves {count_text(len(left), 'checkpoint')} aside, the newest of step "
             f"{left[-1].step}: deleted from the first saves on, unless pinned. To keep checkpoints, pin them "
             "or use another run name."
+        )
+
+
+def _warn_of_replicas(context: Context, history: RunHistory) -> Iterator[Warn]:
+    """Warn of replicas that differed at or before the restored checkpoint; none differs after the restore."""
+    session, found = history.session, history.suspect
+    if session is not None and session.resumed_from is not None and found is not None:
+        step = history.checkpoints[session.resumed_from].step
+        yield from context.warn_once(
+            f"The run goes on from step {step}, which may have wrong bytes: data-parallel replicas had "
+            f"drifted apart at step {found.step}: {found.suspect}."
         )

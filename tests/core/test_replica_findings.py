@@ -129,7 +129,8 @@ def test_a_finding_is_in_the_commit_and_drops_nothing() -> None:
     assert checkpoint.suspect == commit.suspect
     warnings = [effect.text for effect in effects if isinstance(effect, m.Warn)]
     assert [text for text in warnings if "drifted apart" in text] == [
-        f"Step 10: data-parallel replicas have drifted apart: {commit.suspect}."
+        f"Step 10: data-parallel replicas have drifted apart: {commit.suspect}. Older checkpoints are "
+        "deleted in time: to be able to go back, pin one from before step 10."
     ]
 
 
@@ -152,6 +153,23 @@ def test_a_finding_outlives_records_and_its_checkpoint() -> None:
     snapshot = decode_snapshot(encode_snapshot(run.machine.history.to_snapshot(0.0)))
     for history in (run.machine.history, RunHistory.from_snapshot(snapshot)):
         assert history.suspect is not None and history.suspect.suspect == commit.suspect
+
+
+def test_a_finding_outlives_restarts_that_continue_from_a_later_checkpoint() -> None:
+    """The later checkpoints have bytes of both sides, and after a restore no replica differs any more."""
+    run, _, commit = saved("a", "a", "b")
+    for step in range(20, 70, 10):
+        run.save(step)
+    warnings = [effect.text for effect in run.open("abc") if isinstance(effect, m.Warn)]
+    assert [text for text in warnings if "drifted apart" in text] == [
+        "The run goes on from step 60, which may have wrong bytes: data-parallel replicas had drifted apart "
+        f"at step 10: {commit.suspect}."
+    ]
+    snapshot = decode_snapshot(encode_snapshot(run.machine.history.to_snapshot(0.0)))
+    for history in (run.machine.history, RunHistory.from_snapshot(snapshot)):
+        assert history.suspect is not None and history.suspect.suspect == commit.suspect
+    warnings = [effect.text for effect in run.open("abc", resume="never") if isinstance(effect, m.Warn)]
+    assert not [text for text in warnings if "drifted apart" in text] and run.machine.history.suspect is None
 
 
 def test_findings_are_counted_and_logged_again_when_twice_as_many() -> None:
