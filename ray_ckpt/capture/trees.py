@@ -24,7 +24,11 @@ from ray_ckpt.format.tree import TensorRef
 
 
 class TreeItem(Item):
-    """A dict or list of plain values and tensors, updated in place."""
+    """A dict or list of plain values and tensors, updated in place.
+
+    Tensors, NumPy arrays of the saved shape and dtype, and sets are filled, since the program may hold them
+    under other names too.
+    """
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
@@ -33,6 +37,7 @@ class TreeItem(Item):
         return self._tree
 
     def load(self, tree: Any) -> None:
+        _fill(self._tree, tree)
         _assign(self._tree, tree)
 
     def problems(self, saved: Any) -> list[str]:
@@ -104,7 +109,8 @@ def _assign(target: Any, value: Any) -> None:
             target.clear()  # a Counter or a defaultdict
         pairs: Iterable[tuple[Any, Any]] = value.items()
     elif len(target) != len(value) or all(map(_is_plain, chain(target, value))):
-        target[:] = value
+        kept = list(map(_kept, target, value))
+        target[:] = kept + value[len(kept) :]
         return
     else:
         pairs = enumerate(value)
@@ -112,8 +118,44 @@ def _assign(target: Any, value: Any) -> None:
         here = target[key] if isinstance(target, MutableSequence) or key in target else None
         if _is_container(here) and _is_container(new):
             _assign(here, new)
-        elif new is not here:
-            target[key] = new
+        elif (kept := _kept(here, new)) is not here:
+            target[key] = kept
+
+
+def _fill(here: Any, new: Any) -> None:
+    """Copy saved arrays and sets into the live ones in the same places."""
+    if isinstance(here, np.ndarray):
+        if _is_alike(here, new) and here.flags.writeable:
+            np.copyto(here, new)
+    elif isinstance(here, set):
+        if isinstance(new, set):
+            here.clear()
+            here.update(new)
+    elif isinstance(here, MutableMapping) and isinstance(new, Mapping):
+        for key in here.keys() & new.keys():
+            _fill(here[key], new[key])
+    elif isinstance(here, tuple | MutableSequence) and isinstance(new, tuple | list):
+        for pair in zip(here, new, strict=False):
+            _fill(*pair)
+
+
+def _kept(here: Any, new: Any) -> Any:
+    """Return the live value if `_fill` has made it equal to the saved one, else the saved value.
+
+    An array in two places of the tree may have been two in the checkpoint: then it is not equal to both.
+    """
+    if isinstance(here, np.ndarray):
+        return here if _is_alike(here, new) and here.tobytes() == new.tobytes() else new
+    if isinstance(here, set):
+        return here if isinstance(new, set) and here == new else new
+    if type(here) is type(new) is tuple and len(here) == len(new):
+        return tuple(map(_kept, here, new))
+    return new
+
+
+def _is_alike(here: np.ndarray, new: Any) -> bool:
+    """Return whether a saved value is an array of the shape and dtype of a live one."""
+    return isinstance(new, np.ndarray) and (here.shape, here.dtype) == (new.shape, new.dtype)
 
 
 def _is_plain(value: Any) -> bool:

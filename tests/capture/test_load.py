@@ -524,6 +524,56 @@ def test_other_tensors_are_differences(tmp_path: Path, built: Any, other: Any, m
         saved.load(items_of(state={"x": built}))
 
 
+def test_arrays_and_sets_are_filled_in_place(tmp_path: Path) -> None:
+    """A loop writes to them under its own names."""
+
+    def built() -> tuple[list[np.ndarray], set[int], dict[str, Any]]:
+        arrays, seen = [np.zeros((2, 3), dtype="f4")[:, ::2], np.zeros(2), np.zeros(3, "S4")], set[int]()
+        pair = (arrays[1], 1)
+        return (
+            arrays,
+            seen,
+            {"obs": arrays[0], "pair": pair, "more": [arrays[2], {"seen": seen}, torch.zeros(1)]},
+        )
+
+    arrays, seen, state = built()
+    arrays[0][:], arrays[1][:], arrays[2][:] = 3, (math.nan, -0.0), b"ab"
+    seen.update((1, 5))
+    saved = Saved(tmp_path).save(items_of(state=state))
+    arrays, seen, fresh = built()
+    saved.load(items_of(state=fresh))
+    assert str(fresh) == str(state)
+    assert fresh["obs"] is arrays[0] and fresh["pair"][0] is arrays[1] and fresh["more"][0] is arrays[2]
+    assert fresh["more"][1]["seen"] is seen == {1, 5}
+
+
+def test_arrays_that_cannot_be_filled_are_replaced(tmp_path: Path) -> None:
+    same, fixed = np.zeros(2), np.zeros(2)
+    fixed.flags.writeable = False
+    fresh: dict[str, Any] = {
+        "one": same,
+        "two": same,
+        "fixed": fixed,
+        "rows": np.zeros(2),
+        "kind": np.zeros(2),
+    }
+    fresh |= {"list": [np.zeros(2)], "none": np.zeros(2), "set": {1}}
+    state = {
+        "one": np.ones(2),
+        "two": np.full(2, 2.0),
+        "fixed": np.ones(2),
+        "rows": np.ones(3),
+        "kind": np.ones(2, "f4"),
+        "list": [np.ones(2), np.ones(1)],
+        "none": None,
+        "set": frozenset({2}),
+    }
+    first = fresh["list"][0]
+    Saved(tmp_path).save(items_of(state=state)).load(items_of(state=fresh))
+    assert str(fresh) == str(state)
+    assert fresh["list"][0] is first and not fixed.any()
+
+
 def test_a_tensor_under_an_empty_key_comes_back(tmp_path: Path) -> None:
     saved = Saved(tmp_path).save(items_of(state={"": torch.ones(2), "a": {"": torch.ones(3)}}))
     fresh = {"": torch.zeros(2), "a": {"": torch.zeros(3)}}
