@@ -9,6 +9,8 @@ constructor parameters. An optimizer's settings are the entries of its groups, e
 `defaults` that no constructor takes: these entries hold progress (`d` of Prodigy, `k` of schedule-free
 optimizers). The rule also works for classes that this package has no code for. Everything else is left alone.
 
+The entries that a schedule sets in the groups belong to it: if it begins as built, so do they.
+
 A loop that sets `group["lr"]` itself leaves no trace of the initial rate: the current rate then differs
 because of progress, and is listed.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Number
@@ -59,6 +61,8 @@ _UNLIKE_PARAMETERS = frozenset(
 _GOES_WITH = {"max_lr": "lr", "min_lr": "lr", "schedule_phases": "total_steps", "step_ratio": "total_size"}
 """Settings that are kept together, since one makes no sense without the other."""
 _RATES = frozenset({"lr", "max_lr", "min_lr"})
+_OF_SCHEDULES = _RATES | {"initial_lr", "swa_lr", "base_momentum", "max_momentum"}
+"""Entries of a group that torch's schedulers set, besides the momentum or first beta of a cycle."""
 
 _SHORT = ShortRepr()
 _SHORT.maxtuple = _SHORT.maxdict = 6
@@ -91,6 +95,7 @@ class Hyperparameters:
 
         An object whose settings cannot be read is left out.
         """
+        self._objects = objects
         self._sources: dict[str, _Source] = {}
         for name, obj in objects.items():
             self._sources |= _sources(name, obj)
@@ -129,8 +134,10 @@ class Hyperparameters:
                     entry=entry,
                 )
 
-    def loaded(self, keep: Collection[str]) -> tuple[Changed, ...]:
+    def loaded(self, keep: Collection[str], begun: Set[str] = frozenset()) -> tuple[Changed, ...]:
         """Return the differences after state was loaded; reset the settings that `keep` matches; called once.
+
+        If the items in `begun` are all schedules of an optimizer, reset what these set in its groups.
 
         With a scheduler, `lr` means `initial_lr`. If it is kept, the current rate becomes the rate of the new
         schedule at the restored position. With one torch scheduler or a SequentialLR, the result equals a run
@@ -143,23 +150,40 @@ class Hyperparameters:
         """
         changed: list[Changed] = []
         kept: dict[str, list[str]] = {}
-        for prefix, key, built, saved in self._differences():
-            name = f"{prefix}.{key}"
-            is_kept = self._is_kept(name, keep)
-            if is_kept:
+        differences = list(self._differences())
+        for source in self._begun_with(begun):
+            source.begin_schedules()
+        left = {(prefix, key): now for prefix, key, _, now in self._differences()}
+        for prefix, key, built, saved in differences:
+            name, is_left = f"{prefix}.{key}", (prefix, key) in left
+            is_kept = not is_left or self._is_kept(name, keep)
+            if is_left and is_kept:
                 kept.setdefault(prefix, []).append(key)
             if name not in self._hidden and (is_kept or name not in self._silent):
-                changed.append(Changed(name=name, built=_plain(built), saved=_plain(saved), is_kept=is_kept))
+                value = left.get((prefix, key), saved)
+                changed.append(Changed(name=name, built=built, saved=value, is_kept=is_kept))
         self._put_back(kept)
         return tuple(changed)
 
+    def _begun_with(self, begun: Set[str]) -> Iterator[_OptimizerSource]:
+        """Yield the optimizers that have schedules, all of which are in `begun`.
+
+        If another schedule goes on as saved, the current rate shows its position and stays.
+        """
+        groups = {name: _scheduled_groups(obj) for name, obj in self._objects.items()}
+        for source in self._sources.values():
+            if isinstance(source, _OptimizerSource):
+                names = {name for name, each in groups.items() if each is source.optimizer.param_groups}
+                if names and names <= begun:
+                    yield source
+
     def _differences(self) -> Iterator[tuple[str, str, Any, Any]]:
-        """Yield object name, key, value as built and current value of each setting that differs."""
+        """Yield object name, key, and plain values as built and now, of each setting that differs."""
         for prefix, source in self._sources.items():
             now = source.now()
             for key, built in source.built.items():
                 if key in now and _is_plain(now[key]) and not _same(built, now[key]):
-                    yield prefix, key, built, now[key]
+                    yield prefix, key, _plain(built), _plain(now[key])
 
     def _is_kept(self, name: str, keep: Collection[str]) -> bool:
         names = (name, self._leaders.get(name, name))
@@ -226,6 +250,19 @@ class _OptimizerSource:
                     name = _rate_key(built, group) if key == "lr" else key
                     group[name] = _restored(live[name], built[name])
 
+    def begin_schedules(self) -> None:
+        """Reset the entries that schedules have set, and remove those that were not there as built."""
+        for live, built, group in zip(self._live, self._built, self.optimizer.param_groups, strict=False):
+            if _is_cycled(group) and "betas" in self.optimizer.defaults and "betas" in built:
+                group["betas"] = (_restored(live["betas"][0], built["betas"][0]), *group["betas"][1:])
+            elif _is_cycled(group) and "momentum" in built:
+                group["momentum"] = _restored(live["momentum"], built["momentum"])
+            for key in _OF_SCHEDULES:
+                if key in built:
+                    group[key] = _restored(live[key], built[key])
+                elif key not in live:
+                    group.pop(key, None)
+
     def set_lrs(self, lrs: Iterable[Any]) -> None:
         """Set the current rates, one per group."""
         for live, group, lr in zip(self._live, self.optimizer.param_groups, lrs, strict=False):
@@ -243,6 +280,14 @@ def _setting(key: str, built: Mapping[str, Any], group: Mapping[str, Any]) -> An
 
 def _rate_key(built: Mapping[str, Any], group: Mapping[str, Any]) -> str:
     return "initial_lr" if "initial_lr" in built and "initial_lr" in group else "lr"
+
+
+def _scheduled_groups(obj: object) -> object:
+    """Return the groups whose rates a schedule sets, also one inside a wrapper; None for other objects."""
+    schedule = getattr(obj, "scheduler", obj)
+    if not hasattr(schedule, "get_last_lr"):
+        return None
+    return getattr(getattr(schedule, "optimizer", None), "param_groups", None)
 
 
 def _is_cycled(group: Mapping[str, Any]) -> bool:

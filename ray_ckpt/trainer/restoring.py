@@ -78,7 +78,7 @@ class Restoring:
         if info is not None:
             if origin is not None and self._is_as_built(begun):
                 info = replace(info, metrics={})  # they are of state that was not restored
-            info = replace(info, changed=self._changed(begun))
+            info = replace(info, changed=self._changed(begun, self._not_loaded(origin)))
             if self._options.keep:
                 check_settings(self._items.items)
             self._log(info)
@@ -149,11 +149,17 @@ class Restoring:
         chosen = self._items.items.keys() & set(self._options.init_items)
         return self._options.init_from is not None and bool(chosen) and chosen <= begun
 
-    def _changed(self, begun: Set[str]) -> tuple[Changed, ...]:
+    def _not_loaded(self, origin: RestoreTicket | None) -> Set[str]:
+        """Return the items that stay as built because `init_from` begins with others only."""
+        if origin is None or is_uri(self._options.resume):
+            return frozenset()
+        return self._items.items.keys() - set(self._options.init_items)
+
+    def _changed(self, begun: Set[str], not_loaded: Set[str]) -> tuple[Changed, ...]:
         """Return the hyperparameters that differ from the built values; the items in `begun` begin anew."""
         keep = (*self._options.keep, *(f"{name}.*" for name in begun))
         try:
-            return self._built.loaded(keep)
+            return self._built.loaded(keep, begun | not_loaded)
         except Exception:  # a user's optimizer or schedule may raise any error
             if keep:
                 raise
