@@ -26,8 +26,8 @@ from ray_ckpt.format.tree import TensorRef
 class TreeItem(Item):
     """A dict or list of plain values and tensors, updated in place.
 
-    Tensors, NumPy arrays of the saved shape and dtype, and sets are filled, since the program may hold them
-    under other names too.
+    Tensors, NumPy arrays of the saved shape and dtype, sets and bytearrays are filled, since the program may
+    hold them under other names too.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -38,10 +38,11 @@ class TreeItem(Item):
 
     def load(self, tree: Any) -> None:
         _fill(self._tree, tree)
-        _assign(self._tree, tree)
+        if _is_container(self._tree):
+            _assign(self._tree, tree)
 
     def problems(self, saved: Any) -> list[str]:
-        if _is_container(saved):
+        if _is_container(saved) or isinstance(saved, bytearray):
             return _problems(self._tree, saved, "")
         return [f"is a {type(self._tree).__name__} here, and none in the checkpoint"]
 
@@ -58,12 +59,14 @@ def _problems(target: Any, saved: Any, path: str) -> list[str]:
     """Return why a saved tree does not fit a live one; leaves may differ."""
     if isinstance(target, MutableMapping) and isinstance(saved, Mapping):
         return _mapping_problems(target, saved, path)
-    if isinstance(target, MutableSequence) and isinstance(saved, list):
+    if isinstance(target, MutableSequence) and _is_container(target) and isinstance(saved, list):
         if len(target) == len(saved):
             pairs = zip(target, saved, strict=True)
             return [p for i, (a, b) in enumerate(pairs) for p in _problems(a, b, f"{path}.{i}")]
         is_plain = all(map(_is_plain, chain(target, saved)))
         is_alike = not _has_tensors(target) and (len(target) < len(saved) or is_plain)
+    elif isinstance(target, bytearray) and not path:  # the item itself
+        is_alike = isinstance(saved, bytearray)
     elif saved is None:
         is_alike = not (_is_container(target) and _has_tensors(target))
     else:
@@ -91,13 +94,14 @@ def _mapping_problems(target: MutableMapping[Any, Any], saved: Mapping[Any, Any]
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, MutableMapping | MutableSequence)
+    """Return whether a value is a dict or list; a bytearray is a plain value."""
+    return isinstance(value, MutableMapping | MutableSequence) and not isinstance(value, bytearray)
 
 
 def _has_tensors(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_has_tensors, value.values()))
-    if isinstance(value, tuple | MutableSequence):
+    if isinstance(value, tuple) or _is_container(value):
         return any(map(_has_tensors, value))
     return isinstance(value, TensorRef) or leaf_of(value, ()) is not None
 
@@ -123,7 +127,7 @@ def _assign(target: Any, value: Any) -> None:
 
 
 def _fill(here: Any, new: Any) -> None:
-    """Copy saved arrays and sets into the live ones in the same places."""
+    """Copy saved arrays, sets and bytearrays into the live ones in the same places."""
     if isinstance(here, np.ndarray):
         if _is_alike(here, new) and here.flags.writeable:
             np.copyto(here, new)
@@ -131,6 +135,9 @@ def _fill(here: Any, new: Any) -> None:
         if isinstance(new, set):
             here.clear()
             here.update(new)
+    elif isinstance(here, bytearray):
+        if isinstance(new, bytearray):
+            here[:] = new
     elif isinstance(here, MutableMapping) and isinstance(new, Mapping):
         for key in here.keys() & new.keys():
             _fill(here[key], new[key])
@@ -146,8 +153,8 @@ def _kept(here: Any, new: Any) -> Any:
     """
     if isinstance(here, np.ndarray):
         return here if _is_alike(here, new) and here.tobytes() == new.tobytes() else new
-    if isinstance(here, set):
-        return here if isinstance(new, set) and here == new else new
+    if isinstance(here, set | bytearray):
+        return here if type(here) is type(new) and here == new else new
     if type(here) is type(new) is tuple and len(here) == len(new):
         return tuple(map(_kept, here, new))
     return new
@@ -159,5 +166,5 @@ def _is_alike(here: np.ndarray, new: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    leaves = (str, bytes, int, float, complex, bool, type(None), np.generic, np.ndarray)
+    leaves = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.ndarray)
     return isinstance(value, leaves) or (type(value) is tuple and all(map(_is_plain, value)))

@@ -574,6 +574,22 @@ def test_arrays_that_cannot_be_filled_are_replaced(tmp_path: Path) -> None:
     assert fresh["list"][0] is first and not fixed.any()
 
 
+def test_a_bytearray_is_filled_in_place(tmp_path: Path) -> None:
+    seen, fresh = bytearray(2), bytearray(2)
+    state = {"seen": bytearray(b"abc"), "more": [bytearray(b"d")], "plain": {"n": 1}}
+    saved = Saved(tmp_path).save(items_of(state=state, marks=bytearray(b"xyz")))
+    live: dict[str, Any] = {"seen": seen, "more": [], "plain": {"n": 0}}
+    saved.load(items_of(state=live, marks=fresh))
+    assert live == state
+    assert live["seen"] is seen and fresh == b"xyz"
+    with pytest.raises(MismatchError, match="marks"):
+        saved.load(items_of(state=live, marks=[1]))
+    with pytest.raises(MismatchError, match=r"state\.plain: has another structure"):
+        saved.load(items_of(state={**live, "plain": bytearray(1)}, marks=fresh))
+    with pytest.raises(MismatchError, match="state: "):
+        saved.load(items_of(state=bytearray(1), marks=fresh))
+
+
 def test_a_tensor_under_an_empty_key_comes_back(tmp_path: Path) -> None:
     saved = Saved(tmp_path).save(items_of(state={"": torch.ones(2), "a": {"": torch.ones(3)}}))
     fresh = {"": torch.zeros(2), "a": {"": torch.zeros(3)}}
