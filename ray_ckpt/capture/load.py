@@ -362,9 +362,7 @@ class _Wanted:
         elif saved is None:
             self.problems.append(f"{key}: not in the checkpoint's manifest")
         else:
-            leaf = leaves[path] = self._allocated(item, path, saved)
-            if held is not None and has_grown and isinstance(held.leaf, torch.Tensor):
-                leaf = leaves[path] = leaf.to(held.leaf.device)
+            leaf = leaves[path] = self._allocated(item, path, saved, _device_of(held))
             first = self._made.setdefault((name, key), leaf)
             if first is not leaf and _is_alike(first, leaf):
                 leaves[path] = first  # one tensor at several places is one again
@@ -373,13 +371,18 @@ class _Wanted:
             slices = slices_of(leaf, item=name, path=path, ranks=ranks, first=self.everyone[0])
             self.targets += [_under(live, key) for live in slices]
 
-    def _allocated(self, item: Item, path: Path, row: ManifestRow) -> torch.Tensor:
-        """Return a new tensor for a saved slice; InsufficientSpace if memory is lacking."""
+    def _allocated(
+        self, item: Item, path: Path, row: ManifestRow, device: torch.device | None
+    ) -> torch.Tensor:
+        """Return a new tensor for a saved slice, on `device` or that of the item.
+
+        Raises InsufficientSpace if memory is lacking.
+        """
         saved = row.slice
         assert saved is not None
         try:
             with torch.inference_mode(False):  # an optimizer cannot change an inference tensor later
-                return item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
+                return item.allocate(path, saved.global_shape, DTYPES[saved.dtype]).to(device)
         except RuntimeError as error:  # torch has no class for lack of memory on the CPU
             if isinstance(error, CheckpointError):
                 raise
@@ -415,6 +418,11 @@ class _Wanted:
 def _has_grown(item: Item, leaf: Leaf, row: ManifestRow) -> bool:
     part = row.slice
     return part is not None and item.has_grown(leaf, part.global_shape, DTYPES[part.dtype])
+
+
+def _device_of(held: HeldLeaf | None) -> torch.device | None:
+    """Return the device of a live tensor, where the new one in its place belongs; None: the item decides."""
+    return held.leaf.device if held is not None and isinstance(held.leaf, torch.Tensor) else None
 
 
 def _is_filled(item: Item, path: Path, leaf: Leaf) -> bool:

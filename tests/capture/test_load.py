@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DistributedSampler
 
@@ -845,3 +846,52 @@ def test_an_arena_is_a_source_while_its_seal_is_the_attempts(
     late = saved.load(Training().items, reader=reader())
     assert len(late.damage) == len(saved.rows)
     assert "newer capture" in late.rejected[0]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on another device."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("meta")
+
+
+class Moves(TorchFunctionMode):
+    """Notes the tensors that are moved to that device, and leaves them where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to and args[1] == torch.device("meta"):
+            self.moved.append(args[0])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class Average:
+    """A user's object that keeps the tensors which it is given."""
+
+    def __init__(self, tensor: torch.Tensor | None) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["tensor"]
+
+
+def test_new_tensors_of_an_object_are_on_the_device_of_the_live_ones(tmp_path: Path) -> None:
+    saved = Saved(tmp_path).save(items_of(average=Average(torch.ones(3))))
+    for built, is_moved in (
+        (torch.zeros(3).as_subclass(OnDevice), True),
+        (torch.zeros(3), False),
+        (None, False),
+    ):
+        live = Average(built)
+        with Moves() as moves:
+            saved.load(items_of(average=live))
+        assert live.tensor is not None and live.tensor.tolist() == [1.0] * 3
+        assert any(tensor is live.tensor for tensor in moves.moved) == is_moved
