@@ -156,7 +156,8 @@ class Checkpointer:
         restored = restoring.run(ticket) if live_step is None else restoring.keep(ticket, live_step)
         key = self._session_key = restored.session_key
         info = restored.info
-        self._rng = items.items["rng"].tree() if info else None  # a walk may draw, as for a loader's state
+        if restored.has_random_state:  # a walk may draw, as for a loader's state
+            self._rng = items.items["rng"].tree()
         checkpoint = restored.checkpoint
         if self._probe is not None:
             warnings = gaps.result() if gaps is not None else ()
@@ -268,7 +269,7 @@ class Checkpointer:
 
         After the restore, code that makes iterators, validates or builds more objects draws random numbers
         that the saved run had drawn already. Call this method last in the hook before each step: it does
-        nothing in a new run, at a second call, or after a step.
+        nothing if no random state was restored, at a second call, or after a step.
         """
         rng, self._rng = self._rng, None
         if rng is not None:

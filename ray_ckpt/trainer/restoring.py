@@ -37,6 +37,7 @@ class RestoreResult:
     session_key: SessionKey
     checkpoint: CheckpointInfo | None  # a checkpoint of this run
     info: RestoreInfo | None  # also for a checkpoint of another run; None: training begins anew
+    has_random_state: bool = False  # False: random state is as built
 
 
 class Restoring:
@@ -74,15 +75,20 @@ class Restoring:
                 log.warning("step %s has no intact copy of a part; falling back", step_of(ticket))
             ticket = older
         info = self._info(ticket, origin, report)
-        begun = load()
+        begun, not_loaded = load(), self._not_loaded(origin)
         if info is not None:
             if origin is not None and self._is_as_built(begun):
                 info = replace(info, metrics={})  # they are of state that was not restored
-            info = replace(info, changed=self._changed(begun, self._not_loaded(origin)))
+            info = replace(info, changed=self._changed(begun, not_loaded))
             if self._options.keep:
                 check_settings(self._items.items)
             self._log(info)
-        return RestoreResult(session_key=ticket.session_key, checkpoint=ticket.checkpoint, info=info)
+        return RestoreResult(
+            session_key=ticket.session_key,
+            checkpoint=ticket.checkpoint,
+            info=info,
+            has_random_state=info is not None and "rng" not in begun | not_loaded,
+        )
 
     def keep(self, ticket: RestoreTicket, step: int) -> RestoreResult:
         """Begin the session of `ticket` and load nothing: the live state is that after `step`.
