@@ -546,7 +546,7 @@ class Checkpointer:
         """
         step, known, new = self._count.last, self._last_metrics, detached(metrics)
         self._last_metrics = known | new
-        is_saved = step == self._count.restored
+        is_saved = step == self._outcomes.restored_step
         captured = self._outcomes.captured(step) if self._saves.last_step == step else None
         if captured is not None:
             self._require_saver().settle()

@@ -127,10 +127,15 @@ class Outcomes:
         self._ended: Future[CheckpointError] | None = None
 
     def begin(self, session_key: SessionKey, restored: CheckpointInfo | None) -> None:
-        """Begin a session; `restored` is a checkpoint of this run."""
+        """Begin a session; `restored` is a checkpoint of this run, not one that the run begins with."""
         self._restored = restored
         self._ended = self._link.ended(session_key)
         self._guard.renew()
+
+    @property
+    def restored_step(self) -> int:
+        """The step of the run's own checkpoint that was restored; 0 without one."""
+        return self._restored.step if self._restored else 0
 
     @property
     def newest_text(self) -> str:

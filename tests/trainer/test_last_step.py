@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from ray_ckpt.config import RunOptions
 from ray_ckpt.trainer.checkpointer import Checkpointer
 from tests.capture.local import LocalLink
+from tests.capture.test_begun_schedules import Begins
 
 
 class Loop:
@@ -195,3 +198,30 @@ def test_a_state_without_an_optimizer_counts_as_that_of_the_last_step() -> None:
     loop = Loop(has_optimizer=False)
     loop.plain(loop.failed_save, last=10)
     assert loop.ckpt.finish() and loop.saved == {10: 10}
+
+
+def test_a_run_that_begins_with_anothers_last_step_saves_it_as_its_own(tmp_path: Path) -> None:
+    first = Loop()
+    first.plain(lambda ckpt, step: ckpt.step(step), last=20)
+    assert first.ckpt.finish()
+    first.ckpt.close()
+    other = first.link.resumed(tmp_path, 20)
+    options = RunOptions(resume="s3://bucket/other", memory="double")
+    begins = Begins(options=options, given=replace(other.given, checkpoint=None), other=other.given)
+    for link, has_saved in ((begins, True), (other, False)):
+        ckpt = Checkpointer(link=link, model=first.model, done=first.done, optimizer=first.optimizer)
+        assert list(ckpt.steps(total=20)) == []
+        assert ckpt.finish() and list(link.files) == [20] * has_saved
+        ckpt.close()
+
+
+@pytest.mark.parametrize("live", [10, 15])
+def test_a_live_state_is_saved_at_the_end_unless_the_run_has_its_step(live: int, tmp_path: Path) -> None:
+    first = Loop()
+    first.plain(lambda ckpt, step: ckpt.save(step), last=10)
+    first.ckpt.close()
+    link = first.link.resumed(tmp_path, 10)
+    ckpt = Checkpointer(link=link, model=first.model, done=first.done, optimizer=first.optimizer)
+    ckpt.restore(live_step=live)
+    assert ckpt.finish() and list(link.files) == [15] * (live == 15)
+    ckpt.close()
