@@ -277,19 +277,23 @@ class Batches(Generic[T]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position in `state`; MismatchError if its sample numbers mean other samples."""
-        meaning = self._meaning()
-        changed = [(name, state.get(name), here) for name, here in meaning.items() if state.get(name) != here]
-        if changed:
+        if changed := self._changed(state):
             raise MismatchError(
-                "The data position belongs to another order of samples: "
-                + "; ".join(f"{name} was {then!r} and is {here!r} here" for name, then, here in changed)
-                + ".",
+                f"The data position belongs to another order of samples: {'; '.join(changed.values())}.",
                 hint="Give the sampler the same data set, seed and shuffle as the run that saved it, "
                 "or start another run name.",
-                problems=tuple(name for name, _, _ in changed),
+                problems=tuple(changed),
             )
         self._position, self._done = state["position"], state["batches"]
         self._turn, self._live = self._turn + 1, None
+
+    def _changed(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """Return a text for each property by which sample numbers mean others than in `state`."""
+        return {
+            name: f"{name} was {state.get(name)!r} and is {here!r} here"
+            for name, here in self._meaning().items()
+            if state.get(name) != here
+        }
 
     def _meaning(self) -> dict[str, Any]:
         sampler = self._sampler
@@ -379,12 +383,15 @@ def _mix(words: Words) -> Words:
 
 
 def loader_problems(loader: object, saved: object) -> list[str]:
-    """Return why a StatefulDataLoader of torchdata cannot continue from `saved`; [] for other objects.
+    """Return why Batches, or a StatefulDataLoader of torchdata, cannot continue from `saved`.
 
-    Such a loader needs the same number of worker processes, and otherwise raises a bare AssertionError when
-    the loader is iterated. The expected layout of the state is that of torchdata 0.11,
-    `stateful_dataloader.py`.
+    Return [] for other objects. A loader of torchdata needs the same number of worker processes, and
+    otherwise raises a bare AssertionError when it is iterated. The expected layout of its state is that of
+    torchdata 0.11, `stateful_dataloader.py`.
     """
+    if isinstance(loader, Batches):
+        texts = loader._changed(saved if isinstance(saved, Mapping) else {}).values()
+        return [f"{text}: the position belongs to another order of samples" for text in texts]
     if not _is_torchdata(loader) or not isinstance(saved, Mapping):
         return []
     now = getattr(loader, "num_workers", 0)

@@ -213,8 +213,8 @@ class StatefulItem(Item):
     """An object with state_dict and load_state_dict: scheduler, scaler, sampler, loader.
 
     The state may differ between ranks (data position), so each rank saves its own state. The object's
-    load_state_dict decides whether saved state fits; only loaders of torchdata are checked here, since they
-    would fail too late.
+    load_state_dict decides whether saved state fits; only Batches and loaders of torchdata are checked here,
+    before anything is loaded.
     """
 
     per_rank = True

@@ -14,7 +14,8 @@ import torch
 from ray_ckpt.capture.load import Load
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core.values import SessionKey
-from ray_ckpt.errors import RestoreError
+from ray_ckpt.data import Batches, GlobalBatchSampler
+from ray_ckpt.errors import MismatchError, RestoreError
 from ray_ckpt.format.names import make_attempt
 from ray_ckpt.plan.restore import plan_restore
 from ray_ckpt.restore.manifest import ListedRows, MappedManifest
@@ -281,3 +282,33 @@ def test_no_state_is_read_in_a_new_run() -> None:
     ckpt = checkpointer_of(LocalLink(), model_of(0.0))
     assert ckpt.saved() is None
     ckpt.close()
+
+
+def test_a_position_in_other_samples_is_a_difference_before_anything_is_loaded(tmp_path: Path) -> None:
+    def batches(num_samples: int, seed: int = 0) -> Batches[list[int]]:
+        sampler = GlobalBatchSampler(num_samples, global_batch=4, rank=0, world_size=1, seed=seed)
+        return sampler.batches(sampler)
+
+    saved = LocalLink(options=RunOptions(every_steps=1))
+    position = batches(100)
+    first = Checkpointer(link=saved, model=model_of(1.0), batches=position)
+    first.restore()
+    next(iter(position))
+    first.step(1)
+    first.flush()
+    first.close()
+    model = model_of(0.0)
+    link = saved.resumed(tmp_path, 1)
+    with pytest.raises(MismatchError, match=r"batches: num_samples was 100 and is 120 here"):
+        Checkpointer(link=link, model=model, batches=batches(120)).restore()
+    assert not model.weight.any(), "nothing was loaded"
+    link.options, other = RunOptions(anew=("batches",)), batches(120, seed=1)
+    second = Checkpointer(link=link, model=model, batches=other)
+    second.restore()
+    assert model.weight.all() and other.position == 0
+    second.close()
+    same = batches(100)
+    third = Checkpointer(link=link, model=model, batches=same)
+    third.restore()
+    assert same.position == 4
+    third.close()
