@@ -229,7 +229,12 @@ class Prefetch:
                 if origin is not None and memory.seal() and not self._is_closed:
                     self._room.fill(memory.size_bytes)
                     self._sources[file] = replace(
-                        origin, path=memory.path, endpoint="", is_verified=True, base=ARENA_PAGE_BYTES
+                        origin,
+                        path=memory.path,
+                        endpoint="",
+                        is_verified=True,
+                        base=ARENA_PAGE_BYTES,
+                        group=None,  # the bytes are computed already
                     )
                 else:
                     del self._memories[file]

@@ -25,6 +25,7 @@ from typing_extensions import Buffer
 from ray_ckpt.actors.agent.coding import compute, damaged_parity
 from ray_ckpt.actors.agent.files import scrub
 from ray_ckpt.actors.agent.manifest_memory import ManifestMemory
+from ray_ckpt.actors.agent.prefetch import Prefetch, PrefetchRoom
 from ray_ckpt.actors.agent.priority import ActiveCopies
 from ray_ckpt.actors.agent.restore_sources import SourceFinder
 from ray_ckpt.actors.agent.run import NodeRun
@@ -417,6 +418,22 @@ def test_a_lost_fragment_is_computed_without_a_member_that_is_damaged(coded: Gro
     assert report is not None and report.is_restorable
     wheres = [holder.where for holder in report.holders if not holder.node]
     assert wheres == ["parity (P)", "parity (Q)", "parity without node-2"]
+
+
+def test_a_file_read_ahead_that_cannot_be_mapped_is_computed_without_the_damaged_member(coded: Group) -> None:
+    lost, saved = 5, coded.saved
+    _harm(coded, "zeroed", 2, lost)
+    ticket, memory = _ticket(coded, lost)
+    with closing(memory), closing(Prefetch({}, PrefetchRoom())) as prefetch:
+        file = coded.files(lost)[1]
+        prefetch.run(replace(ticket, sources={file: ticket.sources[file]}, is_whole=False))
+        merged = prefetch.merged(ticket)
+        assert merged.sources[file][0].is_verified
+        prefetch.close()  # as if the agent had ended
+        reader = SourceReader(saved.attempt, merged.sources, credentials=ticket.credentials)
+        for row in (row for row in saved.fragments[lost].rows if row.file == file and row.nbytes):
+            wanted = saved.files[file][row.byte_offset : row.byte_offset + row.nbytes]
+            assert reader.read_bytes(row) == wanted
 
 
 @pytest.mark.slow  # 3 s
