@@ -138,7 +138,7 @@ def load_items(
     saved = {name: items[name].renamed(t) if name in items else t for name, t in state["items"].items()}
     state = {**state, "items": saved}
     walked = walk(items, rank=rank, world_size=len(everyone), first=everyone[0], before=before)
-    near_files = frozenset(file for k in node_ranks for file in shard_files(k, world_size))
+    near_files = {file: k for k in node_ranks for file in shard_files(k, world_size)}
     of_rank = partial(
         _Wanted,
         rows,
@@ -147,7 +147,7 @@ def load_items(
         rank=rank,
         everyone=everyone,
         own_files=shard_files(rank, world_size),
-        near_files=near_files,
+        near_files=frozenset(near_files),
     )
     all_items = items
     while True:
@@ -170,7 +170,8 @@ def load_items(
         raise misfit(state["step"], plan.problems, modules=modules, begins=wanted.misfits)
     if rank == everyone[0]:
         _log_classes(items, begun, classes)
-    _read(plan.reads, wanted.targets, reader, [k for k in node_ranks if k in everyone], everyone[0])
+    here = [k for k in node_ranks if k in everyone]
+    _read(plan.reads, wanted.targets, reader, here, everyone[0], near_files)
     is_new = rank >= state.get("world_size", world_size)
 
     def load_all() -> Set[str]:
@@ -477,6 +478,7 @@ def _read(
     reader: SourceReader,
     node_ranks: Sequence[int],
     first: int,
+    near_files: Mapping[str, int],
 ) -> None:
     """Fill the targets; return when all bytes are on their devices."""
     by_row = {row_key(read.row): read for read in reads}
@@ -491,18 +493,23 @@ def _read(
     for device in devices:  # wait for pending writes to the tensors, on any stream
         torch.cuda.synchronize(device)
     rows = [read.row for read in by_row.values()]
-    reader.read(rows, sink_of, _sharers(by_row, targets, node_ranks, first))
+    reader.read(rows, sink_of, _sharers(by_row, targets, node_ranks, first, near_files))
     for device in devices:
         torch.cuda.synchronize(device)
 
 
 def _sharers(
-    reads: Mapping[RowKey, Read], targets: list[LiveSlice], node_ranks: Sequence[int], first: int = 0
+    reads: Mapping[RowKey, Read],
+    targets: list[LiveSlice],
+    node_ranks: Sequence[int],
+    first: int,
+    near_files: Mapping[str, int],
 ) -> dict[RowKey, tuple[int, ...]]:
     """Return the rows that several ranks of this node want, wholly or in part, with these ranks.
 
     Each rank computes the same result, from the layout of tensors on all ranks. If a row fills several
-    tensors, the layout of the first tensor counts.
+    tensors, the layout of the first tensor counts. `near_files` are the files of the ranks of this node, with
+    their ranks: a rank that has saved the region of a row reads its own copy.
     """
     if len(node_ranks) < 2:
         return {}
@@ -524,9 +531,16 @@ def _sharers(
                 boxes[layout] = tuple((first + rank, held) for rank, held in boxes_on(target.leaf, here))
             region = (saved.offset, saved.shape)
             ranks = tuple(rank for rank, held in boxes[layout] if any(_meet(box, region) for box in held))
+        if len(read.near_files) > 1:
+            ranks = _without_copy(ranks, near_files[place[0]], {near_files[file] for file in read.near_files})
         if len(ranks) > 1:
             found[place] = ranks
     return found
+
+
+def _without_copy(ranks: tuple[int, ...], owner: int, holders: Set[int]) -> tuple[int, ...]:
+    """Return the ranks that read the owner's copy; ranks that hold none read that of the first holder."""
+    return tuple(rank for rank in ranks if rank == owner or (rank not in holders and owner == min(holders)))
 
 
 def _layout(leaf: torch.Tensor) -> Hashable | None:

@@ -5,7 +5,7 @@ Each target and each saved slice is a box of a global tensor; each copy is one i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -32,10 +32,11 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """One saved slice to read, and the copies of its elements."""
+    """One saved slice to read, the copies of its elements, and which of `near_files` have its region."""
 
     row: ManifestRow
     copies: tuple[Copy, ...]
+    near_files: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,8 @@ def plan_restore(
     Otherwise it is read from one of `near_files`, the files of the ranks on the node, so that these ranks
     read the same row.
     """
-    saved = _by_key(rows, own_files, near_files)
+    rows = tuple(rows)
+    saved, near = _by_key(rows, own_files, near_files), _near_by_region(rows, near_files)
     copies: dict[RowKey, list[Copy]] = {}
     chosen: dict[RowKey, ManifestRow] = {}
     problems: list[str] = []
@@ -94,7 +96,10 @@ def plan_restore(
             problems.append(f"{target.key}: {filled} of {target.num_elements} elements were saved")
         elif _overlap(pieces):
             problems.append(f"{target.key}: saved regions overlap, so others are missing")
-    reads = tuple(Read(row=chosen[key], copies=tuple(copies[key])) for key in sorted(chosen))
+    reads = tuple(
+        Read(row=row, copies=tuple(copies[key]), near_files=frozenset(near.get(_region(row), ())))
+        for key, row in sorted(chosen.items())
+    )
     return RestorePlan(reads=reads, problems=tuple(problems))
 
 
@@ -109,6 +114,21 @@ def _by_key(
         if row.slice is not None:
             saved.setdefault(row.slice.key, []).append(row)
     return {key: _regions(found, near) for key, found in saved.items()}
+
+
+def _near_by_region(
+    rows: Iterable[ManifestRow], near_files: Collection[str]
+) -> Mapping[Hashable, Collection[str]]:
+    found: dict[Hashable, set[str]] = {}
+    for row in rows:
+        if row.file in near_files and row.slice is not None:
+            found.setdefault(_region(row), set()).add(row.file)
+    return found
+
+
+def _region(row: ManifestRow) -> Hashable:
+    assert row.slice is not None
+    return row.slice.key, row.slice.offset, row.slice.shape
 
 
 def _regions(

@@ -67,9 +67,9 @@ class Saved:
     rows: list[ManifestRow] = field(default_factory=list)
     states: dict[int, Any] = field(default_factory=dict)
 
-    def save(self, items: Mapping[str, Item], *, rank: int = 0) -> Saved:
+    def save(self, items: Mapping[str, Item], *, rank: int = 0, full: bool = False) -> Saved:
         walked = walk(items, rank=rank, world_size=self.world_size)
-        owned = {live.slice.key: live for live in walked.owned(rank)}
+        owned = {live.slice.key: live for live in walked.owned(rank, full=full)}
         layout = build_rank_layout(live.slice for live in owned.values())
         path = self.folder / f"arena-{rank}"
         path.write_bytes(bytes(ARENA_PAGE_BYTES + layout.size_bytes))
@@ -765,6 +765,27 @@ def test_only_rows_that_ranks_hold_in_common_are_requested_from_the_agent(tmp_pa
     assert "optimizer.state.0.weight.exp_avg" in keys
     assert not [key for key in keys if key.startswith(("state", "rank"))]
     assert rank_sets == {(0, 1)}
+
+
+def test_a_row_of_which_each_rank_has_a_copy_is_read_by_each_rank_alone(tmp_path: Path) -> None:
+    """A rank that has none reads the copy of the first rank, together with that rank."""
+    training = Training()
+    training.train(1)
+    saved = Saved(tmp_path, 3)
+    for rank in range(3):
+        saved.save(training.items, rank=rank, full=True)
+    weight, lacking = "model.0.weight", shard_file(2, 3)
+    saved.rows = [r for r in saved.rows if not (r.slice and r.slice.key == weight and r.file == lacking)]
+    for rank in range(3):
+        requested: dict[RowKey, tuple[int, ...]] = {}
+
+        def fetch(wants: Any, _: Any, requested: dict[Any, Any] = requested) -> SharedRows:
+            requested.update(wants)
+            return refuse(wants)
+
+        saved.load(Training().items, reader=saved.reader(fetch=fetch), rank=rank, node_ranks=range(3))
+        (row,) = (r for r in saved.rows if r.file == shard_file(0, 3) and r.slice and r.slice.key == weight)
+        assert requested == ({} if rank == 1 else {row_key(row): (0, 2)})
 
 
 # -- damage ------------------------------------------------------------------------------------------
