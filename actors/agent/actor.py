@@ -165,7 +165,7 @@ class NodeAgent(RankEndpoints, RelayEndpoints):
     async def end_session(
         self, run_uid: str, session_key: SessionKey, error: CheckpointError, epoch: int
     ) -> None:
-        """End the session of this node's ranks: the run has another owner."""
+        """End the session of this node's ranks: the run has another group or owner."""
         order = n.SessionEnded(session_key=session_key, error=error, epoch=epoch)
         await self._runs.get(run_uid).obey(order)
 

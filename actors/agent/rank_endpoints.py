@@ -127,8 +127,9 @@ class RankEndpoints:
     async def seal(self, run_uid: str, shard: SealedShard) -> bool:
         """Take over a capture; return, as `SaveLink.seal`, when the rank may capture into the arena again."""
         run = self._runs.get(run_uid)
-        plan = run.machine.plan
-        is_over = plan is not None and not plan.has(shard.attempt)  # the arena is that of another rank
+        plan, at = run.machine.plan, shard.attempt
+        # The arena is gone, or is that of another rank.
+        is_over = run.machine.is_over((at.epoch, at.session)) if plan is None else not plan.has(at)
         if not is_over and not run.memory.take_layout(shard):
             reason = f"the arena of rank {shard.rank} is gone"
             await self.skip(run_uid, shard.attempt, shard.rank, reason)

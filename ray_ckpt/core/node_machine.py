@@ -46,7 +46,8 @@ class NodeMachine:
         self.here: SessionNode | None = None
         self.is_released = False  # the launcher has ended the run
         self.is_finished = False  # the launcher has not given the run up, so the run will be put away
-        self._frees = False  # the run is released, and its memory is freed once no shard is written from it
+        self._frees = False  # no group is at work, and memory is freed once no shard is written from it
+        self._writing: set[tuple[str, int]] = set()  # attempts and ranks whose shards are being written
         self._ended: SessionKey = (0, 0)  # the newest session known to be over
         self._saves: dict[str, _Save] = {}
         self.epoch = epoch
@@ -135,6 +136,7 @@ class NodeMachine:
         self.here = next((n for n in event.plan.nodes if n.node_id == event.node_id), None)
         if last is None or last.session_key < event.plan.session_key:  # else the order is repeated
             self.is_released = self.is_finished = self._frees = False
+            self._writing.clear()
             self._kept, self._offers, self._has_order = {}, {}, False
             yield n.BeginSession(plan=event.plan, replaced=last.session_key if last is not None else None)
 
@@ -146,6 +148,8 @@ class NodeMachine:
             yield from self._settle(save.attempt, None, event.error, keep_files=True)
         self.plan = self.here = None
         yield n.EndSession(session_key=event.session_key, error=event.error)
+        self._frees = True
+        yield from self._free()
 
     def _on_run_released(self, event: n.RunReleased) -> Iterator[n.NodeEffect]:
         if self.plan is None or self.plan.session_key <= event.session_key:
@@ -157,8 +161,8 @@ class NodeMachine:
             yield from self._free()
 
     def _free(self) -> Iterator[n.FreeMemory]:
-        """Free the memory of a released run, unless a shard is being written from it."""
-        if self._frees and all(save.sealed <= save.written.keys() for save in self._saves.values()):
+        """Free the memory of a group that is over, unless a shard is being written from it."""
+        if self._frees and not self._writing:
             self._frees = False
             yield n.FreeMemory()
 
@@ -203,6 +207,7 @@ class NodeMachine:
         save.watched[event.rank] = event.watched
         if event.metrics is not None:
             save.metrics = event.metrics
+        self._writing.add((name, event.rank))
         yield n.WriteShard(attempt=event.attempt, rank=event.rank)
 
     def _stray_error(self, attempt: AttemptId) -> CheckpointError:
@@ -212,6 +217,7 @@ class NodeMachine:
         return RunSuperseded(f"Step {attempt.step} is of a session that has ended.")
 
     def _on_shard_written(self, event: n.ShardWritten) -> Iterator[n.NodeEffect]:
+        self._writing.discard((event.attempt.attempt, event.rank))
         yield n.Release(attempt=event.attempt, rank=event.rank)
         save, plan = self._saves.get(event.attempt.attempt), self.plan
         if save is None or plan is None:
@@ -239,13 +245,14 @@ class NodeMachine:
 
     def _on_save_failed(self, event: n.SaveFailed) -> Iterator[n.NodeEffect]:
         name = event.attempt.attempt
+        self._writing.discard((name, event.rank))
         yield n.Release(attempt=event.attempt, rank=event.rank)
         if name in self.outcomes:
             yield from self._written_late(event.attempt)
         else:
             yield n.ReportRefused(attempt=event.attempt, ranks=(event.rank,), reason=event.reason)
             yield from self._settle(event.attempt, None, Unavailable(event.reason))
-            yield from self._free()
+        yield from self._free()
 
     def _on_fragment_written(self, event: n.FragmentWritten) -> Iterator[n.NodeEffect]:
         save = self._saves.get(event.attempt.attempt)

@@ -33,7 +33,7 @@ class SessionStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded:
-    """Another owner has the run; this session and all earlier sessions are over."""
+    """Another group or owner has the run; this session and all earlier sessions are over."""
 
     session_key: SessionKey
     error: CheckpointError

@@ -313,8 +313,6 @@ class NodeHost:
             self.session.supersede(effect.plan)
         self.session = NodeSession(self, effect.plan)
         self.ports.begin(effect.plan)
-        if self.machine.here is None:  # no rank of the group is on this node to restore from memory
-            self.ports.free_arenas()
         self.ports.show(None)
         self._end = ((effect.plan.epoch, effect.plan.session - 1), error)  # all earlier sessions are over
         self._reply_ends()

@@ -22,7 +22,7 @@ from ray_ckpt.engine.ports import (
     RunOpened,
     UpdatePeer,
 )
-from ray_ckpt.errors import CheckpointError, StorageNotShared, StoragePathError
+from ray_ckpt.errors import CheckpointError, RunSuperseded, StorageNotShared, StoragePathError
 
 if TYPE_CHECKING:
     from ray_ckpt.engine.run_host import RunHost, Waiting
@@ -68,7 +68,7 @@ class OpenedNodes:
         self._live_opened: _Both = (frozenset(), frozenset(), frozenset())
         self._members: tuple[SessionPlan | None, frozenset[str]] = (None, frozenset())  # nodes of a plan
         self._with_holders: tuple[SessionPlan | None, frozenset[str]] = (None, frozenset())
-        self._renewing: set[str] = set()  # nodes to which the session at work was sent, without an answer
+        self._renewing: set[str] = set()  # nodes with an order of `renew` that they have not answered
         self._rounds: dict[int, _Round] = {}
         self.asked_s = 0.0  # when the last round began that has ended
         self.silent: frozenset[str] = frozenset()  # nodes that did not answer in that round
@@ -192,13 +192,15 @@ class OpenedNodes:
             self._in_session.setdefault(session_key, set()).add(node)
 
     def renew(self) -> None:
-        """Send the session at work to new agents of its nodes.
+        """Send the session at work to new agents of its nodes, and end older sessions on other nodes.
 
         An agent is new if it was started while there was no coordinator, or in the middle of a session.
         """
         host, plan = self._host, self._host.machine.plan
         if plan is None or host.is_starting:
             return
+        if host.machine.view.is_training:
+            self._end_older(plan)
         members, have = self._members_of(plan), self._in_session.get(plan.session_key, set())
         if len(members) == len(have):
             return
@@ -209,14 +211,33 @@ class OpenedNodes:
             host.send((node,), n.SessionStarted(plan=plan, node_id=node, epoch=epoch))
             host.send((node,), n.CoordinatorReturned(epoch=epoch))
 
+    def _end_older(self, plan: SessionPlan) -> None:
+        """Have nodes that are not of the group free the memory of earlier groups.
+
+        A group that has not restored yet may fail, and the next one may restore from that memory.
+        """
+        error = RunSuperseded("A newer training group has opened this run.")
+        for key, nodes in list(self._in_session.items()):
+            if key < plan.session_key and not plan.continues(key):
+                others = (nodes & self.opened & self.live) - self._members_of(plan) - self._renewing
+                for node in sorted(others):
+                    self._renewing.add(node)
+                    ended = n.SessionEnded(session_key=key, error=error, epoch=self._host.machine.epoch)
+                    self._host.send((node,), ended)
+
     def answered(self, answer: Answered) -> None:
         """Handle the answer of a node to an order of this object; ignore other answers."""
         call = answer.to
+        is_refused = answer.failure is not None and isinstance(answer.failure.error, CheckpointError)
+        is_done = answer.failure is None or is_refused
         if isinstance(call, Call) and isinstance(call.order, n.SessionStarted):
             self._renewing.discard(call.node)
-            is_refused = answer.failure is not None and isinstance(answer.failure.error, CheckpointError)
-            if answer.failure is None or is_refused:
+            if is_done:
                 self.has_session(call.node, call.order.plan.session_key)
+        if isinstance(call, Call) and isinstance(call.order, n.SessionEnded):
+            self._renewing.discard(call.node)
+            if is_done and call.node in self._in_session.get(call.order.session_key, ()):
+                self.has_session(call.node, None)
         if not isinstance(call, Call) or not isinstance(call.order, OpenOnNode):
             return
         inventory = answer.value if isinstance(answer.value, Inventory) else None

@@ -12,9 +12,11 @@ from ray_ckpt.actors.messages import OpenRun, RunSpec
 from ray_ckpt.config import RunOptions
 from ray_ckpt.core import node_messages as n
 from ray_ckpt.core.values import SessionNode, SessionPlan
-from ray_ckpt.errors import Fenced, Unavailable
+from ray_ckpt.errors import Fenced, RunSuperseded, Unavailable
 from ray_ckpt.preemption.cloud import METADATA_ENV
 from ray_ckpt.storage.remote.tier import RemoteTier
+from ray_ckpt.types import AttemptId, Level
+from tests.actors.test_captures import sealed
 from tests.actors.test_hanging_storage import UID, make_agent
 
 SIZE_BYTES = 1 << 16
@@ -62,3 +64,27 @@ def test_no_memory_is_made_for_a_rank_of_a_released_run(tmp_path: Path) -> None:
         return run.memory.arenas
 
     assert asyncio.run(story()) == {}
+
+
+def test_an_ended_session_takes_no_memory_and_its_late_captures_get_its_end(tmp_path: Path) -> None:
+    """A node without ranks of the next group would keep it, and count it against other runs."""
+
+    async def story() -> None:
+        agent = make_agent()
+        run = await agent._runs.take_up(spec_of(tmp_path, 1), UID)
+        here = SessionNode(node_index=0, node_id="node", ranks=(0, 1), holders=())
+        plan = SessionPlan(run_uid=UID, session=1, epoch=1, world_size=2, nodes=(here,), resume=None)
+        await run.obey(n.SessionStarted(plan=plan, node_id="node", epoch=1))
+        for rank in here.ranks:
+            await agent.reserve(UID, plan.session_key, rank, SIZE_BYTES, named=False)
+        await agent.open_arena(UID, plan.session_key, 0, SIZE_BYTES, named=False)
+        for _ in range(2):  # the order may be repeated
+            await agent.end_session(UID, plan.session_key, RunSuperseded("over"), 1)
+        await run.memory.freeing.wait()
+        assert not run.memory.arenas and not run.memory._unfilled_bytes()
+        late = AttemptId(run_uid=UID, epoch=1, session=1, step=10, attempt="late")
+        await agent.seal(UID, sealed(0, late))
+        outcome = await agent.await_outcome(UID, late, Level.LOCAL)
+        assert isinstance(outcome.error, RunSuperseded)
+
+    asyncio.run(story())

@@ -350,7 +350,7 @@ def test_an_ended_session_settles_its_saves_and_takes_no_more() -> None:
     )
     assert machine.plan is None and machine.here is None
     assert not machine.is_deleted(stored.attempt), "it may have been committed; files stay"
-    assert machine.handle(written(open_, 0)) == (n.Release(attempt=open_, rank=0),), "the arena is free"
+    assert machine.handle(written(open_, 0)) == (n.Release(attempt=open_, rank=0), n.FreeMemory())
     late = attempt(30)
     release, settle = machine.handle(sealed(late, 0))
     assert release == n.Release(attempt=late, rank=0)
@@ -393,6 +393,30 @@ def test_a_released_run_keeps_its_memory_until_shards_are_written_from_it(fails:
     effects = machine.handle(failed if fails else written(at, 1))
     assert effects.count(n.FreeMemory()) == 1
     assert any(isinstance(effect, n.WriteFragment) for effect in effects) != fails
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_memory_of_an_ended_session_is_freed_after_the_writes_from_it(fails: bool) -> None:
+    machine, at = started(), attempt(10)
+    for rank in (0, 1):
+        machine.handle(sealed(at, rank))
+    ended = n.SessionEnded(session_key=(0, 1), error=RunSuperseded("over"), epoch=1)
+    for order in (ended, ended):  # the second one is repeated
+        assert n.FreeMemory() not in machine.handle(order)
+    assert n.FreeMemory() not in machine.handle(written(at, 0))
+    failed = n.SaveFailed(attempt=at, rank=1, reason="no space")
+    assert n.FreeMemory() in machine.handle(failed if fails else written(at, 1))
+    assert n.FreeMemory() in machine.handle(ended), "memory of ranks that came late"
+
+
+def test_the_memory_of_a_session_that_begins_is_not_freed_for_an_earlier_one() -> None:
+    machine, at = started(), attempt(10)
+    machine.handle(sealed(at, 0))
+    ended = n.SessionEnded(session_key=(0, 1), error=RunSuperseded("over"), epoch=1)
+    machine.handle(ended)
+    machine.handle(n.SessionStarted(plan=plan(2), node_id="a", epoch=1))
+    assert machine.handle(ended) == (), "a late order"
+    assert n.FreeMemory() not in machine.handle(written(at, 0))
 
 
 def test_a_run_is_released_only_after_its_last_session() -> None:

@@ -218,17 +218,17 @@ def test_the_ranks_of_a_session_of_the_same_number_that_was_not_logged_do_not_co
         assert isinstance(story.ports.replies[token], RunSuperseded)
 
 
-def test_ranks_wait_for_the_first_session_and_a_new_one_frees_the_memory_of_the_last() -> None:
-    story = NodeStory("z")
+def test_ranks_wait_for_the_first_session_and_its_end_frees_the_memory() -> None:
+    story = NodeStory("a")
     story.host.handle(SessionAwaited(token="early", session_key=(0, 1)))
     assert went(story, "early") == ["waits"]
     story.start()
     assert went(story, "early") == [None]
-    assert story.ports.memory == ["begin 1", "free arenas", "show nothing"], "z has no ranks"
-    story = NodeStory("a")
-    story.start()
     story.start(1)
     assert story.ports.memory == ["begin 1", "show nothing"], "once"
+    over = RunSuperseded("over")
+    story.order("end", n.SessionEnded(session_key=(0, 1), error=over, epoch=1))
+    assert story.ports.memory[2:] == ["free"], "the next group is not on this node"
 
 
 # -- the end of a run --------------------------------------------------------------------------------

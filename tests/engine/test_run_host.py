@@ -251,6 +251,62 @@ def test_a_group_that_a_rank_reports_is_found_unless_a_group_is_known_or_the_run
     assert not story.ports.calls, "it has ended"
 
 
+def ended(story: Story) -> list[tuple[str, tuple[int, int]]]:
+    """Return the nodes that were ordered to end a session, with the session, and forget the orders."""
+    found = [(node, order.session_key) for node, order in story.sent(n.SessionEnded)]
+    story.ports.calls.clear()
+    return found
+
+
+def test_a_node_without_ranks_of_the_group_ends_its_session_once_the_group_has_its_state() -> None:
+    story = trained("abc")
+    first = story.host.machine.plan
+    assert first is not None
+    story.plans = {"a": first, "b": first}
+    story.request("2", nodes="a")
+    story.tick(1.0)
+    assert not ended(story), "a group with b may follow, and restore from its memory"
+    story.failures = {"b": NO_ANSWER}
+    story.restore("a")
+    story.tick(1.0)
+    story.tick(1.0)
+    assert ended(story) == [("b", first.session_key)] * 2, "until b has answered"
+    story.failures = {}
+    story.silent_orders = {n.SessionEnded}
+    story.tick(1.0)
+    story.tick(1.0)
+    (order,) = story.calls(n.SessionEnded)
+    assert ended(story) == [("b", first.session_key)], "the order is on its way"
+    story.answer(order)
+    for _ in range(3):
+        story.tick(1.0)
+    assert not ended(story)
+
+
+def test_a_restarted_coordinator_ends_older_sessions_too_and_no_node_that_takes_part_again() -> None:
+    story = trained("abc")
+    first = story.host.machine.plan
+    assert first is not None
+    story.plans = {"a": first, "b": first}
+    story.request("2", nodes="a")
+    second = story.host.machine.plan
+    assert second is not None and second != first
+    story.plans["a"] = second
+    story.recover(second)
+    story.tick(1.0)
+    assert not ended(story), "it restores"
+    story.restore("a")
+    story.tick(1.0)
+    assert ended(story) == [("b", first.session_key)]
+    story.request("3", nodes="ab")
+    third = story.host.machine.plan
+    assert third is not None and third.session > second.session
+    story.restore("ab")
+    for _ in range(3):
+        story.tick(1.0)
+    assert not ended(story)
+
+
 def test_a_node_with_a_new_agent_gets_the_session_and_its_peers_the_address() -> None:
     story = trained()
     story.ports.calls.clear()
