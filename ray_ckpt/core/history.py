@@ -115,16 +115,16 @@ class RunHistory:
         None if there is none. Later checkpoints may have bytes of both sides, and after a restore of one of
         them no replica differs any more.
         """
-        ends = self.branch_points() if self._suspects else {}
-        newest_first = reversed(self._suspects.values())
-        return next((c for c in newest_first if c.seq <= ends.get(c.id.session, -1)), None)
+        return next(reversed(self._lineage_suspects()), None)
 
     @property
     def first_suspect(self) -> CheckpointInfo | None:
-        """The oldest checkpoint on the lineage, live or not, with replicas that differed, or None."""
-        ends = self.branch_points()
-        found = (c for c in self.checkpoints.values() if c.suspect and c.seq <= ends.get(c.id.session, -1))
-        return min(found, key=lambda c: c.seq, default=None)
+        """The oldest checkpoint on the lineage with replicas that differed, also if it is lost or retired."""
+        return next(iter(self._lineage_suspects()), None)
+
+    def _lineage_suspects(self) -> list[CheckpointInfo]:
+        ends = self.branch_points() if self._suspects else {}
+        return [c for c in self._suspects.values() if c.seq <= ends.get(c.id.session, -1)]
 
     @property
     def suspect_text(self) -> str:
