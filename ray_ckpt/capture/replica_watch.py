@@ -73,26 +73,21 @@ class ReplicaWatch:
         """Return the number of the window that the save of `step` compares; the same on all ranks."""
         return step // self._stride % WINDOWS
 
-    def digests(
-        self, slices: Sequence[LiveSlice], step: int, rank: int, *, part: tuple[int, ...] = ()
-    ) -> WindowDigests:
-        """Return the digests, not yet computed, for the save of `step`; `slices` are alike the first ones.
-
-        With the ranks of the whole `part`, those of smaller groups are of all bytes, not of a window.
-        """
+    def digests(self, slices: Sequence[LiveSlice], step: int, rank: int) -> WindowDigests:
+        """Return the digests, not yet computed, for the save of `step`; `slices` are alike the first ones."""
+        window = self.window(step)
         found = []
         for group in self._groups:
-            window = self.window(step) if part in ((), group.ranks) else None
             chunks = tuple(_chunks(group, slices, window))
             if chunks:
                 found.append(_GroupDigests(group, chunks, slices, window, rank))
         return WindowDigests(found)
 
 
-def _chunks(group: _Group, slices: Sequence[LiveSlice], window: int | None) -> Iterator[_Chunk]:
-    """Yield the elements whose first byte is in a window of a group's bytes; all elements if it is None."""
+def _chunks(group: _Group, slices: Sequence[LiveSlice], window: int) -> Iterator[_Chunk]:
+    """Yield the elements whose first byte is in a window of a group's bytes."""
     total = group.ends[-1]
-    low, high = (0, total) if window is None else (total * window // WINDOWS, total * (window + 1) // WINDOWS)
+    low, high = total * window // WINDOWS, total * (window + 1) // WINDOWS
     for at in range(bisect_right(group.ends, low), len(group.ends)):
         live = slices[group.indexes[at]]
         start, size = group.ends[at] - live.nbytes, live.tensor.element_size()
@@ -112,7 +107,7 @@ class _GroupDigests:
         group: _Group,
         chunks: tuple[_Chunk, ...],
         slices: Sequence[LiveSlice],
-        window: int | None,
+        window: int,
         rank: int,
     ) -> None:
         count = min(len(chunks), MAX_PIECES)

@@ -175,12 +175,10 @@ class OpenAttempts:
                 step=step,
             )
         if attempt.disagrees:
-            where = f": {attempt.finding}" if attempt.finding else " outside their shards"
             return CollectiveError(
-                f"Step {step}: the ranks do not hold the same parameters{where}.",
-                hint="Register the same items on every rank, and begin with the same weights on replicas. "
-                "Parameters that differ between ranks must be DTensors with a placement (fully_shard, "
-                "parallelize_module), or one copy would be kept.",
+                f"Step {step}: the ranks do not hold the same parameters outside their shards.",
+                hint="Register the same items on every rank. Parameters that differ between ranks must be "
+                "DTensors with a placement (fully_shard, parallelize_module), or one copy would be kept.",
                 step=step,
             )
         if differing := attempt.differing:

@@ -103,7 +103,7 @@ class CopyPlan:
 
 
 class SharedDigest:
-    """The digests that ranks must agree on; with `content` they include the bytes of shared tensors.
+    """The digest that all ranks must agree on; with `content` it includes the bytes of shared tensors.
 
     Bytes that change only in optimizer steps are read during the copy; all other bytes are read at once. So
     are those of `window`, the digests that a difference of makes a finding only: after an exception there,
@@ -160,20 +160,15 @@ class SharedDigest:
             self._window = None
             self._on_unwatched(error)
 
-    def texts(self) -> tuple[str, ...]:
-        """Return `<part>:<digest>`, or with bytes `<part>/content:<digest>`, and then one for each group.
-
-        The others are `<part>/content/<group>:<digests>`, of what the replicas of a shard hold, such as the
-        ranks of HSDP that have the same one.
+    def text(self) -> str:
+        """Return `<part>:<digest>`, or with bytes `<part>/content:<digest>`.
 
         Only texts of the same kind are compared. All ranks compare bytes until a save is committed; then one
         of them may learn of that commit later than others.
         """
         found = self._walked.shared_digest(self._identity.ranks, self._contents)
         kind = f"{self._identity.part}/content" if self._content else self._identity.part
-        text = f"{kind}:{found}" if kind else found
-        groups = self.watched() if self._content else ()
-        return (text, *(f"{kind}/{watched.group}:{'.'.join(watched.digests)}" for watched in groups))
+        return f"{kind}:{found}" if kind else found
 
 
 @dataclass(slots=True)
@@ -238,7 +233,7 @@ class Handoff:
             attempt=parts.attempt,
             rank=self._link.identity.rank,
             state=parts.state,
-            replicated=(*self._digest.texts(), f"{self._link.identity.part}/{parts.count}"),
+            replicated=(self._digest.text(), f"{self._link.identity.part}/{parts.count}"),
             metrics=parts.metrics(),
             buffer=self._buffer.index,
             layout=layout if self._is_new_layout else None,

@@ -215,10 +215,9 @@ class Saver:
         plan, has_still = self._prepared(walked)
         buffer = self._buffers[0]
         identity = self._link.identity
-        content, step = parts.compare_content and not self._is_full, parts.attempt.step
-        part = identity.ranks if content else ()
-        window = plan.watch.digests(walked.slices, step, identity.rank, part=part) if plan.watch else None
-        unwatched = partial(self._warn_unwatched, step)
+        window = plan.watch.digests(walked.slices, parts.attempt.step, identity.rank) if plan.watch else None
+        content = parts.compare_content and not self._is_full
+        unwatched = partial(self._warn_unwatched, parts.attempt.step)
         digest = SharedDigest(walked, identity, content=content, window=window, on_unwatched=unwatched)
         digest.add_now(plan.background)
         handoff = Handoff(

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ckpt.capture.replica_watch import MAX_PIECES, WINDOWS, ReplicaWatch, device_sums
-from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice, Walked
+from ray_ckpt.capture.walk import DTYPE_NAMES, LiveSlice
 from ray_ckpt.core.replica_findings import finding, merged
-from ray_ckpt.trainer.handoff import SharedDigest
-from ray_ckpt.trainer.link import Identity
 from ray_ckpt.types import Slice, Watched
 
 RANKS = (0, 1, 2)
@@ -102,37 +100,6 @@ def test_replicas_of_a_mesh_compare_their_own_shards_and_what_all_hold() -> None
         bad[0].tensor[step] += 1
         nodes["n3"] = merged({3: reports(bad, step, 3)})
         assert finding(nodes) == "model.w: rank(s) 1 and rank(s) 3 differ, no majority shows which is wrong"
-
-
-@pytest.mark.parametrize("changed", range(5))
-def test_until_a_commit_replicas_of_a_mesh_must_agree_on_all_bytes(changed: int) -> None:
-    """2 x 2: a replica that begins with other weights is found wherever they differ, and the save refused."""
-
-    def texts(rank: int, content: bool) -> tuple[str, ...]:
-        replicas = (0, 2) if rank % 2 == 0 else (1, 3)
-        slices = [live(f"w{k}", torch.full((40,), float(rank % 2)), replicas) for k in range(4)]
-        slices.append(live("b", torch.ones(40), (0, 1, 2, 3)))
-        if rank == 3:
-            slices[changed].tensor[11] += 1
-        identity = Identity(run_uid="", run_name="", rank=rank, world_size=4, node_id="")
-        part = identity.ranks if content else ()
-        window = ReplicaWatch(slices).digests(slices, 52, rank, part=part)
-        walked = Walked(slices=tuple(slices), trees={})
-        found = SharedDigest(walked, identity, content=content, window=window, on_unwatched=_fail)
-        found.add_now(frozenset())
-        found.complete()
-        return found.texts()
-
-    for content in (True, False):
-        all_texts = [texts(rank, content) for rank in range(4)]
-        found = {text for of_rank in all_texts for text in of_rank}
-        names = {text.rpartition(":")[0] for text in found}
-        assert (len(found) > len(names)) == content, "as `Attempt.disagrees`"
-        assert len(names) == (4 if content else 1), "all ranks, two groups of two, and a window of all ranks"
-
-
-def _fail(error: Exception) -> None:
-    raise error
 
 
 @pytest.mark.parametrize(
