@@ -532,13 +532,14 @@ def _sharers(
             region = (saved.offset, saved.shape)
             ranks = tuple(rank for rank, held in boxes[layout] if any(_meet(box, region) for box in held))
         if len(read.near_files) > 1:
-            ranks = _without_copy(ranks, near_files[place[0]], {near_files[file] for file in read.near_files})
+            owner = near_files.get(place[0])  # None: this rank wants another dtype than those near it
+            ranks = _without_copy(ranks, owner, {near_files[file] for file in read.near_files})
         if len(ranks) > 1:
             found[place] = ranks
     return found
 
 
-def _without_copy(ranks: tuple[int, ...], owner: int, holders: Set[int]) -> tuple[int, ...]:
+def _without_copy(ranks: tuple[int, ...], owner: int | None, holders: Set[int]) -> tuple[int, ...]:
     """Return the ranks that read the owner's copy; ranks that hold none read that of the first holder."""
     return tuple(rank for rank in ranks if rank == owner or (rank not in holders and owner == min(holders)))
 

@@ -115,12 +115,14 @@ class _GroupDigests:
         for number, chunk in enumerate(chunks):
             self.pieces[number * count // len(chunks)].append((chunk, slices[chunk.index]))
         described = [
-            [live.slice.key, live.slice.offset, live.slice.shape, live.slice.dtype, chunk.begin, chunk.end]
+            [
+                *(live.slice.key, live.slice.offset, live.slice.shape, live.slice.dtype),
+                *(chunk.begin, chunk.end, _is_on_host(live)),
+            ]
             for piece in self.pieces
             for chunk, live in piece
         ]
-        kinds = sorted({_is_on_host(live) for piece in self.pieces for _, live in piece})
-        label = json.dumps([window, group.label, described, kinds, [len(piece) for piece in self.pieces]])
+        label = json.dumps([window, group.label, described, [len(piece) for piece in self.pieces]])
         self.group = digest(label.encode())[:_GROUP_HEX]
         self.names = tuple(map(_name, self.pieces)) if rank == group.ranks[0] else ()
 

@@ -222,7 +222,8 @@ class DrainSchedule:
     def described(self, event: m.DescriptionWritten) -> Iterator[m.Effect]:
         """Promote a checkpoint that is complete on the storage path; give up its drain if it is damaged.
 
-        If the drain may have shared files there, it begins anew without them, and their origin is read.
+        If the drain may have shared files there, it begins anew without them, and their origin is read while
+        the run goes on.
         """
         context, attempt = self._context, event.attempt.attempt
         if event.exported is not None:
@@ -231,10 +232,11 @@ class DrainSchedule:
         checkpoint = context.history.checkpoints[attempt]
         origin = self._drains.start_unshared(attempt) if event.is_damage else None
         if origin is not None:
-            self._maintenance.suspect_stored(context.history.checkpoints[origin.attempt])
+            if not self._finishing:  # else no round reads it before the nodes are emptied
+                self._maintenance.suspect_stored(context.history.checkpoints[origin.attempt])
             yield from context.warn_once(
                 f"Step {event.attempt.step} is damaged on the storage path. It is uploaded again without "
-                f"files of step {origin.step}, which is read: {event.error}"
+                f"files of step {origin.step}: {event.error}"
             )
             yield from self.assign()
             return

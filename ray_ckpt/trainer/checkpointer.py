@@ -46,6 +46,7 @@ from ray_ckpt.types import AttemptId, Level
 log = logging.getLogger("ray_ckpt")
 
 FLUSH_S = 120.0  # at the end of the loop, the wait until the last capture is safe on this node
+MAX_COMPARED = 16  # first saves without a commit that compare all bytes, which costs each a digest of them
 FIRST_OUTCOME_S = 10.0  # wait of the second save for the first, to find ranks that save alone
 
 LevelName = Literal["local", "replicated", "durable"]
@@ -579,7 +580,7 @@ class Checkpointer:
                 attempt=attempt,
                 state=items.encode_state(attempt.step, walked),
                 metrics=captured.complete,
-                compare_content=self._outcomes.newest is None,  # to find ranks that differ early
+                compare_content=self._outcomes.newest is None and self._save_calls <= MAX_COMPARED,
                 count=self._count.mark(),
                 began_s=began_s,
             ),

@@ -143,6 +143,17 @@ def test_sums_of_a_device_are_digests_too_and_not_compared_with_those_of_a_host(
     assert len(found) == 1
 
 
+def test_tensors_that_lie_elsewhere_on_another_rank_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_host = {"model.a"}
+    monkeypatch.setattr("ray_ckpt.capture.replica_watch._is_on_host", lambda live: live.slice.key in on_host)
+    slices = [live("a", torch.ones(80)), live("b", torch.ones(79))]  # one window of three has both
+    groups = {watched.group for step in range(WINDOWS) for watched in reports(slices, step)}
+    on_host = {"model.b"}
+    assert groups.isdisjoint(watched.group for step in range(WINDOWS) for watched in reports(slices, step))
+
+
 def test_a_tensor_that_changes_before_it_is_read_is_no_finding() -> None:
     """As in a loop that clamps weights without `ckpt.lock()`: ranks read before or after that."""
     ones = torch.ones(WINDOWS)

@@ -242,12 +242,13 @@ def test_an_upload_that_shared_a_file_and_is_damaged_is_repeated_without_sharing
         run.feed(m.FinishRequested(token="end"))
     effects = described_as_damaged(run, saved)
     assert not of(effects, m.Fail)
-    assert "without files of step 10, which is read: it is cut short" in one(effects, m.Warn).text
+    assert "without files of step 10: it is cut short" in one(effects, m.Warn).text
     assert likes(effects) == {""} and {drain.attempt for drain in of(effects, m.Drain)} == {run.attempt(20)}
     effects = (*effects, *run.drain_all(effects))
     assert run.checkpoint(run.attempt(20)).level is Level.DURABLE
     if is_end:
         assert one(effects, m.Reply).value == run.checkpoint(run.attempt(20))
+        assert not of((*effects, *run.tick(MAINTENANCE_S)), m.Scrub), "no round would read the rest of them"
         return
     scrubs = []
     while found := of((*effects, *run.tick(MAINTENANCE_S)), m.Scrub):
