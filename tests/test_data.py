@@ -663,7 +663,9 @@ def test_torchdata_itself_refuses_another_number_of_workers_late() -> None:
 
 
 def test_other_objects_have_no_loader_problems() -> None:
-    assert loader_problems(loaded(sampler_of(10, 4)), {"position": 3}) == []
+    batches = loaded(sampler_of(10, 4))
+    assert loader_problems(batches, {**batches.state_dict(), "position": 4}) == []
+    assert len(loader_problems(batches, {"position": 4})) == len(loader_problems(batches, None)) == 3
     assert loader_problems(torch.nn.Linear(1, 1), {}) == []
 
 

@@ -170,6 +170,9 @@ def load_items(
         raise misfit(state["step"], plan.problems, modules=modules, begins=wanted.misfits)
     if rank == everyone[0]:
         _log_classes(items, begun, classes)
+    for name, item in items.items():
+        if isinstance(item, TreeItem) and name not in begun:
+            item.fill(trees[name])
     here = [k for k in node_ranks if k in everyone]
     _read(plan.reads, wanted.targets, reader, here, everyone[0], near_files)
     is_new = rank >= state.get("world_size", world_size)
@@ -383,7 +386,8 @@ class _Wanted:
         assert saved is not None
         try:
             with torch.inference_mode(False):  # an optimizer cannot change an inference tensor later
-                return item.allocate(path, saved.global_shape, DTYPES[saved.dtype]).to(device)
+                leaf = item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
+                return leaf if device is None else leaf.to(device)
         except RuntimeError as error:  # torch has no class for lack of memory on the CPU
             if isinstance(error, CheckpointError):
                 raise
@@ -423,7 +427,9 @@ def _has_grown(item: Item, leaf: Leaf, row: ManifestRow) -> bool:
 
 def _device_of(held: HeldLeaf | None) -> torch.device | None:
     """Return the device of a live tensor, where the new one in its place belongs; None: the item decides."""
-    return held.leaf.device if held is not None and isinstance(held.leaf, torch.Tensor) else None
+    if held is None or not isinstance(held.leaf, torch.Tensor) or held.leaf.is_meta:
+        return None
+    return held.leaf.device
 
 
 def _is_filled(item: Item, path: Path, leaf: Leaf) -> bool:

@@ -19,15 +19,18 @@ import torch
 
 from ray_ckpt.capture.items import Item, Leaf
 from ray_ckpt.capture.walk import leaf_of
+from ray_ckpt.format.digest import digest
 from ray_ckpt.format.short import key_text
 from ray_ckpt.format.tree import TensorRef
+
+_VALUES = frozenset({int, float, str, bool, bytes, type(None)})  # of long lists, mostly
 
 
 class TreeItem(Item):
     """A dict or list of plain values and tensors, updated in place.
 
     Tensors, NumPy arrays of the saved shape and dtype, sets and bytearrays are filled, since the program may
-    hold them under other names too.
+    hold them under other names too. In a list that has another length now they are replaced.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -36,8 +39,15 @@ class TreeItem(Item):
     def tree(self) -> Any:
         return self._tree
 
-    def load(self, tree: Any) -> None:
+    def fill(self, tree: Any) -> None:
+        """Copy what is no tensor into the live arrays, sets and bytearrays; called before tensors are read.
+
+        Call it for all items before `load` of the first one: what shared memory in the program when it was
+        built, and did not when it was saved, is replaced by `load` then.
+        """
         _fill(self._tree, tree)
+
+    def load(self, tree: Any) -> None:
         if _is_container(self._tree):
             _assign(self._tree, tree)
 
@@ -108,22 +118,28 @@ def _has_tensors(value: Any) -> bool:
 
 def _assign(target: Any, value: Any) -> None:
     """Put `value` into the containers of `target`; `_problems` has found none."""
+    known = target
     if isinstance(target, MutableMapping):
-        if not target.keys() <= value.keys():
-            target.clear()  # a Counter or a defaultdict
+        if not target.keys() <= value.keys():  # a Counter or a defaultdict
+            known = dict(target)
+            target.clear()
         pairs: Iterable[tuple[Any, Any]] = value.items()
     elif len(target) != len(value) or all(map(_is_plain, chain(target, value))):
-        kept = list(map(_kept, target, value))
+        pairs = zip(target, value, strict=False)
+        kept = [new if type(new) in _VALUES else _kept(here, new) for here, new in pairs]
         target[:] = kept + value[len(kept) :]
         return
     else:
         pairs = enumerate(value)
     for key, new in pairs:
-        here = target[key] if isinstance(target, MutableSequence) or key in target else None
+        here = known[key] if isinstance(known, MutableSequence) or key in known else None
         if _is_container(here) and _is_container(new):
             _assign(here, new)
-        elif (kept := _kept(here, new)) is not here:
-            target[key] = kept
+            new = here
+        else:
+            new = _kept(here, new)
+        if new is not here or known is not target:
+            target[key] = new
 
 
 def _fill(here: Any, new: Any) -> None:
@@ -142,22 +158,28 @@ def _fill(here: Any, new: Any) -> None:
         for key in here.keys() & new.keys():
             _fill(here[key], new[key])
     elif isinstance(here, tuple | MutableSequence) and isinstance(new, tuple | list):
-        for pair in zip(here, new, strict=False):
-            _fill(*pair)
+        for old, saved in zip(here, new, strict=False):
+            if type(saved) not in _VALUES:
+                _fill(old, saved)
 
 
 def _kept(here: Any, new: Any) -> Any:
     """Return the live value if `_fill` has made it equal to the saved one, else the saved value.
 
-    An array in two places of the tree may have been two in the checkpoint: then it is not equal to both.
+    An array in two places may have been two in the checkpoint: then it is not equal to both. Nor need an
+    array be that has the memory of a tensor.
     """
     if isinstance(here, np.ndarray):
-        return here if _is_alike(here, new) and here.tobytes() == new.tobytes() else new
+        return here if _is_alike(here, new) and _bits(here) == _bits(new) else new
     if isinstance(here, set | bytearray):
         return here if type(here) is type(new) and here == new else new
     if type(here) is type(new) is tuple and len(here) == len(new):
         return tuple(map(_kept, here, new))
     return new
+
+
+def _bits(array: np.ndarray) -> str:
+    return digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 def _is_alike(here: np.ndarray, new: Any) -> bool:

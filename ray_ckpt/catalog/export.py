@@ -298,7 +298,7 @@ def export_folder(
         more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
         raise ConfigError(
             f"{out} has other weights: {', '.join(others[:MAX_NAMED])}{more}.",
-            hint="Give another folder, or move them elsewhere.",
+            hint="Give another folder. If an interrupted or another export left them, delete them.",
         )
     whole = out.absolute()
     place = whole if whole.is_dir() else whole.parent

@@ -128,12 +128,12 @@ class RunHistory:
 
     @property
     def suspect_text(self) -> str:
-        """The step and the finding of `suspect`, with the step of `first_suspect`; "" without a finding."""
+        """The step and the finding of `suspect`, and the step of `first_suspect`; "" without a finding."""
         if (newest := self.suspect) is None:
             return ""
         first = self.first_suspect or newest
-        since = f", first at step {first.step}" if first.id != newest.id else ""
-        return f"step {newest.step}{since}: {newest.suspect}"
+        since = f"; first at step {first.step}" if first.id != newest.id else ""
+        return f"step {newest.step}: {newest.suspect}{since}"
 
     @property
     def next_session(self) -> int:

@@ -19,6 +19,13 @@ UNREADABLE = "unreadable"  # field `where` of an error about a file whose bytes 
 PERHAPS_DELETED = "Run `ray-ckpt verify`; if it was deleted since the log was read, read the log again."
 
 
+def where_of(error: OSError | EOFError) -> str:
+    """Return the field `where` of a file that was listed and could not be read."""
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    return "size" if isinstance(error, EOFError) else UNREADABLE
+
+
 @contextmanager
 def readable(location: Location) -> Iterator[None]:
     """Convert errors of a store in the block to a StoragePathError with a hint."""
@@ -95,7 +102,7 @@ class SavedFiles(ABC):
                 hint = "Checkpoints are private to the user that trained; read them as that user, or with "
                 hint += "credentials for the bucket."
             raise CorruptionError(
-                f"{self.place(name)} cannot be read: {error}.", hint=hint, file=name, where=UNREADABLE
+                f"{self.place(name)} cannot be read: {error}.", hint=hint, file=name, where=where_of(error)
             ) from error
 
 

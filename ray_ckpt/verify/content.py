@@ -27,7 +27,13 @@ from ray_ckpt.format.manifest import (
     uncovered,
 )
 from ray_ckpt.location import StoragePath
-from ray_ckpt.storage.checkpoint_files import UNREADABLE, CheckpointFiles, SavedFiles, files_at
+from ray_ckpt.storage.checkpoint_files import (
+    UNREADABLE,
+    CheckpointFiles,
+    SavedFiles,
+    files_at,
+    where_of,
+)
 from ray_ckpt.storage.parallel import map_in_order
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow, ProgressCallback
 
@@ -287,8 +293,11 @@ class Verification:
     def check_unlisted(self, *, is_whole: bool) -> None:
         """Report files that a standard safetensors reader would treat as part of the checkpoint.
 
-        `is_whole`: all files of the checkpoint are known, because no fragment that lists some is missing.
+        `is_whole`: all files of the checkpoint are known, because no fragment that lists some is missing. A
+        fragment that only cannot be read may list them.
         """
+        if not is_whole and only_unreadable(self.damages):
+            return
         detail = "It is not part of this checkpoint." if is_whole else "No readable fragment lists it."
         for name in self._names_there():
             if name not in self.expected and (names.is_file_name(name) or name.endswith(".safetensors")):
@@ -374,7 +383,7 @@ class Verification:
             with closing(file.read([(0, min(file.size_bytes, entry.size_bytes))])) as blocks:
                 self._check_rows(checked, self._counted(blocks, whole), rows)
         except (OSError, EOFError) as error:
-            checked.report(UNREADABLE, str(error))
+            checked.report(where_of(error), str(error))
             return checked
         except CorruptionError as error:  # from a compressed file
             checked.report("content", f"{error}{_cut_off(rows, checked.num_rows)}")

@@ -17,7 +17,7 @@ from ray_ckpt.errors import CorruptionError
 from ray_ckpt.format import names
 from ray_ckpt.format.digest import Digester, root_digests
 from ray_ckpt.format.manifest import CheckpointDescription, Region, by_tensor
-from ray_ckpt.storage.checkpoint_files import UNREADABLE, CheckpointFiles
+from ray_ckpt.storage.checkpoint_files import CheckpointFiles, where_of
 from ray_ckpt.types import FileEntry, Fragment, ManifestRow, ProgressCallback
 from ray_ckpt.verify.content import (
     Checked,
@@ -259,7 +259,7 @@ class PlanVerification(Verification):
                 with closing(file.read([(0, header.nbytes)])) as blocks:
                     self._check_rows(checked, self._counted(blocks, Digester()), [header])
         except (OSError, EOFError) as error:
-            checked.report(UNREADABLE, str(error))
+            checked.report(where_of(error), str(error))
         except CorruptionError as error:  # from a compressed file
             checked.report("content", str(error))
         return checked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -546,6 +547,32 @@ def test_arrays_and_sets_are_filled_in_place(tmp_path: Path) -> None:
     assert str(fresh) == str(state)
     assert fresh["obs"] is arrays[0] and fresh["pair"][0] is arrays[1] and fresh["more"][0] is arrays[2]
     assert fresh["more"][1]["seen"] is seen == {1, 5}
+
+
+def test_what_shares_memory_only_before_the_restore_gets_its_own_values(tmp_path: Path) -> None:
+    """As items that are built from one constant, and an array from which a tensor was made."""
+    items = items_of(
+        obs={"mean": np.full(2, 1.0), "seen": {1}},
+        rew={"mean": np.full(2, 2.0), "seen": {2}},
+        both={"tensor": torch.ones(3), "array": np.full(3, 2.0, np.float32)},
+    )
+    saved = Saved(tmp_path).save(items)
+    zeros, seen, array = np.zeros(2), set[int](), np.zeros(3, np.float32)
+    obs, rew = {"mean": zeros, "seen": seen}, {"mean": zeros, "seen": seen}
+    both = {"tensor": torch.from_numpy(array), "array": array}
+    saved.load(items_of(obs=obs, rew=rew, both=both))
+    assert [obs["mean"].tolist(), rew["mean"].tolist()] == [[1.0, 1.0], [2.0, 2.0]]
+    assert [obs["seen"], rew["seen"]] == [{1}, {2}]
+    assert [both["tensor"].tolist(), both["array"].tolist()] == [[1.0] * 3, [2.0] * 3]
+
+
+def test_arrays_in_a_defaultdict_that_has_met_more_are_filled_in_place(tmp_path: Path) -> None:
+    saved = Saved(tmp_path).save(items_of(met=defaultdict(list, {"a": np.ones(2), "b": {"c": np.ones(1)}})))
+    a, c = np.zeros(2), np.zeros(1)
+    live = defaultdict(list, {"more": 1, "a": a, "b": {"c": c}})
+    saved.load(items_of(met=live))
+    assert live == {"a": a, "b": {"c": c}} and live["a"] is a and live["b"]["c"] is c
+    assert (a.tolist(), c.tolist()) == ([1.0, 1.0], [1.0])
 
 
 def test_arrays_that_cannot_be_filled_are_replaced(tmp_path: Path) -> None:

@@ -823,9 +823,27 @@ def test_one_file_without_permission_is_not_called_damaged(
     for args in ((), ("--plan",)):
         code, out, _ = fails(capsys, "verify", run.folder, *args)
         assert code == 2 and "CANNOT BE READ (1 finding)" in out and f"{SHARD}: unreadable" in out
+    private[0] = next(run.directory(50).glob("manifest-*")).name
+    code, out, _ = fails(capsys, "verify", run.folder)
+    assert code == 2 and "CANNOT BE READ" in out and "unlisted" not in out
     private[0] = names.CHECKPOINT_JSON
     code, out, _ = fails(capsys, "verify", run.folder, "--plan")
     assert code == 2 and "can be restored; not all files can be read (1 finding)" in out
+
+
+def test_a_file_that_is_deleted_meanwhile_is_missing(
+    run: SampleRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = PosixFiles.read
+
+    def delete_first(files: PosixFiles, name: str, ranges: Sequence[tuple[int, int]]) -> Blocks:
+        if name.endswith(SHARD):
+            (run.directory(50) / SHARD).unlink(missing_ok=True)
+        return read(files, name, ranges)
+
+    monkeypatch.setattr(PosixFiles, "read", delete_first)
+    code, out, _ = fails(capsys, "verify", run.folder)
+    assert code == 1 and f"{SHARD}: missing" in out
 
 
 @pytest.mark.parametrize("plan", [(), ("--plan",)])

@@ -259,7 +259,7 @@ def test_status_of_a_log_names_the_first_finding_about_replicas(tmp_path: Path) 
     run = write_run(tmp_path, steps=(10,))
     for step, suspect in ((20, "model.w differs"), (30, None), (40, "model.b differs")):
         run.log.commit(make_checkpoint(run.log.attempt(1, step)), suspect=suspect)
-    text = "data-parallel replicas have drifted apart, step 40, first at step 20: model.b differs\n"
+    text = "data-parallel replicas have drifted apart, step 40: model.b differs; first at step 20\n"
     assert text in ray_ckpt_cli("status", run.folder)
     assert "step 20  replicated(1), in cluster, drifted apart  " in ray_ckpt_cli("tree", run.folder)
     assert ray_ckpt_cli("ls", run.folder).count("replicated(1), in cluster, drifted apart ") == 2
