@@ -179,7 +179,7 @@ def _kept(here: Any, new: Any) -> Any:
 
 
 def _bits(array: np.ndarray) -> str:
-    return digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _is_alike(here: np.ndarray, new: Any) -> bool:

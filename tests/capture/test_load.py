@@ -558,8 +558,9 @@ def test_what_shares_memory_only_before_the_restore_gets_its_own_values(tmp_path
     )
     saved = Saved(tmp_path).save(items)
     zeros, seen, array = np.zeros(2), set[int](), np.zeros(3, np.float32)
-    obs, rew = {"mean": zeros, "seen": seen}, {"mean": zeros, "seen": seen}
-    both = {"tensor": torch.from_numpy(array), "array": array}
+    obs: dict[str, Any] = {"mean": zeros, "seen": seen}
+    rew: dict[str, Any] = {"mean": zeros, "seen": seen}
+    both: dict[str, Any] = {"tensor": torch.from_numpy(array), "array": array}
     saved.load(items_of(obs=obs, rew=rew, both=both))
     assert [obs["mean"].tolist(), rew["mean"].tolist()] == [[1.0, 1.0], [2.0, 2.0]]
     assert [obs["seen"], rew["seen"]] == [{1}, {2}]
@@ -569,7 +570,7 @@ def test_what_shares_memory_only_before_the_restore_gets_its_own_values(tmp_path
 def test_arrays_in_a_defaultdict_that_has_met_more_are_filled_in_place(tmp_path: Path) -> None:
     saved = Saved(tmp_path).save(items_of(met=defaultdict(list, {"a": np.ones(2), "b": {"c": np.ones(1)}})))
     a, c = np.zeros(2), np.zeros(1)
-    live = defaultdict(list, {"more": 1, "a": a, "b": {"c": c}})
+    live: dict[str, Any] = defaultdict(list, {"more": 1, "a": a, "b": {"c": c}})
     saved.load(items_of(met=live))
     assert live == {"a": a, "b": {"c": c}} and live["a"] is a and live["b"]["c"] is c
     assert (a.tolist(), c.tolist()) == ([1.0, 1.0], [1.0])
