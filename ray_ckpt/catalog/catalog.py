@@ -152,10 +152,7 @@ class Catalog:
 
     @property
     def suspect(self) -> CheckpointInfo | None:
-        """The newest checkpoint of the last session with replicas that differed; None if there is none.
-
-        If no save of the session found a difference, the newest checkpoint of the lineage if its save did.
-        """
+        """The newest checkpoint on the lineage with replicas that differed, also if it is lost or retired."""
         return self._history.suspect
 
     @property
