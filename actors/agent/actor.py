@@ -163,10 +163,10 @@ class NodeAgent(RankEndpoints, RelayEndpoints):
         await self._runs.get(run_uid).obey(n.CoordinatorReturned(epoch=epoch))
 
     async def end_session(
-        self, run_uid: str, session_key: SessionKey, error: CheckpointError, epoch: int
+        self, run_uid: str, session_key: SessionKey, error: CheckpointError, epoch: int, frees: bool = True
     ) -> None:
         """End the session of this node's ranks: the run has another group or owner."""
-        order = n.SessionEnded(session_key=session_key, error=error, epoch=epoch)
+        order = n.SessionEnded(session_key=session_key, error=error, epoch=epoch, frees=frees)
         await self._runs.get(run_uid).obey(order)
 
     async def update_peer(self, run_uid: str, node: str, endpoint: str) -> None:

@@ -161,8 +161,8 @@ class RayPorts:
                 )
             case n.CoordinatorReturned(epoch=epoch):
                 return "coordinator_returned", (uid, epoch)
-            case n.SessionEnded(session_key=session_key, error=error, epoch=epoch):
-                return "end_session", (uid, session_key, error, epoch)
+            case n.SessionEnded(session_key=session_key, error=error, epoch=epoch, frees=frees):
+                return "end_session", (uid, session_key, error, epoch, frees)
             case n.OutcomeNotified(attempt=attempt, level=level, error=problem, epoch=epoch):
                 return "notify_outcome", (uid, attempt, level, problem, epoch)
             case n.SaveStepAnnounced(session_key=session_key, signal=signal, epoch=epoch):

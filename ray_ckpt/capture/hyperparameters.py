@@ -170,6 +170,8 @@ class Hyperparameters:
 
         If another schedule goes on as saved, the current rate shows its position and stays.
         """
+        if not begun:
+            return
         groups = {name: _scheduled_groups(obj) for name, obj in self._objects.items()}
         for source in self._sources.values():
             if isinstance(source, _OptimizerSource):

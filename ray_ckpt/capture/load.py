@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -387,7 +388,10 @@ class _Wanted:
         try:
             with torch.inference_mode(False):  # an optimizer cannot change an inference tensor later
                 leaf = item.allocate(path, saved.global_shape, DTYPES[saved.dtype])
-                return leaf if device is None else leaf.to(device)
+            if device is not None:
+                with suppress(torch.OutOfMemoryError):  # the object may copy it: the host does as well
+                    leaf = leaf.to(device)
+            return leaf
         except RuntimeError as error:  # torch has no class for lack of memory on the CPU
             if isinstance(error, CheckpointError):
                 raise

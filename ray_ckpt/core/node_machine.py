@@ -148,7 +148,7 @@ class NodeMachine:
             yield from self._settle(save.attempt, None, event.error, keep_files=True)
         self.plan = self.here = None
         yield n.EndSession(session_key=event.session_key, error=event.error)
-        self._frees = True
+        self._frees = self._frees or event.frees
         yield from self._free()
 
     def _on_run_released(self, event: n.RunReleased) -> Iterator[n.NodeEffect]:

@@ -38,6 +38,7 @@ class SessionEnded:
     session_key: SessionKey
     error: CheckpointError
     epoch: int
+    frees: bool = True  # False: a group that has not restored yet may need what is in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -234,9 +234,10 @@ class OpenedNodes:
             self._renewing.discard(call.node)
             if is_done:
                 self.has_session(call.node, call.order.plan.session_key)
-        if isinstance(call, Call) and isinstance(call.order, n.SessionEnded):
+        if isinstance(call, Call) and isinstance(call.order, n.SessionEnded) and call.order.frees:
             self._renewing.discard(call.node)
-            if is_done and call.node in self._in_session.get(call.order.session_key, ()):
+            is_gone = answer.failure is not None and answer.failure.is_dead  # the agent, with its memory
+            if (is_done or is_gone) and call.node in self._in_session.get(call.order.session_key, ()):
                 self.has_session(call.node, None)
         if not isinstance(call, Call) or not isinstance(call.order, OpenOnNode):
             return

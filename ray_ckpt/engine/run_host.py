@@ -232,7 +232,9 @@ class RunHost:
                 copy = n.CopyOrdered(attempt=attempt, node_index=index, holder=holder, epoch=epoch)
                 self.send((node,), copy)
             case m.Supersede(nodes=nodes, session_key=session_key, error=problem):
-                self.send(nodes, n.SessionEnded(session_key=session_key, error=problem, epoch=epoch))
+                frees = self.machine.view.is_training
+                ended = n.SessionEnded(session_key=session_key, error=problem, epoch=epoch, frees=frees)
+                self.send(nodes, ended)
             case m.StartSession():
                 self._start_session(effect)
             case m.RequestInventory(token=token):

@@ -409,6 +409,14 @@ def test_the_memory_of_an_ended_session_is_freed_after_the_writes_from_it(fails:
     assert n.FreeMemory() in machine.handle(ended), "memory of ranks that came late"
 
 
+def test_the_memory_of_an_ended_session_stays_while_the_next_group_may_need_it() -> None:
+    machine, over = started(), RunSuperseded("over")
+    kept = n.SessionEnded(session_key=(0, 1), error=over, epoch=1, frees=False)
+    assert machine.handle(kept) == (n.EndSession(session_key=(0, 1), error=over),)
+    ended = n.SessionEnded(session_key=(0, 1), error=over, epoch=1)
+    assert n.FreeMemory() in machine.handle(ended), "that group trains"
+
+
 def test_the_memory_of_a_session_that_begins_is_not_freed_for_an_earlier_one() -> None:
     machine, at = started(), attempt(10)
     machine.handle(sealed(at, 0))

@@ -283,6 +283,39 @@ def test_a_node_without_ranks_of_the_group_ends_its_session_once_the_group_has_i
     assert not ended(story)
 
 
+def test_the_memory_of_an_agent_that_died_needs_no_order() -> None:
+    story = trained("abc")
+    first = story.host.machine.plan
+    assert first is not None
+    story.plans = {"a": first, "b": first}
+    story.request("2", nodes="a")
+    story.failures = {"b": Failure(text="its agent has died", is_dead=True)}
+    story.restore("a")
+    for _ in range(3):
+        story.tick(1.0)
+    assert ended(story) == [("b", first.session_key)]
+
+
+def test_a_node_that_joins_while_a_newer_group_restores_keeps_the_memory_of_the_older_one() -> None:
+    story = trained("abc")
+    first = story.host.machine.plan
+    assert first is not None
+    story.plans = {"a": first, "b": first}
+    story.silent = {"b"}
+    story.request("2", nodes="a")
+    story.tick(SLOW_NODE_S + 1.0)
+    story.tick(1.0)
+    assert story.host.machine.plan is not None and story.host.machine.plan.session == 2
+    late = [call for call in story.calls(OpenOnNode) if call.node == "b"][-1]
+    story.silent = set()
+    story.host.handle(Answered(to=late, value=replace(EMPTY, session_key=first.session_key)))
+    assert [order.frees for _, order in story.sent(n.SessionEnded)] == [False]
+    story.ports.calls.clear()
+    story.restore("a")
+    story.tick(1.0)
+    assert [order.frees for _, order in story.sent(n.SessionEnded)] == [True]
+
+
 def test_a_restarted_coordinator_ends_older_sessions_too_and_no_node_that_takes_part_again() -> None:
     story = trained("abc")
     first = story.host.machine.plan
