@@ -548,7 +548,7 @@ class WriteSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supersede:
-    """End the session on these nodes with `error`, because another service owns the run."""
+    """End the session on these nodes with `error`: another group or service has the run."""
 
     nodes: tuple[str, ...]
     session_key: SessionKey

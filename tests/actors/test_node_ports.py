@@ -173,7 +173,7 @@ def test_a_save_is_refused_if_still_slices_that_were_not_copied_again_have_chang
             assert not await save(2, BASE, still_from=1)
             flip()
             assert await save(3, BASE, still_from=1)
-            assert await save(4, BASE, still_from=1), "a rank that has not heard of it"
+            assert await save(4, BASE, still_from=1), "the rank has not copied them again yet"
             assert not await save(5, BASE)
             assert not await save(6, other), "the rank has seen a change, and copied it"
             assert not await save(7, other, still_from=6)

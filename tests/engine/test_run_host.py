@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Set
 from dataclasses import replace
 
 import pytest
@@ -258,12 +259,18 @@ def ended(story: Story) -> list[tuple[str, tuple[int, int]]]:
     return found
 
 
-def test_a_node_without_ranks_of_the_group_ends_its_session_once_the_group_has_its_state() -> None:
+def regrouped(silent: Set[str] = frozenset()) -> tuple[Story, SessionPlan]:
+    """Return a story whose group on a and b has ended, with its plan; a group on a begins to restore."""
     story = trained("abc")
     first = story.host.machine.plan
     assert first is not None
-    story.plans = {"a": first, "b": first}
+    story.plans, story.silent = {"a": first, "b": first}, {*silent}
     story.request("2", nodes="a")
+    return story, first
+
+
+def test_a_node_without_ranks_of_the_group_ends_its_session_once_the_group_has_its_state() -> None:
+    story, first = regrouped()
     story.tick(1.0)
     assert not ended(story), "a group with b may follow, and restore from its memory"
     story.failures = {"b": NO_ANSWER}
@@ -284,11 +291,7 @@ def test_a_node_without_ranks_of_the_group_ends_its_session_once_the_group_has_i
 
 
 def test_the_memory_of_an_agent_that_died_needs_no_order() -> None:
-    story = trained("abc")
-    first = story.host.machine.plan
-    assert first is not None
-    story.plans = {"a": first, "b": first}
-    story.request("2", nodes="a")
+    story, first = regrouped()
     story.failures = {"b": Failure(text="its agent has died", is_dead=True)}
     story.restore("a")
     for _ in range(3):
@@ -297,12 +300,7 @@ def test_the_memory_of_an_agent_that_died_needs_no_order() -> None:
 
 
 def test_a_node_that_joins_while_a_newer_group_restores_keeps_the_memory_of_the_older_one() -> None:
-    story = trained("abc")
-    first = story.host.machine.plan
-    assert first is not None
-    story.plans = {"a": first, "b": first}
-    story.silent = {"b"}
-    story.request("2", nodes="a")
+    story, first = regrouped(silent={"b"})
     story.tick(SLOW_NODE_S + 1.0)
     story.tick(1.0)
     assert story.host.machine.plan is not None and story.host.machine.plan.session == 2
@@ -317,11 +315,7 @@ def test_a_node_that_joins_while_a_newer_group_restores_keeps_the_memory_of_the_
 
 
 def test_a_restarted_coordinator_ends_older_sessions_too_and_no_node_that_takes_part_again() -> None:
-    story = trained("abc")
-    first = story.host.machine.plan
-    assert first is not None
-    story.plans = {"a": first, "b": first}
-    story.request("2", nodes="a")
+    story, first = regrouped()
     second = story.host.machine.plan
     assert second is not None and second != first
     story.plans["a"] = second
